@@ -1,0 +1,49 @@
+# `make demo` and `make test` work on a bare checkout: what they need is installed into .venv first.
+
+PYTHON ?= python3
+# The version pinned here is a CPU build on our machines. Elsewhere, to spare yourself several GB of CUDA packages:
+#   make venv TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+# Passed on to the example or to pytest, for instance: make test ARGS="-m 'not slow' -x"
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: venv demo test lint clean
+
+venv: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+# Leaves .venv alone; remove it by hand to start afresh.
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the CUDA build.
+$(INSTALLED): pyproject.toml | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet "pip>=25.1"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,postgres,plot]" --group dev
+	@touch $@
+
+# Debian without python3-venv has no ensurepip; its own pip can then put pip into the environment.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo "PerfGuard needs Python 3.10 to 3.13, but $(PYTHON) is another or missing. Name one: make PYTHON=python3.11" >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
+	    $(PYTHON) -m venv .venv; \
+	else \
+	    $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; \
+	fi || { echo "Cannot create .venv with $(PYTHON). On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }

@@ -1,0 +1,198 @@
+"""A real study on this machine's CPU: a convolutional network on scikit-learn's digits, guarded by PerfGuard.
+
+    python examples/quickstart.py                  # guarded
+    python examples/quickstart.py --no-guard       # the same study without PerfGuard, for comparison
+
+Of the search space about a third breaks the memory or the time budget. PerfGuard prunes those trials before they start, measures
+the others, and gets better from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+from perfguard import Measurement, Run, TensorSpec, Workload, resolve_device
+from perfguard.quantities import format_bytes, format_seconds, parse_bytes, parse_seconds
+from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summarize
+from perfguard_optuna.visualization import plot_predictions
+
+MEMORY_BUDGET = "256MiB"
+TIME_BUDGET = "5s"
+EPOCHS = 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Training and validation images (n, 1, 8, 8), and their labels (n,)."""
+    images, labels = load_digits(return_X_y=True)
+    images_t, images_v, labels_t, labels_v = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    as_images = [torch.tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for part in (images_t, images_v)]
+    return as_images[0], as_images[1], torch.tensor(labels_t), torch.tensor(labels_v)
+
+
+def make_model(params: Mapping[str, Any]) -> nn.Module:
+    """A plain convolutional network."""
+    layers: list[nn.Module] = []
+    channels = 1
+    for _ in range(params["depth"]):
+        layers += [
+            nn.Conv2d(channels, params["width"], params["kernel"], padding=params["kernel"] // 2),
+            nn.BatchNorm2d(params["width"]),
+            nn.ReLU(),
+        ]
+        channels = params["width"]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10))
+
+
+def make_optimizer(params: Mapping[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer, still without parameters."""
+    return functools.partial(OPTIMIZERS[params["optimizer"]], lr=params["lr"])
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    """What a trial with ``params`` would run: all that PerfGuard needs to know."""
+    batch_size = params["batch_size"]
+    return Workload(
+        make_model(params),
+        inputs=(batch_size, 1, 8, 8),
+        targets=TensorSpec((batch_size,), "int64"),
+        loss=nn.functional.cross_entropy,
+        optimizer=make_optimizer(params),
+        steps=EPOCHS * (1437 // batch_size),
+    )
+
+
+def suggest(trial: optuna.Trial) -> dict[str, Any]:
+    """The search space."""
+    return {
+        "batch_size": trial.suggest_int("batch_size", 16, 1024, log=True),
+        "width": trial.suggest_int("width", 8, 128, log=True),
+        "depth": trial.suggest_int("depth", 1, 8),
+        "kernel": trial.suggest_categorical("kernel", [3, 5]),
+        "optimizer": trial.suggest_categorical("optimizer", list(OPTIMIZERS)),
+        "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+    }
+
+
+def train(params: Mapping[str, Any]) -> float:
+    """Train for a few epochs and return the validation accuracy."""
+    images, images_v, labels, labels_v = digits()
+    torch.manual_seed(0)
+    model = make_model(params)
+    optimizer = make_optimizer(params)(model.parameters())
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(images))
+        for batch in order.split(params["batch_size"]):
+            if len(batch) < params["batch_size"]:
+                continue
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        predictions = torch.cat([model(part) for part in images_v.split(64)]).argmax(1)
+    return float((predictions == labels_v).float().mean())
+
+
+def objective(trial: optuna.Trial) -> float:
+    """An ordinary Optuna objective: nothing in it knows of PerfGuard."""
+    return train(suggest(trial))
+
+
+def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
+    """The study with PerfGuard: three more lines than without."""
+    study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
+    pruner = PerfGuardPruner(
+        gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=TIME_BUDGET, log=arguments.log or False
+    )
+    with progress_bar(console, arguments.trials) as advance:
+        study.optimize(objective, n_trials=arguments.trials, callbacks=[TrialPrinter(console), advance], pruner=pruner)
+    console.print(summarize(study).table())
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    picture = arguments.out / "quickstart.png"
+    plot_predictions(study).savefig(picture, dpi=120)
+    console.print(f"best accuracy {study.best_value:.4f} with {study.best_params}")
+    console.print(f"predicted against measured: {picture}")
+
+
+def run_unguarded(arguments: argparse.Namespace, console: Console) -> None:
+    """The same study without PerfGuard; what it costs is measured, nothing is prevented."""
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
+    device = resolve_device("cpu")
+    limits = parse_bytes(MEMORY_BUDGET), parse_seconds(TIME_BUDGET)
+    broken: list[Measurement] = []
+    spent_s = 0.0
+
+    def measured_objective(trial: optuna.Trial) -> float:
+        nonlocal spent_s
+        with Run(device) as run:
+            value = objective(trial)
+        measurement = run.measurement
+        assert measurement is not None
+        assert measurement.peak_memory_bytes is not None
+        spent_s += measurement.total_time_s
+        over = measurement.peak_memory_bytes > limits[0] or measurement.total_time_s > limits[1]
+        if over:
+            broken.append(measurement)
+        console.print(
+            f"trial {trial.number:3d}  unguarded  memory {format_bytes(measurement.peak_memory_bytes):>8s}  "
+            f"time {format_seconds(measurement.total_time_s):>7s}  value {value:.4g}{'  over budget' if over else ''}",
+            highlight=False,
+        )
+        return value
+
+    with progress_bar(console, arguments.trials) as advance:
+        study.optimize(measured_objective, n_trials=arguments.trials, callbacks=[advance])
+    wasted_s = sum(measurement.total_time_s for measurement in broken)
+    console.print(
+        f"{arguments.trials} trials, {len(broken)} over budget; {format_seconds(spent_s)} in all, of which "
+        f"{format_seconds(wasted_s)} in trials over budget; best accuracy {study.best_value:.4f}"
+    )
+
+
+@contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]:
+    """A bar below the lines; yields the study callback that advances it."""
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("trials", total=total)
+        yield lambda _study, _trial: progress.advance(task)
+
+
+def main() -> None:
+    """Run the study, print a line a trial and a summary, save the picture."""
+    parser = argparse.ArgumentParser(description="A guarded study on scikit-learn's digits.")
+    parser.add_argument("--no-guard", action="store_true", help="run the same study without PerfGuard")
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
+    parser.add_argument("--log", default=None, help="measurement log to keep; default: one that ends with the study")
+    arguments = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    digits()
+    console = Console()
+    start = time.perf_counter()
+    (run_unguarded if arguments.no_guard else run_guarded)(arguments, console)
+    console.print(f"{format_seconds(time.perf_counter() - start)} from start to end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""PerfGuard for Optuna: trials that cannot run are pruned before they start."""
+
+try:
+    import optuna as _optuna  # noqa: F401
+except ImportError as error:
+    raise ImportError("perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.") from error
+
+from perfguard_optuna._attributes import TrialRecord, record_of
+from perfguard_optuna._pruner import PerfGuardPruner
+from perfguard_optuna._study import GuardedStudy, create_study, load_study
+from perfguard_optuna._summary import StudySummary, TrialPrinter, summarize
+
+__all__ = [
+    "GuardedStudy",
+    "PerfGuardPruner",
+    "StudySummary",
+    "TrialPrinter",
+    "TrialRecord",
+    "create_study",
+    "load_study",
+    "record_of",
+    "summarize",
+]

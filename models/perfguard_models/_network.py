@@ -1,0 +1,87 @@
+"""GuardNet's network: it sees the operators of a step and corrects physics by factors.
+
+Step time is a sum over operators, each its roofline time times a learnt factor. Peak memory is the replay's peak times a learnt
+factor that depends on what is kept at the peak and on the heaviest operator. Both start at pure physics: the last layers are
+zero when training begins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import SAGEConv
+from torch_geometric.utils import scatter
+
+from perfguard.features import GRAPH_FEATURES, NODE_FEATURES
+from perfguard.graph import OP_KINDS
+
+
+class Correction(NamedTuple):
+    """What the network says of a batch of B graphs with N operators in all."""
+
+    log_memory: torch.Tensor  # shape: (B,), log bytes
+    log_time: torch.Tensor  # shape: (B,), log seconds of a step
+    op_time_s: torch.Tensor  # shape: (N,), seconds of each operator
+    memory_embedding: torch.Tensor  # shape: (B, width)
+    time_embedding: torch.Tensor  # shape: (B, width)
+
+
+class GuardNetwork(nn.Module):
+    """Message passing over the data flow, then one readout a target.
+
+    Args:
+        hidden: channels of each operator's state.
+        layers: rounds of message passing, each along and against the data flow.
+        width: size of the embeddings on which a residual process may learn.
+    """
+
+    def __init__(self, hidden: int = 48, layers: int = 2, width: int = 12) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(len(OP_KINDS), hidden)
+        self.encode_op = nn.Linear(len(NODE_FEATURES), hidden)
+        self.encode_graph = nn.Linear(len(GRAPH_FEATURES), hidden)
+        self.along = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
+        self.against = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
+        self.op_time = nn.Linear(hidden, 1)
+        self.memory_readout = _readout(4 * hidden, hidden, width)
+        self.time_readout = _readout(3 * hidden, hidden, width)
+        self.memory_head = nn.Linear(width, 1)
+        self.time_head = nn.Linear(width, 1)
+        for head in (self.op_time, self.memory_head, self.time_head):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    def forward(self, data: Data | Batch) -> Correction:
+        num_graphs = data.globals.shape[0]
+        batch = data.batch if isinstance(data, Batch) else torch.zeros(len(data.x), dtype=torch.long)
+        context = self.encode_graph(data.globals)  # shape: (B, hidden)
+        state = torch.relu(self.encode_op(data.x) + self.kind(data.kind) + context[batch])
+        backwards = data.edge_index.flip(0)
+        for along, against, norm in zip(self.along, self.against, self.norms, strict=True):
+            state = state + torch.relu(norm(along(state, data.edge_index) + against(state, backwards)))
+
+        def total(values: torch.Tensor) -> torch.Tensor:
+            summed: torch.Tensor = scatter(values, batch, dim=0, dim_size=num_graphs, reduce="sum")
+            return summed
+
+        share = data.x[:, [NODE_FEATURES.index("roofline_share")]]
+        kept = data.x[:, [NODE_FEATURES.index("kept_share")]]
+        live = data.x[:, [NODE_FEATURES.index("live_share")]]
+        heaviest = scatter(state * live, batch, dim=0, dim_size=num_graphs, reduce="max")
+        mean = scatter(state, batch, dim=0, dim_size=num_graphs, reduce="mean")
+        memory_embedding = self.memory_readout(torch.cat([total(state * kept), heaviest, mean, context], dim=1))
+        time_embedding = self.time_readout(torch.cat([total(state * share), mean, context], dim=1))
+
+        op_time_s = data.roofline * torch.exp(self.op_time(state)[:, 0].clamp(-4, 6))
+        graph_factor = self.time_head(time_embedding)[:, 0]
+        log_time = torch.log(total(op_time_s)) + graph_factor
+        log_memory = data.log_memory + self.memory_head(memory_embedding)[:, 0]
+        return Correction(log_memory, log_time, op_time_s * torch.exp(graph_factor)[batch], memory_embedding, time_embedding)
+
+
+def _readout(inputs: int, hidden: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.Tanh())

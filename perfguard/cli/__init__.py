@@ -1,0 +1,52 @@
+"""The ``perfguard`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import get_args
+
+from perfguard.exceptions import PerfGuardError
+from perfguard.workload import Mode, Precision
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 for an error that PerfGuard explains, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "gpus":
+            from perfguard.cli._gpus import show_gpus
+
+            show_gpus(as_json=arguments.json)
+        else:
+            from perfguard.cli._predict import show_prediction
+
+            show_prediction(arguments)
+    except PerfGuardError as error:
+        print(f"perfguard: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="perfguard", description="Know before a trial starts what it will cost.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    predict = commands.add_parser("predict", help="memory and time of one workload on a device")
+    predict.add_argument("source", metavar="FILE.py:BUILD", help="a function build(params) -> Workload in a Python file")
+    predict.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
+    predict.add_argument("--batch-size", type=int, help="given to build as params['batch_size']")
+    predict.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
+    predict.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own")
+    predict.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's own")
+    predict.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")
+    predict.add_argument("--json", action="store_true", help="data on standard output")
+
+    gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
+    gpus.add_argument("--json", action="store_true", help="data on standard output")
+    return parser

@@ -1,0 +1,8 @@
+"""Devices: the catalog of GPUs, and what this machine has."""
+
+from perfguard.devices._catalog import catalog
+from perfguard.devices._cpu import cpu
+from perfguard.devices._detect import detect_gpu, resolve_device
+from perfguard.devices._spec import Device
+
+__all__ = ["Device", "catalog", "cpu", "detect_gpu", "resolve_device"]

@@ -1,0 +1,55 @@
+"""Device: what a prediction needs to know about the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from perfguard.exceptions import ConfigurationError
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as its data sheet describes it, or a CPU as it was measured.
+
+    The rates are dense (no structured sparsity) and per second; vendors' sparse figures are halved in the catalog.
+    """
+
+    id: str
+    """Catalog id, for instance "a100-pcie-40gb"; "cpu" for the processor."""
+    name: str
+    kind: DeviceKind
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    """FLOP/s by arithmetic: "fp32", "tf32", "fp16", "bf16"; the last three on matrix units. Missing: not supported."""
+    num_sms: int
+    """Streaming multiprocessors; cores for a CPU."""
+    boost_clock_hz: float
+    l2_bytes: int
+    tdp_w: float
+    architecture: str
+    context_bytes: int
+    """What the driver takes before the first tensor: CUDA context and kernels. 0 on a CPU."""
+    launch_overhead_s: float
+    """Least time of one operator in eager PyTorch."""
+    source: str
+    """Where the figures come from."""
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "bandwidth_bytes_per_s", "num_sms", "boost_clock_hz"):
+            if getattr(self, field) <= 0:
+                raise ConfigurationError(f"Device.{field} of {self.id!r} must be positive, but got {getattr(self, field)!r}.")
+        if self.peak_flops.get("fp32", 0) <= 0:
+            raise ConfigurationError(f'Device.peak_flops of {self.id!r} must hold a positive "fp32" rate.')
+
+    def flops_per_s(self, arithmetic: str) -> float:
+        """Peak rate for ``arithmetic`` ("fp32", "tf32", "fp16", "bf16"); the fp32 rate where the device has no such unit."""
+        return self.peak_flops.get(arithmetic, self.peak_flops["fp32"])
+
+    def with_memory(self, memory_bytes: int) -> Device:
+        """The same device with another capacity, for a part of a card or a limited process."""
+        return replace(self, memory_bytes=memory_bytes)

@@ -1,0 +1,86 @@
+"""Everything PerfGuard raises or warns about.
+
+PerfGuardError
+├── ConfigurationError (ValueError)    an argument that cannot be right: budget, risk, name of a GPU
+│   └── UnknownDeviceError             a GPU that is not in the catalog
+├── WorkloadError                      the workload cannot be built or traced
+│   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
+│   └── TraceError                     the training step cannot be traced on the meta device
+├── PredictorError                     no such predictor, or weights that are refused
+└── LogError                           the measurement log
+    ├── LogCorruptError                not a PerfGuard log, or a damaged one
+    ├── LogVersionError                written by a newer PerfGuard
+    └── LogLockedError                 another process holds the lock
+
+PerfGuardWarning (UserWarning)
+├── UnguardedTrialWarning              the guard failed; the trial was launched without a verdict
+├── UntrainedDeviceWarning             the predictor has never seen this device
+├── MeasurementWarning                 a trial ran but could not be measured or attributed
+└── LogWarning                         a row could not be written yet; it is kept
+"""
+
+from __future__ import annotations
+
+
+class PerfGuardError(Exception):
+    """Base of all errors of PerfGuard."""
+
+
+class ConfigurationError(PerfGuardError, ValueError):
+    """An argument that cannot be right; the message says what was expected and how to mend it."""
+
+
+class UnknownDeviceError(ConfigurationError):
+    """A device name that is neither in the catalog nor "auto" nor "cpu"."""
+
+
+class WorkloadError(PerfGuardError):
+    """A workload that cannot be built or traced."""
+
+
+class BuildError(WorkloadError):
+    """The user's ``build`` function raised, or returned something that is not a Workload."""
+
+
+class TraceError(WorkloadError):
+    """The step could not be traced; the message names the module and what to do."""
+
+
+class PredictorError(PerfGuardError):
+    """No such predictor, or its weights are refused."""
+
+
+class LogError(PerfGuardError):
+    """The measurement log cannot be used."""
+
+
+class LogCorruptError(LogError):
+    """The file is not a measurement log, or it is damaged."""
+
+
+class LogVersionError(LogError):
+    """The log was written by a newer PerfGuard; it is left untouched."""
+
+
+class LogLockedError(LogError):
+    """Another process has held the log's lock for too long."""
+
+
+class PerfGuardWarning(UserWarning):
+    """Base of all warnings of PerfGuard."""
+
+
+class UnguardedTrialWarning(PerfGuardWarning):
+    """The guard itself failed, so the trial was launched without a verdict."""
+
+
+class UntrainedDeviceWarning(PerfGuardWarning):
+    """The predictor was not trained on this device; its intervals are wider."""
+
+
+class MeasurementWarning(PerfGuardWarning):
+    """A trial ran, but a quantity could not be measured or attributed to it."""
+
+
+class LogWarning(PerfGuardWarning):
+    """A row could not be written now; it is kept and written later."""

@@ -1,0 +1,152 @@
+"""OpGraph × Device → torch_geometric Data: what a network sees of a step.
+
+Every quantity is a logarithm or a share, so that a network corrects physics by factors. The columns are named in
+`NODE_FEATURES` and `GRAPH_FEATURES`; their order is part of the schema, and weights are refused if the version differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch_geometric.data import Data
+
+from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, StorageKind, roofline_s
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+FEATURE_VERSION = 1
+NODE_FEATURES = (
+    "log_flops", "log_bytes_read", "log_bytes_written", "log_roofline", "roofline_share", "launch_bound",
+    "live_share", "kept_share", "forward", "backward", "optimizer", "log_batch", "log_channels", "log_positions",
+    "conv_log_kernel", "conv_log_groups", "conv_log_in_channels", "conv_log_stride", "conv_transposed", "half",
+    "working_share",
+)  # fmt: skip
+GRAPH_FEATURES = (
+    "log_live_peak", "parameter_share", "gradient_share", "optimizer_share", "activation_share", "temporary_share",
+    "largest_storage_share", "log_roofline_total", "log_flops", "log_num_ops", "launch_bound_share", "log_mean_op",
+    "train", "half", "nhwc", "cpu", "log_device_flops", "log_device_bandwidth", "log_device_sms", "log_device_memory",
+    "log_matrix_speedup", "log_working_peak", "small_share", "log_churn",
+)  # fmt: skip
+_HALF = ("float16", "bfloat16")
+_WORKSPACE_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
+_SMALL_STORAGE_BYTES = 32 * 2**20
+"""glibc keeps freed blocks below this size in its heap (M_MMAP_THRESHOLD's upper bound); CUDA's caching allocator splits them."""
+
+
+def featurize(graph: OpGraph, device: Device) -> Data:
+    """The network's view of ``graph`` on ``device``.
+
+    Returns:
+        Data with ``x`` (num_ops, len(NODE_FEATURES)), ``kind`` (num_ops,) indices into OP_KINDS, ``edge_index``
+        (2, num_edges), ``globals`` (1, len(GRAPH_FEATURES)), ``roofline`` (num_ops,) seconds, and the physics to correct:
+        ``log_memory`` (1,) log bytes of the replay's peak with the device's context, ``log_time`` (1,) log seconds of the
+        summed roofline.
+    """
+    roofline = roofline_s(graph, device)
+    ops = graph.ops
+    peak = max(graph.peak_live_bytes, 1)
+    total_s = max(float(roofline.sum()), 1e-9)
+    launch_bound = roofline <= device.launch_overhead_s
+    columns = [
+        _log(op.flops for op in ops),
+        _log(op.bytes_read for op in ops),
+        _log(op.bytes_written for op in ops),
+        np.log(np.maximum(roofline, 1e-9)) / 4 + 3,
+        roofline / total_s,
+        launch_bound.astype(np.float64),
+        graph.live_bytes[1:] / peak,
+        _kept_bytes(graph) / peak,
+        *(np.array([op.phase is phase for op in ops], dtype=np.float64) for phase in Phase),
+        _log(op.shape[0] if op.shape else 1 for op in ops),
+        _log(op.shape[1] if len(op.shape) > 1 else 1 for op in ops),
+        _log(math.prod(op.shape[2:]) for op in ops),
+        _log(math.prod(_conv(op, "weight_shape", (1, 1))[2:]) for op in ops),
+        _log(op.attributes.get("groups", 1) for op in ops),
+        _log(_conv(op, "in_shape", (1, 1))[1] for op in ops),
+        _log(max(_conv(op, "stride", (1,)), default=1) for op in ops),
+        np.array([bool(op.attributes.get("transposed", False)) for op in ops], dtype=np.float64),
+        np.array([op.dtype in _HALF for op in ops], dtype=np.float64),
+        _working_bytes(graph) / peak,
+    ]
+    kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
+    return Data(
+        x=torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)),
+        kind=torch.tensor([kind_index[op.kind] for op in ops], dtype=torch.long),
+        edge_index=torch.from_numpy(graph.edges),
+        globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound)[None].astype(np.float32)),
+        roofline=torch.from_numpy(roofline.astype(np.float32)),
+        log_memory=torch.tensor([math.log(peak + device.context_bytes)]),
+        log_time=torch.tensor([math.log(total_s)]),
+        num_nodes=len(ops),
+    )
+
+
+def _log(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    return np.asarray(np.log1p(np.fromiter(values, dtype=np.float64)) / 10)
+
+
+def _conv(op: Op, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(op.attributes.get(name, default))
+
+
+def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
+    """Bytes made by each operator that are alive at the peak. Shape: (num_ops,)."""
+    kept = np.zeros(len(graph.ops))
+    peak = graph.peak_index
+    for storage in graph.storages:
+        if 0 <= storage.birth <= peak <= storage.death:
+            kept[storage.birth] += storage.num_bytes
+    return kept
+
+
+def _working_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
+    """Bytes alive at each operator if its kernel copied inputs and outputs into a layout of its own. Shape: (num_ops,)."""
+    copies = np.array([op.bytes_read + op.bytes_written if op.kind in _WORKSPACE_KINDS else 0 for op in graph.ops])
+    return np.asarray(graph.live_bytes[1:] + copies, dtype=np.float64)
+
+
+def _globals(
+    graph: OpGraph, device: Device, roofline: npt.NDArray[np.float64], launch_bound: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float64]:
+    peak = max(graph.peak_live_bytes, 1)
+    by_kind = graph.bytes_by_kind()
+    total_s = max(float(roofline.sum()), 1e-9)
+    num_ops = max(len(graph.ops), 1)
+    at = graph.peak_index
+    small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < _SMALL_STORAGE_BYTES)
+    churn = sum(s.num_bytes for s in graph.storages)
+    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
+    return np.array(
+        [
+            math.log(peak) / 10,
+            (by_kind[StorageKind.PARAMETER] + by_kind[StorageKind.BUFFER]) / peak,
+            by_kind[StorageKind.GRADIENT] / peak,
+            by_kind[StorageKind.OPTIMIZER_STATE] / peak,
+            by_kind[StorageKind.ACTIVATION] / peak,
+            by_kind[StorageKind.TEMPORARY] / peak,
+            max((storage.num_bytes for storage in graph.storages), default=0) / peak,
+            math.log(total_s) / 4 + 2,
+            math.log1p(graph.flops) / 10,
+            math.log(num_ops) / 4,
+            float(roofline[launch_bound].sum()) / total_s,
+            math.log(total_s / num_ops) / 4 + 3,
+            float(graph.mode == "train"),
+            float(graph.precision != "fp32"),
+            float(graph.layout == "nhwc"),
+            float(device.kind == "cpu"),
+            math.log(device.flops_per_s("fp32") / 1e12) / 4,
+            math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
+            math.log(device.num_sms) / 4,
+            math.log(device.memory_bytes / 2**30) / 4,
+            math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
+            math.log(max(float(_working_bytes(graph).max(initial=0.0)) / peak, 1.0)),
+            small / peak,
+            math.log(max(churn / peak, 1.0)),
+        ]
+    )

@@ -1,0 +1,158 @@
+"""What one aten operator costs: its kind, FLOPs and bytes.
+
+FLOPs of matrix products and attention come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
+that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+OP_KINDS = (
+    "conv",
+    "conv_backward",
+    "matmul",
+    "attention",
+    "norm",
+    "norm_backward",
+    "pool",
+    "softmax",
+    "activation",
+    "elementwise",
+    "reduction",
+    "copy",
+    "embedding",
+    "random",
+    "loss",
+    "foreach",
+    "rnn",
+    "fill",
+    "other",
+)
+"""Kinds of operators; the order is part of the feature schema."""
+
+_KIND_BY_NAME = {
+    "convolution": "conv",
+    "convolution_backward": "conv_backward",
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "linear"), "matmul"),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), "softmax"),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var_mean", "var", "std", "linalg_vector_norm",
+         "norm", "prod", "cumsum", "any", "all", "logsumexp", "topk", "sort"),
+        "reduction",
+    ),
+    **dict.fromkeys(
+        ("cat", "clone", "copy_", "_to_copy", "stack", "constant_pad_nd", "index", "index_put", "index_put_", "gather",
+         "scatter", "scatter_add", "index_select", "repeat", "roll", "flip", "slice_backward", "select_backward",
+         "as_strided_scatter", "_unsafe_index", "_unsafe_index_put", "contiguous", "unfold_backward", "index_add",
+         "masked_fill", "where", "tril", "triu", "im2col", "col2im"),
+        "copy",
+    ),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_backward"), "embedding"),
+    **dict.fromkeys(("native_dropout", "native_dropout_backward", "bernoulli", "bernoulli_", "rand", "randn", "uniform_",
+                     "normal_", "rand_like", "randn_like", "randint", "randperm"), "random"),
+    **dict.fromkeys(("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "fill_", "zero_", "new_zeros",
+                     "new_full", "new_ones", "arange", "scalar_tensor", "eye", "linspace"), "fill"),
+    **dict.fromkeys(("relu", "relu_", "gelu", "gelu_backward", "silu", "silu_", "silu_backward", "threshold_backward",
+                     "sigmoid", "sigmoid_backward", "tanh", "tanh_backward", "hardtanh", "hardtanh_", "hardtanh_backward",
+                     "hardswish", "hardswish_", "hardswish_backward", "hardsigmoid", "hardsigmoid_backward", "leaky_relu",
+                     "leaky_relu_", "leaky_relu_backward", "elu", "elu_", "elu_backward", "mish", "mish_", "mish_backward",
+                     "softplus", "softplus_backward", "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward",
+                     "log_sigmoid_backward", "glu", "glu_backward"), "activation"),
+}  # fmt: skip
+_KIND_BY_FRAGMENT = (
+    ("_foreach", "foreach"),
+    ("_fused_", "foreach"),
+    ("scaled_dot_product", "attention"),
+    ("_norm_backward", "norm_backward"),
+    ("batch_norm", "norm"),
+    ("_norm", "norm"),
+    ("pool", "pool"),
+    ("upsample", "pool"),
+    ("grid_sampler", "pool"),
+    ("loss", "loss"),
+    ("lstm", "rnn"),
+    ("gru", "rnn"),
+    ("rnn", "rnn"),
+)
+# Operators that allocate without launching a kernel, or that only look at metadata.
+_FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh",
+                   "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
+_ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
+
+
+def kind_of(name: str) -> str:
+    """The kind of the aten operator ``name`` (without overload)."""
+    if kind := _KIND_BY_NAME.get(name):
+        return kind
+    for fragment, kind in _KIND_BY_FRAGMENT:
+        if fragment in name:
+            return kind
+    return "elementwise"
+
+
+def launches_kernel(name: str) -> bool:
+    """False for operators that only allocate or look at metadata."""
+    return name not in _FREE
+
+
+def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of one call; a multiply-add counts as two."""
+    if kind == "conv":
+        return _convolution_flops(args, out)
+    if kind == "conv_backward":
+        return _convolution_backward_flops(args)
+    counter = flop_registry.get(func.overloadpacket)
+    if counter is not None:
+        return int(counter(*args, **kwargs, out_val=out))
+    per_element = _ELEMENTWISE_FLOPS.get(kind, 0 if kind in ("copy", "fill", "embedding") else 1)
+    return per_element * _num_elements(out if kind not in ("reduction", "loss", "norm_backward") else args)
+
+
+def _num_elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, (tuple, list)):
+        return max((_num_elements(item) for item in value), default=0)
+    return 0
+
+
+def _product_flops(inputs: torch.Size, weight: torch.Size, outputs: torch.Size, *, transposed: bool) -> int:
+    """2 · N · (positions) · (weights): each weight meets each position of the smaller map once a sample.
+
+    ``weight`` is (C_out, C_in / groups, *kernel), or (C_in, C_out / groups, *kernel) if transposed, so its number of
+    elements already accounts for the groups.
+    """
+    positions = math.prod(inputs[2:] if transposed else outputs[2:])
+    return 2 * inputs[0] * positions * math.prod(weight)
+
+
+def _convolution_flops(args: Sequence[Any], out: torch.Tensor) -> int:
+    return _product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
+
+
+def _convolution_backward_flops(args: Sequence[Any]) -> int:
+    grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
+    one = _product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
+    return one * (int(output_mask[0]) + int(output_mask[1]))
+
+
+def attributes_of(kind: str, args: Sequence[Any]) -> dict[str, Any]:
+    """Hyperparameters that decide which kernel runs."""
+    if kind not in ("conv", "conv_backward"):
+        return {}
+    shift = 0 if kind == "conv" else 1
+    weight, stride = args[1 + shift], args[3 + shift]
+    transposed, groups = args[6 + shift], args[8 + shift]
+    return {
+        "in_shape": tuple(args[shift].shape),
+        "weight_shape": tuple(weight.shape),
+        "stride": tuple(stride),
+        "groups": int(groups),
+        "transposed": bool(transposed),
+    }

@@ -1,0 +1,145 @@
+"""A workload's model, batch and optimizer on the meta device, the user's own objects left as they are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.workload import TensorSpec, Workload
+
+META = torch.device("meta")
+_PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def model_on_meta(workload: Workload) -> nn.Module:
+    """The model with every tensor replaced by one without memory.
+
+    A model whose parameters are on meta already is used as it is. Nothing is allocated for the others: ``copy.deepcopy``
+    finds the replacement of each tensor in its memo.
+    """
+    model = workload.model
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
+    memo: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model) if not tensor.is_meta}
+    if memo:
+        try:
+            model = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise TraceError(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                f'Build it under `with torch.device("meta"):`, or give `build=` instead of a live model.'
+            ) from error
+    if workload.precision in _PURE:
+        model = model.to(_PURE[workload.precision])
+    if workload.layout == "nhwc":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():  # tensors kept as plain attributes
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def batch_on_meta(value: Any, workload: Workload) -> Any:
+    """Tensors, TensorSpecs and shapes, nested in tuples, lists and dicts, as meta tensors."""
+    if isinstance(value, torch.Tensor):
+        return _cast(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META), workload)
+    if isinstance(value, TensorSpec):
+        return _cast(torch.empty(value.shape, dtype=_dtype_named(value.dtype), device=META), workload)
+    if _is_shape(value):
+        return batch_on_meta(TensorSpec(tuple(value)), workload)
+    if isinstance(value, dict):
+        return {key: batch_on_meta(item, workload) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(batch_on_meta(item, workload) for item in value)
+    return value
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WorkloadError(f'TensorSpec.dtype must name a torch dtype such as "float32" or "int64", but got {name!r}.')
+    return dtype
+
+
+def _cast(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+    if workload.precision in _PURE and tensor.is_floating_point():
+        tensor = tensor.to(_PURE[workload.precision])
+    if workload.layout == "nhwc" and tensor.dim() == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    return tensor
+
+
+def optimizer_on_meta(workload: Workload, model: nn.Module, *, target: str) -> torch.optim.Optimizer:
+    """The workload's optimizer over the meta parameters, with its state filled in.
+
+    PyTorch picks the for-loop form on meta and the foreach form on CUDA; their temporaries differ, so the target's choice
+    is made here unless the user made one.
+    """
+    optimizer = _make_optimizer(workload, model)
+    for group in optimizer.param_groups:
+        if target == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise TraceError(
+            f"The step of {type(optimizer).__name__} cannot be traced ({type(error).__name__}: {error}). "
+            f"Give Workload(optimizer=...) a similar one, for instance torch.optim.AdamW."
+        ) from error
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def _make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
+    given = workload.optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        twins = dict(zip(map(id, workload.model.parameters()), model.parameters(), strict=True))
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": _twins_of(group["params"], twins)}
+            for group in given.param_groups
+        ]
+        live, given = given, functools.partial(type(given))
+        accepted = type(live).__init__.__code__.co_varnames
+        return given(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
+    make = given or functools.partial(torch.optim.SGD, lr=1e-3)
+    optimizer = make(parameter for parameter in model.parameters() if parameter.requires_grad)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"Workload.optimizer must be a torch.optim.Optimizer, its class or a functools.partial of it, "
+            f"but calling it returned {type(optimizer).__name__}."
+        )
+    return optimizer
+
+
+def _twins_of(parameters: Iterable[torch.Tensor], twins: dict[int, nn.Parameter]) -> list[nn.Parameter]:
+    try:
+        return [twins[id(parameter)] for parameter in parameters]
+    except KeyError:
+        raise WorkloadError(
+            "Workload.optimizer holds parameters that are not in Workload.model. Give the optimizer of this very model, "
+            "or a class or functools.partial that PerfGuard can call with the model's parameters."
+        ) from None

@@ -1,0 +1,198 @@
+"""OpGraph: the operators of one step, in order, and the storages between them.
+
+The fields and their legal values, once and for all:
+
+    ops[i]        the i-th kernel launch of the step. Views and other operators that move no data are left out.
+    storages[s]   one allocation. `birth` is the index of the operator that allocates it, -1 if it was there before the
+                  step. `death` is the index of the last operator before it is freed (the storage is alive while `ops[death]`
+                  runs), `len(ops)` if it outlives the step.
+    ops[i].inputs / outputs   indices into `storages`; an operator that writes in place has the same index in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.exceptions import WorkloadError
+
+SCHEMA_VERSION = 1
+_MAX_SERIALISED_BYTES = 256 * 2**20
+
+
+class Phase(IntEnum):
+    """The part of the step in which an operator runs."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+
+
+class StorageKind(IntEnum):
+    """What a storage holds."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    INPUT = 2
+    GRADIENT = 3
+    OPTIMIZER_STATE = 4
+    ACTIVATION = 5
+    """Made in the forward pass and kept for the backward pass."""
+    TEMPORARY = 6
+    """Made and freed within one phase, or passed along within the backward pass."""
+
+
+class Op(NamedTuple):
+    """One operator as it would be launched."""
+
+    name: str
+    """The aten operator, for instance "convolution"."""
+    kind: str
+    """Its kind, one of `perfguard.graph.OP_KINDS`."""
+    phase: Phase
+    flops: int
+    """Floating-point operations; a multiply-add counts as two."""
+    bytes_read: int
+    bytes_written: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    module: str
+    """Dotted path of the module whose forward launched it; empty in the backward and optimizer phases."""
+    shape: tuple[int, ...]
+    """Shape of the first output; empty for a scalar."""
+    dtype: str
+    attributes: Mapping[str, Any]
+    """Hyperparameters that decide the kernel: of a convolution groups, stride, kernel, transposed."""
+
+
+class Storage(NamedTuple):
+    """One allocation."""
+
+    num_bytes: int
+    kind: StorageKind
+    birth: int
+    death: int
+    module: str
+    """Where it was made, or the name of the parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpGraph:
+    """One traced step. Immutable; see the module docstring for the meaning of the indices."""
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    mode: str
+    precision: str
+    layout: str
+    unmodelled: tuple[str, ...] = field(default=())
+    """What the trace could not account for, in words. Never empty in silence."""
+
+    @cached_property
+    def live_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes alive while each operator runs, its outputs included. Shape: (len(ops) + 1,).
+
+        The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
+        """
+        change = np.zeros(len(self.ops) + 3, dtype=np.int64)
+        for storage in self.storages:
+            change[storage.birth + 1] += storage.num_bytes
+            change[storage.death + 2] -= storage.num_bytes
+        return np.cumsum(change)[: len(self.ops) + 1]
+
+    @property
+    def peak_index(self) -> int:
+        """Index of the operator at which most bytes are alive; -1 for the time before the first one."""
+        return int(np.argmax(self.live_bytes)) - 1
+
+    @property
+    def peak_live_bytes(self) -> int:
+        """Most bytes alive at once in the step."""
+        return int(self.live_bytes.max())
+
+    def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
+        """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
+        index = self.peak_index if at is None else at
+        totals = dict.fromkeys(StorageKind, 0)
+        for storage in self.storages:
+            if storage.birth <= index <= storage.death:
+                totals[storage.kind] += storage.num_bytes
+        return totals
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the whole step."""
+        return sum(op.flops for op in self.ops)
+
+    @cached_property
+    def edges(self) -> npt.NDArray[np.int64]:
+        """Data flow: pairs (producer, consumer) of operator indices. Shape: (2, num_edges)."""
+        writer: dict[int, int] = {}
+        pairs: list[tuple[int, int]] = []
+        for index, op in enumerate(self.ops):
+            pairs.extend({(writer[s], index) for s in op.inputs if s in writer})
+            writer.update(dict.fromkeys(op.outputs, index))
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+
+    def to_bytes(self) -> bytes:
+        """Compressed JSON; nothing in it but shapes, operators and module paths."""
+        document = {
+            "schema": SCHEMA_VERSION,
+            "mode": self.mode,
+            "precision": self.precision,
+            "layout": self.layout,
+            "unmodelled": self.unmodelled,
+            "storages": [tuple(storage) for storage in self.storages],
+            "ops": [(*op[:-1], dict(op.attributes)) for op in self.ops],
+        }
+        return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> OpGraph:
+        """Read what :meth:`to_bytes` wrote.
+
+        Raises:
+            WorkloadError: if the data is damaged, too large or of a newer schema.
+        """
+        try:
+            decompressor = zlib.decompressobj()
+            text = decompressor.decompress(data, _MAX_SERIALISED_BYTES)
+            if decompressor.unconsumed_tail:
+                raise WorkloadError(f"A stored graph is larger than {_MAX_SERIALISED_BYTES} bytes; it is refused.")
+            document = json.loads(text)
+            if document["schema"] > SCHEMA_VERSION:
+                raise WorkloadError(
+                    f"A stored graph has schema {document['schema']}, this PerfGuard reads up to {SCHEMA_VERSION}. "
+                    f"Update perfguard."
+                )
+            return OpGraph(
+                ops=tuple(_op_from_json(row) for row in document["ops"]),
+                storages=tuple(Storage(n, StorageKind(kind), b, d, module) for n, kind, b, d, module in document["storages"]),
+                mode=document["mode"],
+                precision=document["precision"],
+                layout=document["layout"],
+                unmodelled=tuple(document["unmodelled"]),
+            )
+        except (zlib.error, ValueError, KeyError, TypeError) as error:
+            raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of the graph's content, hexadecimal."""
+        return hashlib.sha256(zlib.decompress(self.to_bytes())).hexdigest()
+
+
+def _op_from_json(row: list[Any]) -> Op:
+    name, kind, phase, flops, read, written, inputs, outputs, module, shape, dtype, attributes = row
+    return Op(
+        name, kind, Phase(phase), flops, read, written, tuple(inputs), tuple(outputs), module, tuple(shape), dtype, attributes
+    )

@@ -1,0 +1,127 @@
+"""What a predictor says, what a predictor is, and how it is found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from perfguard.exceptions import PredictorError
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.graph import OpGraph
+    from perfguard.measure import Measurement
+
+ENTRY_POINT_GROUP = "perfguard.predictors"
+DEFAULT_PREDICTOR = "guardnet"
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A positive quantity that is known up to a factor: its logarithm is normal around ``log(median)``.
+
+    Example:
+        >>> memory = Estimate(median=100.0, log_sigma=0.1)
+        >>> round(memory.p_exceeds(100.0), 2), round(memory.quantile(0.95), 1)
+        (0.5, 117.9)
+    """
+
+    median: float
+    """The point prediction, in the quantity's unit."""
+    log_sigma: float
+    """Standard deviation of the logarithm; 0.1 is about 10%."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.median) and self.median > 0):
+            raise PredictorError(f"An estimate must be positive and finite, but got {self.median!r}.")
+        if not (math.isfinite(self.log_sigma) and self.log_sigma > 0):
+            raise PredictorError(f"An estimate's log_sigma must be positive and finite, but got {self.log_sigma!r}.")
+
+    def quantile(self, probability: float) -> float:
+        """The value that the quantity stays under with ``probability``, in (0, 1)."""
+        return self.median * math.exp(self.log_sigma * _NORMAL.inv_cdf(probability))
+
+    def p_exceeds(self, limit: float) -> float:
+        """The chance that the quantity is above ``limit``, a positive number in the same unit."""
+        return 1.0 - _NORMAL.cdf((math.log(limit) - math.log(self.median)) / self.log_sigma)
+
+    def interval(self, coverage: float = 0.9) -> tuple[float, float]:
+        """The central interval that holds the quantity with probability ``coverage``, in (0, 1)."""
+        return self.quantile((1 - coverage) / 2), self.quantile((1 + coverage) / 2)
+
+    def scaled(self, factor: float, *, log_sigma: float = 0.0) -> Estimate:
+        """The estimate times a factor that is itself known up to ``log_sigma``."""
+        return Estimate(self.median * factor, math.hypot(self.log_sigma, log_sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a workload is expected to cost on a device."""
+
+    peak_memory: Estimate
+    """Bytes of device memory at the peak, the driver's context included."""
+    step_time: Estimate
+    """Seconds of one optimizer step, or of one batch of inference."""
+    total_time: Estimate | None
+    """Seconds of the whole trial; None if the workload does not say how many steps it has."""
+    predictor: str
+    """Name and version, for instance "guardnet-1"."""
+    device_id: str
+    trained_on_device: bool
+    """False: the predictor has never seen this device, and its intervals are wider for it."""
+    bytes_at_peak: Mapping[str, int] = field(default_factory=dict)
+    """Breakdown of the replay's peak by kind of storage, bytes."""
+    time_by_kind_s: Mapping[str, float] = field(default_factory=dict)
+    """Breakdown of the step's time by kind of operator, seconds."""
+    unmodelled: tuple[str, ...] = ()
+    """What the trace could not account for, in words."""
+
+    def p_oom(self, capacity_bytes: int) -> float:
+        """The chance that the peak does not fit in ``capacity_bytes``."""
+        return self.peak_memory.p_exceeds(capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A graph, the device it ran on, and what it cost: one row to learn from."""
+
+    graph: OpGraph
+    device: Device
+    measurement: Measurement
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """Anything that can say what a graph costs on a device. Register it under the entry-point group `perfguard.predictors`."""
+
+    @property
+    def name(self) -> str:
+        """Name and version, for instance "guardnet-1"."""
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        """The cost of ``graph`` on ``device``; ``steps`` is the number of steps of the trial, if known."""
+
+    def fine_tune(self, observations: Sequence[Observation]) -> None:
+        """Learn from ``observations``, all that there are for one device; replaces what was learnt before for that device."""
+
+
+def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
+    """The predictor that an installed package registered as ``name``.
+
+    Raises:
+        PredictorError: if nobody did, or its weights are refused.
+    """
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    for entry_point in found:
+        if entry_point.name == name:
+            predictor = entry_point.load()()
+            if not isinstance(predictor, Predictor):
+                raise PredictorError(f"The entry point {entry_point.value!r} of predictor {name!r} did not return a Predictor.")
+            return predictor
+    known = ", ".join(sorted({entry_point.name for entry_point in found})) or "none"
+    raise PredictorError(f"No predictor is called {name!r}. Installed: {known}. Install the package that ships it.")

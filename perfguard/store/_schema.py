@@ -1,0 +1,228 @@
+"""Tables of the measurement log, and the way from PerfGuard's types to their rows and back.
+
+    meta           "schema_version"
+    graphs         an OpGraph, stored once, found by its content
+    devices        a Device as JSON, likewise
+    decisions      one verdict on one trial
+    measurements   what that trial cost; at most one per decision
+
+There are no foreign keys: a row that was delayed by a lock may arrive after the rows that refer to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import BigInteger, Column, Double, Index, LargeBinary, MetaData, Row, Select, Table, Text, select
+
+from perfguard.devices import Device
+from perfguard.measure import Measurement, Status
+from perfguard.predictor import Estimate, Prediction
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
+    from perfguard.guard import Action
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text))
+graphs = Table("graphs", metadata, Column("content_hash", Text, primary_key=True), Column("data", LargeBinary))
+devices = Table(
+    "devices", metadata, Column("content_hash", Text, primary_key=True), Column("device_id", Text), Column("data", Text)
+)
+decisions = Table(
+    "decisions",
+    metadata,
+    Column("decision_id", Text, primary_key=True),
+    Column("created_at_ns", BigInteger, index=True),
+    Column("study", Text, index=True),
+    Column("trial", BigInteger),
+    Column("action", Text),
+    Column("reason", Text),
+    Column("params", Text),
+    Column("graph_hash", Text),
+    Column("device_hash", Text),
+    Column("predictor", Text),
+    Column("peak_memory_median_bytes", Double),
+    Column("peak_memory_log_sigma", Double),
+    Column("step_time_median_s", Double),
+    Column("step_time_log_sigma", Double),
+    Column("total_time_median_s", Double),
+    Column("total_time_log_sigma", Double),
+)
+measurements = Table(
+    "measurements",
+    metadata,
+    Column("decision_id", Text, primary_key=True),
+    Column("recorded_at_ns", BigInteger),
+    Column("status", Text),
+    Column("device_id", Text),
+    Column("device_name", Text),
+    Column("peak_memory_bytes", BigInteger),
+    Column("step_time_s", Double),
+    Column("total_time_s", Double),
+    Column("num_steps", BigInteger),
+    Column("method", Text),
+    Column("framework", Text),
+    Column("note", Text),
+    Index("ix_measurements_device_id_recorded_at_ns", "device_id", "recorded_at_ns"),
+)
+
+
+class Entry(NamedTuple):
+    """One row that waits for its table. Holds only None, int, float, str and, in a graph, bytes."""
+
+    table: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDecision:
+    """One verdict as it was logged, beside what the trial then cost. None: not known, or not measured."""
+
+    decision_id: str
+    created_at: datetime
+    """In UTC."""
+    study: str
+    trial: int | None
+    action: Action
+    reason: str
+    params: Mapping[str, Any]
+    device_id: str | None
+    predictor: str | None
+    predicted_peak_memory_bytes: float | None
+    """The median."""
+    predicted_peak_memory_low_bytes: float | None
+    """Lower end of the 90% interval."""
+    predicted_peak_memory_high_bytes: float | None
+    predicted_step_time_s: float | None
+    predicted_total_time_s: float | None
+    measured_peak_memory_bytes: int | None
+    measured_step_time_s: float | None
+    measured_total_time_s: float | None
+    status: Status | None
+    """None: pruned, still running, or never measured."""
+
+
+def graph_entry(graph: OpGraph) -> Entry:
+    return Entry("graphs", {"content_hash": graph.content_hash, "data": graph.to_bytes()})
+
+
+def device_entry(device: Device) -> Entry:
+    data = json.dumps(asdict(device), sort_keys=True)
+    return Entry("devices", {"content_hash": _content_hash(data), "device_id": device.id, "data": data})
+
+
+def decision_entry(prediction: Prediction | None, params: Mapping[str, Any], **columns: Any) -> Entry:
+    row = {**columns, "params": _json(params)}
+    if prediction is not None:
+        total = prediction.total_time
+        row |= {
+            "predictor": prediction.predictor,
+            "peak_memory_median_bytes": prediction.peak_memory.median,
+            "peak_memory_log_sigma": prediction.peak_memory.log_sigma,
+            "step_time_median_s": prediction.step_time.median,
+            "step_time_log_sigma": prediction.step_time.log_sigma,
+            "total_time_median_s": None if total is None else total.median,
+            "total_time_log_sigma": None if total is None else total.log_sigma,
+        }
+    return Entry("decisions", {name: _plain(value) for name, value in row.items()})
+
+
+def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
+    row = {**columns, **asdict(measurement)}
+    return Entry("measurements", {name: _plain(value) for name, value in row.items()})
+
+
+def select_decisions(study: str | None) -> Select[Any]:
+    query = (
+        select(
+            decisions,
+            devices.c.device_id,
+            measurements.c.peak_memory_bytes,
+            measurements.c.step_time_s,
+            measurements.c.total_time_s,
+            measurements.c.status,
+        )
+        .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
+        .outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
+        .order_by(decisions.c.created_at_ns, decisions.c.decision_id)
+    )
+    return query if study is None else query.where(decisions.c.study == study)
+
+
+def select_observations(device_id: str, limit: int) -> Select[Any]:
+    """Newest first. A measurement on another device than the one that was decided for teaches nothing about either."""
+    columns = [column for column in measurements.c if column.name not in ("decision_id", "recorded_at_ns")]
+    return (
+        select(decisions.c.graph_hash, devices.c.data.label("device"), *columns)
+        .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
+        .join(devices, devices.c.content_hash == decisions.c.device_hash)
+        .join(graphs, graphs.c.content_hash == decisions.c.graph_hash)
+        .where(measurements.c.status == "ok", measurements.c.device_id == device_id, devices.c.device_id == device_id)
+        .order_by(measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc())
+        .limit(limit)
+    )
+
+
+def decision_from_row(row: Row[Any]) -> LoggedDecision:
+    median = row.peak_memory_median_bytes
+    low, high = (None, None) if median is None else Estimate(median, row.peak_memory_log_sigma).interval()
+    return LoggedDecision(
+        decision_id=row.decision_id,
+        created_at=datetime.fromtimestamp(row.created_at_ns / 1e9, tz=timezone.utc),
+        study=row.study,
+        trial=row.trial,
+        action=row.action,
+        reason=row.reason,
+        params=json.loads(row.params),
+        device_id=row.device_id,
+        predictor=row.predictor,
+        predicted_peak_memory_bytes=median,
+        predicted_peak_memory_low_bytes=low,
+        predicted_peak_memory_high_bytes=high,
+        predicted_step_time_s=row.step_time_median_s,
+        predicted_total_time_s=row.total_time_median_s,
+        measured_peak_memory_bytes=row.peak_memory_bytes,
+        measured_step_time_s=row.step_time_s,
+        measured_total_time_s=row.total_time_s,
+        status=row.status,
+    )
+
+
+def device_from_json(data: str) -> Device:
+    document = json.loads(data)
+    return Device(**{field.name: document[field.name] for field in fields(Device)})
+
+
+def measurement_from_row(row: Row[Any]) -> Measurement:
+    return Measurement(**{field.name: getattr(row, field.name) for field in fields(Measurement)})
+
+
+def _content_hash(data: str) -> str:
+    return hashlib.sha256(data.encode()).hexdigest()
+
+
+def _json(params: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(params), default=str)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
+        return json.dumps({str(name): repr(value) for name, value in params.items()})
+
+
+def _plain(value: Any) -> int | float | str | None:
+    """``value`` as every database driver takes it: no numpy scalars, no lone surrogates, no NUL."""
+    if value is None:
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return str(value).encode("utf-8", "replace").decode().replace("\0", "?")

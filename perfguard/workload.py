@@ -1,0 +1,133 @@
+"""Workload: everything that decides what one training step, or one inference, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from perfguard.exceptions import BuildError, WorkloadError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+Mode = Literal["train", "infer"]
+Precision = Literal["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
+Layout = Literal["nchw", "nhwc"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is described instead of allocated.
+
+    Example:
+        >>> TensorSpec((64,), "int64")      # class labels of a batch of 64
+        TensorSpec(shape=(64,), dtype='int64')
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    """Name of a torch dtype, for instance "float32" or "int64"."""
+
+    def __post_init__(self) -> None:
+        if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.shape):
+            raise WorkloadError(f"TensorSpec.shape must hold integers of at least 0, but got {self.shape!r}.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """What a trial would run, described so that its cost can be known before it runs.
+
+    Nothing in here is executed on a real device: the model is traced on PyTorch's meta device and left as it is.
+
+    Example:
+        >>> import functools, torch
+        >>> from torch import nn
+        >>> workload = Workload(
+        ...     nn.Linear(64, 10),
+        ...     inputs=(32, 64),                        # a shape: float32; or TensorSpec, tensors, dicts of them
+        ...     targets=TensorSpec((32,), "int64"),
+        ...     loss=nn.functional.cross_entropy,
+        ...     optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+        ...     steps=1000,
+        ... )
+    """
+
+    model: nn.Module
+    """The network. On ``torch.device("meta")`` it costs no memory at all; elsewhere it is copied to meta."""
+    inputs: Any
+    """One batch: a tensor, a TensorSpec, a shape (a tuple of integers: float32), a tuple or list of those (positional
+    arguments) or a dict of them (keyword arguments)."""
+    targets: Any = None
+    """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives the output alone."""
+    loss: Callable[..., torch.Tensor] | None = None
+    """``loss(output, targets)`` → scalar. None: the model returns its loss (a scalar, or an object or dict with ``loss``)."""
+    optimizer: OptimizerLike | None = None
+    """An optimizer class, a ``functools.partial`` of one, or a live optimizer over the model's parameters.
+    None: SGD without momentum."""
+    mode: Mode = "train"
+    precision: Precision = "fp32"
+    layout: Layout = "nchw"
+    """"nhwc" is torch.channels_last."""
+    accumulation: int = 1
+    """Forward and backward passes for one optimizer step."""
+    steps: int | None = None
+    """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, no trial time is predicted."""
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, literal in (("mode", Mode), ("precision", Precision), ("layout", Layout)):
+            if getattr(self, name) not in get_args(literal):
+                allowed = ", ".join(get_args(literal))
+                raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {getattr(self, name)!r}.")
+        if self.accumulation < 1:
+            raise WorkloadError(f"Workload.accumulation must be at least 1, but got {self.accumulation!r}.")
+        for name in ("steps", "steps_per_epoch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise WorkloadError(f"Workload.{name} must be at least 1 or None, but got {value!r}.")
+
+
+Build = Callable[[Mapping[str, Any]], Workload]
+"""A function of the hyperparameters that describes what they would run."""
+
+
+def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
+    """Call ``build(params)`` so that it allocates nothing: on the meta device where it can, as it stands where it cannot.
+
+    The user's random numbers are left where they were.
+
+    Raises:
+        KeyError: as ``build`` raised it, if it asks for a parameter that ``params`` does not have.
+        BuildError: if it raises anything else, or returns something that is not a Workload.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                workload = build(params)
+        except Exception as error:
+            if asks_for_missing(error, params):
+                raise
+            workload = _build_on_the_host(build, params)
+    if not isinstance(workload, Workload):
+        raise BuildError(f"build(params) must return a perfguard.Workload, but returned {type(workload).__name__}.")
+    return workload
+
+
+def asks_for_missing(error: BaseException, params: Mapping[str, Any]) -> bool:
+    """Whether ``error`` says that ``params`` lacks a parameter."""
+    return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str) and error.args[0] not in params
+
+
+def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
+    try:
+        return build(params)
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,208 @@
+"""The catalog: laws that hold for every card, figures checked by hand, and the names that people write."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import pytest
+
+from perfguard.cli._gpus import show_gpus
+from perfguard.devices import Device, catalog
+from perfguard.devices._catalog import aliases, find, look_up
+from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+
+PUBLISHED_IDS = [
+    "p4", "p100-pcie-16gb", "v100-pcie-16gb", "v100-pcie-32gb", "v100-sxm-16gb", "v100-sxm-32gb",
+    "t4", "a10g", "l4", "l40s", "a100-pcie-40gb", "a100-sxm-40gb",
+    "a100-pcie-80gb", "a100-sxm-80gb", "h100-pcie-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb",
+    "rtx2080ti", "rtx3090", "rtx4090", "rtx5090", "rtxpro6000", "rtxpro6000maxq",
+]  # fmt: skip
+GPUS = [pytest.param(device, id=device.id) for device in catalog().values()]
+WITH_TENSOR_CORES = [pytest.param(device, id=device.id) for device in catalog().values() if device.architecture != "Pascal"]
+
+FP32_LANES_PER_SM = {"Volta": 64, "Turing": 64}
+DATACENTER_LANES = {"p100": 64, "a100": 64}
+NOMINAL_GB_WITHOUT_SIZE_IN_ID = {
+    "p4": 8, "t4": 16, "a10g": 24, "l4": 24, "l40s": 48, "rtx2080ti": 11, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32,
+    "rtxpro6000": 96, "rtxpro6000maxq": 96,
+}  # fmt: skip
+
+
+def test_the_ids_are_the_published_ones_in_order() -> None:
+    assert list(catalog()) == PUBLISHED_IDS
+    assert all(device.id == id_ and device.kind == "cuda" for id_, device in catalog().items())
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_every_figure_is_plausible(device: Device) -> None:
+    assert 150e9 <= device.bandwidth_bytes_per_s <= 8e12
+    assert 5e12 <= device.peak_flops["fp32"] <= 130e12
+    assert 20 <= device.num_sms <= 200
+    assert 1e9 <= device.boost_clock_hz <= 2.7e9
+    assert 2 * 2**20 <= device.l2_bytes <= 128 * 2**20
+    assert 70 <= device.tdp_w <= 1000
+    assert 250 * 2**20 <= device.context_bytes <= 600 * 2**20
+    assert 4e-6 <= device.launch_overhead_s <= 6e-6
+    assert set(device.peak_flops) <= {"fp32", "tf32", "fp16", "bf16"}
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_every_source_names_a_document_and_the_memory(device: Device) -> None:
+    document, *_, memory = device.source.split("; ")
+    assert "data sheet" in document or "whitepaper" in document
+    assert memory.startswith("memory as CUDA reports it")
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_usable_memory_is_a_little_below_the_nominal_one(device: Device) -> None:
+    nominal_gb = NOMINAL_GB_WITHOUT_SIZE_IN_ID.get(device.id) or int(device.id.rpartition("-")[2].removesuffix("gb"))
+    assert 0.91 <= device.memory_bytes / (nominal_gb * 2**30) <= 1.0
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_fp32_is_two_flops_per_lane_and_clock(device: Device) -> None:
+    lanes = DATACENTER_LANES.get(device.id.partition("-")[0], FP32_LANES_PER_SM.get(device.architecture, 128))
+    expected = 2 * lanes * device.num_sms * device.boost_clock_hz
+    tolerance = 0.12 if device.id == "a10g" else 0.015  # the A10G's data sheet lists FP32 at a lower clock than its tensor rates
+    assert device.peak_flops["fp32"] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("device", WITH_TENSOR_CORES)
+def test_a_dense_tensor_core_rate_is_a_power_of_two_per_sm_and_clock(device: Device) -> None:
+    per_sm_and_clock = device.peak_flops["fp16"] / device.num_sms / device.boost_clock_hz
+    assert any(power * 0.9 <= per_sm_and_clock <= power * 1.02 for power in (512, 1024, 2048, 4096, 8192))
+
+
+@pytest.mark.parametrize("device", WITH_TENSOR_CORES)
+def test_tensor_rates_are_above_fp32_and_halve_with_each_doubling_of_the_width(device: Device) -> None:
+    rates = device.peak_flops
+    assert rates["fp16"] > 1.9 * rates["fp32"]
+    if device.architecture in {"Volta", "Turing"}:
+        assert set(rates) == {"fp32", "fp16"}
+        return
+    assert rates["bf16"] == rates["fp16"]
+    assert rates["tf32"] == pytest.approx(rates["fp16"] / 2, rel=0.015)
+    assert rates["tf32"] >= rates["fp32"]
+
+
+def test_pascal_has_no_tensor_cores() -> None:
+    assert set(catalog()["p4"].peak_flops) == {"fp32"}
+    assert set(catalog()["p100-pcie-16gb"].peak_flops) == {"fp32", "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("id_", "memory_gib", "gb_per_s", "fp32", "tf32", "fp16", "sms", "mhz", "l2_mib", "watts"),
+    [
+        ("t4", 14.75, 320, 8.1, None, 65, 40, 1590, 4, 70),
+        ("v100-sxm-32gb", 31.74, 900, 15.7, None, 125, 80, 1530, 6, 300),
+        ("a100-pcie-40gb", 39.39, 1555, 19.5, 156, 312, 108, 1410, 40, 250),
+        ("h100-sxm-80gb", 79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700),
+        ("rtx3090", 23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350),
+        ("rtx4090", 23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450),
+    ],
+)
+def test_figures_agree_with_the_data_sheet(
+    id_: str,
+    memory_gib: float,
+    gb_per_s: float,
+    fp32: float,
+    tf32: float | None,
+    fp16: float,
+    sms: int,
+    mhz: int,
+    l2_mib: int,
+    watts: int,
+) -> None:
+    device = catalog()[id_]
+    assert device.memory_bytes / 2**30 == pytest.approx(memory_gib, abs=0.01)
+    assert device.bandwidth_bytes_per_s == gb_per_s * 1e9
+    assert device.peak_flops["fp32"] == pytest.approx(fp32 * 1e12)
+    assert device.peak_flops.get("tf32") == (None if tf32 is None else pytest.approx(tf32 * 1e12))
+    assert device.peak_flops["fp16"] == pytest.approx(fp16 * 1e12)
+    assert (device.num_sms, device.boost_clock_hz, device.l2_bytes, device.tdp_w) == (sms, mhz * 1e6, l2_mib * 2**20, watts)
+
+
+def test_aliases_stand_for_cards_and_shadow_none() -> None:
+    assert set(aliases().values()) <= set(catalog())
+    assert not set(aliases()) & set(catalog())
+    assert all(find(alias).id == id_ for alias, id_ in aliases().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "id_"),
+    [
+        ("a100", "a100-pcie-40gb"),
+        ("A100", "a100-pcie-40gb"),
+        ("h100", "h100-sxm-80gb"),
+        ("h200", "h200-sxm-141gb"),
+        ("v100", "v100-pcie-32gb"),
+        ("rtx-3090", "rtx3090"),
+        ("RTX 3090", "rtx3090"),
+        ("3090", "rtx3090"),
+        (" rtx_2080_ti ", "rtx2080ti"),
+        ("a100_sxm_80gb", "a100-sxm-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("GeForce RTX 2080 Ti", "rtx2080ti"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("RTX PRO 6000 Max-Q", "rtxpro6000maxq"),
+    ],
+)
+def test_a_card_goes_by_many_names(name: str, id_: str) -> None:
+    assert find(name).id == id_
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "A100-SXM4-40GB MIG 1g.5gb", ""])
+def test_a_relative_of_a_card_is_not_that_card(name: str) -> None:
+    assert look_up(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("a1000", r"got 'a1000'\. Did you mean 'a100'.*`perfguard gpus` lists all"),
+        ("h100-sxm-96gb", "'h100-sxm-80gb'"),
+        ("rtx3091", "'rtx3090'"),
+        ("atuo", "'auto'"),
+        ("tpu", r"got 'tpu'\. .*`perfguard gpus` lists all"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_ones(name: str, suggestion: str) -> None:
+    with pytest.raises(UnknownDeviceError, match=suggestion) as caught:
+        find(name)
+    assert isinstance(caught.value, ConfigurationError)
+
+
+def test_the_catalog_cannot_be_changed_and_its_devices_travel_between_processes() -> None:
+    with pytest.raises(TypeError):
+        catalog()["mine"] = catalog()["t4"]  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(catalog()["t4"])) == catalog()["t4"]
+
+
+def test_gpus_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    show_gpus(as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert [Device(**row) for row in shown["devices"]] == list(catalog().values())
+    assert shown["aliases"] == dict(aliases())
+
+
+def test_gpus_as_a_table_has_one_line_for_each_card(capsys: pytest.CaptureFixture[str]) -> None:
+    show_gpus(as_json=False)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    cells = {line[0]: line[1:] for line in lines if line and line[0]}
+    assert list(cells) == list(catalog())
+    assert cells["t4"] == ["14.7", "320", "8.1", "-", "65", "40", "Tesla T4", "NVIDIA T4 data sheet and Turing whitepaper"]
+
+
+def test_gpus_leaves_out_names_on_a_narrow_terminal_rather_than_cutting_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    show_gpus(as_json=False)
+    table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.partition("Short names")[0])
+    assert re.search("a100-pcie-40gb .* 1555 ", table)
+    assert not re.search("data sheet|…", table)
+    assert max(map(len, table.splitlines())) <= 80

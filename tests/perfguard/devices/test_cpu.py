@@ -1,0 +1,39 @@
+"""The processor as a device."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from perfguard.devices import cpu, detect_gpu, resolve_device
+
+
+def test_the_cpu_is_measured_once() -> None:
+    assert cpu() is cpu() is resolve_device("cpu")
+
+
+def test_the_cpu_has_one_arithmetic_and_takes_no_context() -> None:
+    device = cpu()
+    assert (device.id, device.kind, device.context_bytes) == ("cpu", "cpu", 0)
+    assert set(device.peak_flops) == {"fp32"}
+    assert device.flops_per_s("bf16") == device.flops_per_s("fp32")
+
+
+def test_the_measured_rates_are_those_of_a_processor() -> None:
+    device = cpu()
+    assert 1e8 < device.peak_flops["fp32"] < 1e14
+    assert 1e8 < device.bandwidth_bytes_per_s < 2e12
+    assert device.num_sms == torch.get_num_threads()
+    assert 0 < device.memory_bytes <= psutil.virtual_memory().total
+
+
+def test_measuring_the_cpu_leaves_the_random_numbers_alone() -> None:
+    state = torch.random.get_rng_state()
+    cpu.cache_clear()
+    cpu()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_cpu_is_no_gpu() -> None:
+    found = detect_gpu()
+    assert found is None or found.kind == "cuda"

@@ -1,0 +1,233 @@
+"""Detection, with an NVML that lives in memory, and with the real one where there is one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+
+from perfguard.devices import Device, catalog, cpu, detect_gpu, resolve_device
+from perfguard.exceptions import ConfigurationError, UnknownDeviceError
+
+_T = TypeVar("_T")
+
+
+class FakeNvmlError(Exception):
+    pass
+
+
+@dataclass
+class Card:
+    name: str | bytes
+    memory_mib: int
+    uuid: str = "GPU-1"
+    capability: tuple[int, int] | None = None
+    cores: int | None = None
+    sm_mhz: int | None = None
+    memory_mhz: int | None = None
+    bus_bits: int | None = None
+    power_mw: int | None = None
+
+
+@dataclass
+class FakeNvml:
+    """Holds cards; a figure that a card lacks is answered with an error, as NVML does."""
+
+    cards: list[Card] = field(default_factory=list)
+    installed: bool = True
+    open_sessions: int = 0
+    NVMLError: type[Exception] = FakeNvmlError
+    NVML_CLOCK_SM: int = 1
+    NVML_CLOCK_MEM: int = 2
+
+    def nvmlInit(self) -> None:
+        if not self.installed:
+            raise FakeNvmlError("Driver Not Loaded")
+        self.open_sessions += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open_sessions -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
+        return self._first(lambda card: self.cards.index(card) == index)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card:
+        return self._first(lambda card: card.uuid == uuid)
+
+    def nvmlDeviceGetName(self, handle: Card) -> str | bytes:
+        return handle.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Card) -> Any:
+        return SimpleNamespace(total=handle.memory_mib * 2**20)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Card) -> Any:
+        return _known(handle.capability)
+
+    def nvmlDeviceGetNumGpuCores(self, handle: Card) -> int:
+        return _known(handle.cores)
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Card, clock: int) -> int:
+        return _known({1: handle.sm_mhz, 2: handle.memory_mhz}[clock])
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: Card) -> int:
+        return _known(handle.bus_bits)
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Card) -> int:
+        return _known(handle.power_mw)
+
+    def _first(self, matches: Callable[[Card], bool]) -> Card:
+        for card in self.cards:
+            if matches(card):
+                return card
+        raise FakeNvmlError("Invalid Argument")
+
+
+def _known(value: _T | None) -> _T:
+    if value is None:
+        raise FakeNvmlError("Not Supported")
+    return value
+
+
+T4 = Card("Tesla T4", 15360, uuid="GPU-t4")
+A100 = Card("NVIDIA A100-PCIE-40GB", 40960, uuid="GPU-a100")
+RTX_3080 = Card("NVIDIA GeForce RTX 3080", 10240, "GPU-3080", (8, 6), 8704, 2100, 9501, 320, 320_000)
+
+
+@pytest.fixture(autouse=True)
+def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_mib", "id_"),
+    [
+        ("Tesla T4", 15360, "t4"),
+        (b"Tesla T4", 16160, "t4"),
+        ("Tesla P100-PCIE-16GB", 16384, "p100-pcie-16gb"),
+        ("NVIDIA A10G", 23028, "a10g"),
+        ("NVIDIA L4", 23034, "l4"),
+        ("A100-PCIE-40GB", 40536, "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", 81920, "a100-pcie-80gb"),
+        ("NVIDIA A100-SXM4-80GB", 81920, "a100-sxm-80gb"),
+        ("NVIDIA H100 PCIe", 81559, "h100-pcie-80gb"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-sxm-80gb"),
+        ("NVIDIA H200", 143771, "h200-sxm-141gb"),
+        ("NVIDIA B200", 183359, "b200-sxm-180gb"),
+        ("GeForce RTX 2080 Ti", 11264, "rtx2080ti"),
+        ("NVIDIA GeForce RTX 5090", 32607, "rtx5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887, "rtxpro6000maxq"),
+    ],
+)
+def test_a_card_of_the_catalog_is_recognised_by_name_and_memory(name: str | bytes, memory_mib: int, id_: str) -> None:
+    assert detect_gpu(nvml=FakeNvml([Card(name, memory_mib)])) is catalog()[id_]
+
+
+def test_a_known_card_with_another_memory_keeps_its_rates_and_tells_its_memory() -> None:
+    found = detect_gpu(nvml=FakeNvml([Card("NVIDIA GeForce RTX 4090", 49140)]))
+    assert found is not None
+    assert found.id == "rtx4090"
+    assert found.peak_flops == catalog()["rtx4090"].peak_flops
+    assert 46 * 2**30 < found.memory_bytes < 48 * 2**30
+    assert found.source.endswith("memory of this card from NVML")
+
+
+def test_an_unknown_card_is_described_by_what_nvml_tells_and_never_faster_than_it_is() -> None:
+    found = detect_gpu(nvml=FakeNvml([RTX_3080]))
+    assert found is not None
+    assert (found.id, found.name, found.kind) == ("nvidia-geforce-rtx-3080", "NVIDIA GeForce RTX 3080", "cuda")
+    assert (found.num_sms, found.tdp_w, found.architecture) == (68, 320.0, "compute 8.6")
+    assert found.bandwidth_bytes_per_s == pytest.approx(760e9, rel=1e-3)
+    assert 9.5 * 2**30 < found.memory_bytes < 10 * 2**30
+    data_sheet = {"fp32": 29.8e12, "tf32": 29.8e12, "fp16": 59.5e12, "bf16": 59.5e12}
+    assert set(found.peak_flops) == set(data_sheet)
+    assert all(0.8 * rate < found.peak_flops[name] <= 1.05 * rate for name, rate in data_sheet.items())
+    assert "not in the catalog" in found.source
+
+
+@pytest.mark.parametrize(("capability", "rates"), [((6, 1), {"fp32"}), ((7, 5), {"fp32", "fp16"})])
+def test_an_unknown_card_has_no_rate_that_its_generation_lacks(capability: tuple[int, int], rates: set[str]) -> None:
+    found = detect_gpu(nvml=FakeNvml([Card("GeForce GTX 1660", 6144, capability=capability, cores=1408)]))
+    assert found is not None
+    assert set(found.peak_flops) == rates
+
+
+def test_an_unknown_card_that_tells_nothing_but_its_memory_still_is_a_device() -> None:
+    found = detect_gpu(nvml=FakeNvml([Card("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864)]))
+    assert found is not None
+    assert found.memory_bytes < 4864 * 2**20
+    assert (found.architecture, found.tdp_w, found.bandwidth_bytes_per_s) == ("unknown", 0.0, 200e9)
+
+
+def test_no_nvml_no_driver_and_no_gpu_are_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert detect_gpu(nvml=FakeNvml(installed=False)) is None
+    assert detect_gpu(nvml=FakeNvml()) is None
+    assert detect_gpu(1, nvml=FakeNvml([T4])) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert detect_gpu() is None
+
+
+@pytest.mark.parametrize("nvml", [FakeNvml([T4]), FakeNvml(), FakeNvml(installed=False)])
+def test_nvml_is_closed_as_often_as_it_was_opened(nvml: FakeNvml) -> None:
+    detect_gpu(nvml=nvml)
+    assert nvml.open_sessions == 0
+
+
+def test_a_device_passes_through() -> None:
+    device = catalog()["t4"].with_memory(2**30)
+    assert resolve_device(device) is device
+
+
+def test_a_name_is_looked_up_without_asking_nvml() -> None:
+    assert resolve_device("a100", nvml=FakeNvml(installed=False)) is catalog()["a100-pcie-40gb"]
+    with pytest.raises(UnknownDeviceError, match="Did you mean 'a100'"):
+        resolve_device("a1000")
+
+
+@pytest.mark.parametrize("gpu", [None, 0, 3090, ["a100"], b"a100"])
+def test_anything_but_a_text_or_a_device_is_refused(gpu: Any) -> None:
+    with pytest.raises(ConfigurationError, match='gpu must be a text such as "a100"'):
+        resolve_device(gpu)
+
+
+def test_cpu_and_auto_without_a_gpu_are_this_processor() -> None:
+    assert resolve_device("cpu", nvml=FakeNvml([T4])) is cpu()
+    assert resolve_device(" CPU ") is cpu()
+    assert resolve_device("auto", nvml=FakeNvml()) is cpu()
+
+
+@pytest.mark.parametrize(
+    ("visible", "id_"),
+    [
+        (None, "t4"),
+        ("0", "t4"),
+        ("1", "a100-pcie-40gb"),
+        (" 1 ,0", "a100-pcie-40gb"),
+        ("GPU-a100", "a100-pcie-40gb"),
+        ("", "cpu"),
+        ("-1", "cpu"),
+        ("7", "cpu"),
+        ("NoDevFiles", "cpu"),
+    ],
+)
+def test_auto_is_the_first_gpu_that_this_process_may_use(visible: str | None, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert resolve_device("auto", nvml=FakeNvml([T4, A100])).id == id_
+
+
+def test_the_real_nvml_agrees_with_torch_about_the_memory() -> None:
+    found = detect_gpu()
+    if found is None:
+        pytest.skip("no GPU that NVML shows on this machine")
+    assert isinstance(found, Device)
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or torch.cuda.device_count() != 1:
+        pytest.skip("this torch has no CUDA, or there are several GPUs and CUDA may count them otherwise")
+    properties = torch.cuda.get_device_properties(0)
+    assert found.memory_bytes == pytest.approx(properties.total_memory, rel=0.03)
+    assert found.num_sms == properties.multi_processor_count
