@@ -30,9 +30,10 @@ from perfguard.quantities import format_bytes, format_seconds, parse_bytes, pars
 from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summarize
 from perfguard_optuna.visualization import plot_predictions
 
-MEMORY_BUDGET = "256MiB"
-TIME_BUDGET = "5s"
+MEMORY_BUDGET = "128MiB"
+TIME_BUDGET = "6s"
 EPOCHS = 3
+SIZE = 12
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -42,11 +43,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training and validation images (n, 1, 8, 8), and their labels (n,)."""
+    """Training and validation images (n, 1, SIZE, SIZE), and their labels (n,)."""
     images, labels = load_digits(return_X_y=True)
     images_t, images_v, labels_t, labels_v = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    as_images = [torch.tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for part in (images_t, images_v)]
-    return as_images[0], as_images[1], torch.tensor(labels_t), torch.tensor(labels_v)
+    return enlarged(images_t), enlarged(images_v), torch.tensor(labels_t), torch.tensor(labels_v)
+
+
+def enlarged(images: Any) -> torch.Tensor:
+    """8 × 8 images with values from 0 to 16, as (n, 1, SIZE, SIZE) with values from 0 to 1."""
+    small = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return nn.functional.interpolate(small, size=(SIZE, SIZE), mode="bilinear")
 
 
 def make_model(params: Mapping[str, Any]) -> nn.Module:
@@ -73,7 +79,7 @@ def build(params: Mapping[str, Any]) -> Workload:
     batch_size = params["batch_size"]
     return Workload(
         make_model(params),
-        inputs=(batch_size, 1, 8, 8),
+        inputs=(batch_size, 1, SIZE, SIZE),
         targets=TensorSpec((batch_size,), "int64"),
         loss=nn.functional.cross_entropy,
         optimizer=make_optimizer(params),
@@ -84,9 +90,9 @@ def build(params: Mapping[str, Any]) -> Workload:
 def suggest(trial: optuna.Trial) -> dict[str, Any]:
     """The search space."""
     return {
-        "batch_size": trial.suggest_int("batch_size", 16, 1024, log=True),
-        "width": trial.suggest_int("width", 8, 128, log=True),
-        "depth": trial.suggest_int("depth", 1, 8),
+        "batch_size": trial.suggest_int("batch_size", 64, 1024, log=True),
+        "width": trial.suggest_int("width", 16, 96, log=True),
+        "depth": trial.suggest_int("depth", 2, 6),
         "kernel": trial.suggest_categorical("kernel", [3, 5]),
         "optimizer": trial.suggest_categorical("optimizer", list(OPTIMIZERS)),
         "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),

@@ -130,4 +130,6 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     except WorkloadError:
         raise
     except Exception as error:
+        if asks_for_missing(error, params):
+            raise
         raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}") from error

@@ -114,13 +114,15 @@ class PerfGuardPruner(BasePruner):
         study = trial.study
         decision = self.decision_of(study, trial)
         if decision is None:
+            self.finish_abandoned(study)
             build = self.build if workload is None else lambda _params: workload
             decision = self.judge(study, trial, trial.params, build)
         if decision is not None and decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
         if decision is None:
-            self.warn_unjudged()
-            decision = self.guard.decide(_nothing_to_judge, study=study.study_name, trial=trial.number, params=trial.params)
+            unknown = ConfigurationError(self.why_unjudged())
+            decision = self.guard.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
+            self._warned_about_build = True  # the guard has just said why
         launched = self._launched.get(threading.get_ident()) or self.launch(study, trial, decision)
         with pruned_if_out_of_memory():
             try:
@@ -197,20 +199,21 @@ class PerfGuardPruner(BasePruner):
 
     def warn_unjudged(self) -> None:
         """Say, once, that trials run unguarded because their workload is not known."""
-        if self._warned_about_build:
-            return
-        self._warned_about_build = True
+        if not self._warned_about_build:
+            self._warned_about_build = True
+            warnings.warn(self.why_unjudged(), UnguardedTrialWarning, stacklevel=3)
+
+    def why_unjudged(self) -> str:
+        """Why a trial is launched without a verdict: its workload is not known."""
         if self.build is None:
-            message = (
+            return (
                 "PerfGuardPruner does not know what the trials run, so they are launched unguarded. Give it "
                 "`build=lambda params: Workload(...)`, or wrap the training in `with pruner.trial(trial, Workload(...)):`."
             )
-        else:
-            message = (
-                "build(params) asks for a parameter that the trial has not suggested when it was judged, so the trial was "
-                "launched unguarded. Suggest all that build needs before the first should_prune()."
-            )
-        warnings.warn(message, UnguardedTrialWarning, stacklevel=3)
+        return (
+            "build(params) asks for a parameter that the trial has not suggested when it was judged, so the trial was "
+            "launched unguarded. Suggest all that build needs before the first should_prune()."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_launched": {}}
@@ -235,10 +238,6 @@ def pruned_if_out_of_memory() -> Iterator[None]:
         if status_of(error) != "oom":
             raise
         raise optuna.TrialPruned(f"ran out of memory: {error}") from error
-
-
-def _nothing_to_judge() -> Workload:
-    raise ConfigurationError("the workload is not known; give PerfGuardPruner(build=...) or pruner.trial(trial, workload)")
 
 
 def _raiser(error: Exception) -> Any:

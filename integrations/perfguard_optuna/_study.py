@@ -123,7 +123,7 @@ class _Watched(dict[str, Any]):
     guessed = False
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.get(key, default)
+        return self[key] if self.__contains__(key) else default
 
     def __contains__(self, key: object) -> bool:
         present = super().__contains__(key)

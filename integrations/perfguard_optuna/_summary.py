@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
@@ -103,7 +103,8 @@ class TrialPrinter:
         cells = [_cell(record, "memory"), _cell(record, "time")]
         style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if violates(record) else "green")
         verdict = {"prune": "pruned", None: "unguarded"}.get(record.verdict, "launched")
-        value = f"  value {trial.value:.4g}" if trial.value is not None and trial.state.name == "COMPLETE" else ""
+        values = trial.values if trial.state == TrialState.COMPLETE else ()
+        value = f"  value {', '.join(f'{value:.4g}' for value in values)}" if values else ""
         over = "  over budget" if violates(record) else ""
         self._console.print(
             f"trial {trial.number:3d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}{value}{over}", highlight=False

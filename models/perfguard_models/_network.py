@@ -36,10 +36,12 @@ class GuardNetwork(nn.Module):
         hidden: channels of each operator's state.
         layers: rounds of message passing, each along and against the data flow.
         width: size of the embeddings on which a residual process may learn.
+        dropout: share of each operator's state that is dropped while training.
     """
 
-    def __init__(self, hidden: int = 48, layers: int = 2, width: int = 12) -> None:
+    def __init__(self, hidden: int = 48, layers: int = 2, width: int = 12, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.kind = nn.Embedding(len(OP_KINDS), hidden)
         self.encode_op = nn.Linear(len(NODE_FEATURES), hidden)
         self.encode_graph = nn.Linear(len(GRAPH_FEATURES), hidden)
@@ -47,8 +49,8 @@ class GuardNetwork(nn.Module):
         self.against = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
         self.op_time = nn.Linear(hidden, 1)
-        self.memory_readout = _readout(4 * hidden, hidden, width)
-        self.time_readout = _readout(3 * hidden, hidden, width)
+        self.memory_readout = _readout(4 * hidden, hidden, width, dropout)
+        self.time_readout = _readout(3 * hidden, hidden, width, dropout)
         self.memory_head = nn.Linear(width, 1)
         self.time_head = nn.Linear(width, 1)
         for head in (self.op_time, self.memory_head, self.time_head):
@@ -62,7 +64,8 @@ class GuardNetwork(nn.Module):
         state = torch.relu(self.encode_op(data.x) + self.kind(data.kind) + context[batch])
         backwards = data.edge_index.flip(0)
         for along, against, norm in zip(self.along, self.against, self.norms, strict=True):
-            state = state + torch.relu(norm(along(state, data.edge_index) + against(state, backwards)))
+            message = norm(along(state, data.edge_index) + against(state, backwards))
+            state = state + self.dropout(torch.relu(message))
 
         def total(values: torch.Tensor) -> torch.Tensor:
             summed: torch.Tensor = scatter(values, batch, dim=0, dim_size=num_graphs, reduce="sum")
@@ -83,5 +86,5 @@ class GuardNetwork(nn.Module):
         return Correction(log_memory, log_time, op_time_s * torch.exp(graph_factor)[batch], memory_embedding, time_embedding)
 
 
-def _readout(inputs: int, hidden: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.Tanh())
+def _readout(inputs: int, hidden: int, width: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Tanh())

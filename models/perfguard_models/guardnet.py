@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.resources import files
@@ -32,9 +33,14 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "guardnet"
 _CACHE_SIZE = 2048
-_UNTRAINED_LOG_SIGMA = {"memory": 0.35, "time": 0.7}
-"""Added (in quadrature) to what a predictor that has never seen the device says."""
+_UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
+"""How far bare physics is from a device of a kind that the network has never seen: the driver's reading is within 10% of replay
+and context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
+_UNTRAINED_TIME_FACTOR = 2.0
 _TARGETS = ("memory", "time")
+_OVERHEAD_ROWS = 20
+_OVERHEAD_PRIOR_ROWS = 2.0
+_OVERHEAD_LOG_SIGMA = 0.05
 
 
 def load(path: str | Path | None = None) -> GuardNet:
@@ -57,12 +63,12 @@ def load(path: str | Path | None = None) -> GuardNet:
         )
     if card.get("sha256") != hashlib.sha256(tensors_bytes).hexdigest():
         raise PredictorError(f"The weights {str(name)!r} do not match the hash in their card; the file is damaged or exchanged.")
-    network = GuardNetwork(**card["network"])
     try:
+        network = GuardNetwork(**card["network"])
         network.load_state_dict(load_tensors(tensors_bytes))
-    except (RuntimeError, SafetensorError) as error:
-        raise PredictorError(f"The weights {str(name)!r} do not fit the network: {error}") from error
-    return GuardNet(network.eval(), card)
+        return GuardNet(network.eval(), card)
+    except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
+        raise PredictorError(f"The weights {str(name)!r} do not fit the network: {type(error).__name__}: {error}") from error
 
 
 class GuardNet:
@@ -73,7 +79,7 @@ class GuardNet:
         self._card = card
         self._priors = {target: ResidualPrior(**card["residual"][target]) for target in _TARGETS}
         self._posteriors: dict[tuple[str, str], ResidualPosterior] = {}
-        self._learnt_from: dict[str, int] = {}
+        self._overheads: dict[str, tuple[float, float]] = {}
         self._corrections: OrderedDict[tuple[str, str], Correction] = OrderedDict()
 
     @property
@@ -84,12 +90,11 @@ class GuardNet:
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
         correction = self._correct(graph, device)
-        trained = device.id in self._card["trained_devices"] or device.id in self._learnt_from
+        trained = self._trained_on(device) or (device.id, "memory") in self._posteriors
         memory = self._estimate("memory", correction, device)
         step_time = self._estimate("time", correction, device)
-        total_time = None
-        if steps is not None:
-            total_time = step_time.scaled(steps)
+        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
+        total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
         by_kind: dict[str, float] = {}
         scale = step_time.median / math.exp(float(correction.log_time))
         for op, seconds in zip(graph.ops, correction.op_time_s.tolist(), strict=True):
@@ -112,6 +117,7 @@ class GuardNet:
         for observation in observations:
             by_device.setdefault(observation.device.id, []).append(observation)
         for device_id, rows in by_device.items():
+            self._overheads[device_id] = _overhead_of(rows)
             for target in _TARGETS:
                 known = [(row, value) for row in rows if (value := _measured(row, target)) is not None]
                 if not known:
@@ -120,12 +126,14 @@ class GuardNet:
                 x = torch.cat([_embedding(correction, target) for correction in corrections])
                 predicted = torch.cat([_log_prediction(correction, target) for correction in corrections])
                 y = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64) - predicted
-                self._posteriors[device_id, target] = condition(self._prior(target, device_id), x, y)
-            self._learnt_from[device_id] = len(rows)
+                self._posteriors[device_id, target] = condition(self._prior(target, rows[0].device), x, y)
 
-    def _prior(self, target: str, device_id: str) -> ResidualPrior:
+    def _trained_on(self, device: Device) -> bool:
+        return device.id in self._card["trained_devices"]
+
+    def _prior(self, target: str, device: Device) -> ResidualPrior:
         prior = self._priors[target]
-        if device_id in self._card["trained_devices"]:
+        if self._trained_on(device):
             return prior
         wider = math.hypot(prior.bias, _UNTRAINED_LOG_SIGMA[target])
         return ResidualPrior(wider, prior.linear, prior.local, prior.length, prior.noise)
@@ -134,7 +142,7 @@ class GuardNet:
         x = _embedding(correction, target)
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = 0.0, float(self._prior(target, device.id).variance(x).sqrt())
+            mean, log_sigma = 0.0, float(self._prior(target, device).variance(x).sqrt())
         else:
             means, log_sigmas = posterior.at(x)
             mean, log_sigma = float(means), float(log_sigmas)
@@ -145,12 +153,36 @@ class GuardNet:
         key = (graph.content_hash, device.id)
         if (cached := self._corrections.get(key)) is not None:
             return cached
+        data = featurize(graph, device)
         with torch.inference_mode():
-            correction: Correction = self._network(featurize(graph, device))
+            correction: Correction = self._network(data)
+        if not self._trained_on(device):  # far outside its training data a network invents; physics does not
+            op_time_s = data.roofline * _UNTRAINED_TIME_FACTOR
+            correction = correction._replace(log_memory=data.log_memory, log_time=op_time_s.sum()[None].log(), op_time_s=op_time_s)
         self._corrections[key] = correction
         if len(self._corrections) > _CACHE_SIZE:
             self._corrections.popitem(last=False)
         return correction
+
+
+def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
+    """What a trial takes beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
+
+    The last few trials, shrunk towards no overhead; the median, so that one interrupted trial does not count.
+    """
+    ratios = [
+        math.log(row.measurement.total_time_s / (row.measurement.num_steps * step_time_s))
+        for row in rows[-_OVERHEAD_ROWS:]
+        if (step_time_s := _measured(row, "time"))
+        and row.measurement.num_steps > 0
+        and 0 < row.measurement.total_time_s < math.inf
+    ]
+    if not ratios:
+        return 0.0, _OVERHEAD_LOG_SIGMA
+    median = statistics.median(ratios)
+    spread = statistics.median(abs(ratio - median) for ratio in ratios) * 1.4826
+    weight = len(ratios) / (len(ratios) + _OVERHEAD_PRIOR_ROWS)
+    return weight * median, max(weight * spread + (1 - weight) * _OVERHEAD_LOG_SIGMA, 0.01)
 
 
 def _embedding(correction: Correction, target: str) -> torch.Tensor:

@@ -18,19 +18,22 @@ _PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def model_on_meta(workload: Workload) -> nn.Module:
-    """The model with every tensor replaced by one without memory.
+    """The model with every tensor replaced by one without memory, in the workload's precision and layout.
 
-    A model whose parameters are on meta already is used as it is. Nothing is allocated for the others: ``copy.deepcopy``
-    finds the replacement of each tensor in its memo.
+    A model that is on meta already is used as it is where nothing has to be converted. Otherwise a copy is made, and nothing
+    is allocated for it: ``copy.deepcopy`` finds the replacement of each tensor in its memo. Only a model on meta that cannot
+    be copied is converted itself.
     """
     model = workload.model
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
-    memo: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model) if not tensor.is_meta}
-    if memo:
-        try:
-            model = copy.deepcopy(model, memo)
-        except Exception as error:
+    on_meta = all(tensor.is_meta for tensor in _tensors_of(model))
+    if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
+        return model
+    try:
+        model = copy.deepcopy(model, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)})
+    except Exception as error:
+        if not on_meta:
             raise TraceError(
                 f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
                 f'Build it under `with torch.device("meta"):`, or give `build=` instead of a live model.'
@@ -116,23 +119,34 @@ def optimizer_on_meta(workload: Workload, model: nn.Module, *, target: str) -> t
 
 def _make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
     given = workload.optimizer
-    if isinstance(given, torch.optim.Optimizer):
-        twins = dict(zip(map(id, workload.model.parameters()), model.parameters(), strict=True))
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": _twins_of(group["params"], twins)}
-            for group in given.param_groups
-        ]
-        live, given = given, functools.partial(type(given))
-        accepted = type(live).__init__.__code__.co_varnames
-        return given(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
-    make = given or functools.partial(torch.optim.SGD, lr=1e-3)
-    optimizer = make(parameter for parameter in model.parameters() if parameter.requires_grad)
+    try:
+        if isinstance(given, torch.optim.Optimizer):
+            return _twin_of_optimizer(given, workload.model, model)
+        make = given or functools.partial(torch.optim.SGD, lr=1e-3)
+        optimizer = make(parameter for parameter in model.parameters() if parameter.requires_grad)
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"Workload.optimizer cannot be made over the model's parameters ({type(error).__name__}: {error})."
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise WorkloadError(
             f"Workload.optimizer must be a torch.optim.Optimizer, its class or a functools.partial of it, "
             f"but calling it returned {type(optimizer).__name__}."
         )
     return optimizer
+
+
+def _twin_of_optimizer(live: torch.optim.Optimizer, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    twins = dict(zip(map(id, live_model.parameters()), model.parameters(), strict=True))
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": _twins_of(group["params"], twins)}
+        for group in live.param_groups
+    ]
+    accepted = type(live).__init__.__code__.co_varnames
+    make = functools.partial(type(live))
+    return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
 
 
 def _twins_of(parameters: Iterable[torch.Tensor], twins: dict[int, nn.Parameter]) -> list[nn.Parameter]:

@@ -29,7 +29,7 @@ _HELP = {
     "aten::_local_scalar_dense": "The forward pass reads a value from a tensor (`.item()`, `bool(tensor)`), so what it runs "
     "depends on the data. Move that out of the model, or describe a fixed case.",
     "data-dependent": "What the forward pass runs depends on the data. Describe a fixed case.",
-    "aten::nonzero": "The forward pass selects by a mask, so shapes depend on the data. Describe a fixed case.",
+    "nonzero": "The forward pass selects by a mask, so shapes depend on the data. Describe a fixed case.",
     "Cannot copy out of meta tensor": "The forward pass copies a tensor to another device. Create tensors on `x.device`.",
     "numpy": "The forward pass leaves torch for numpy, which cannot be traced. Use torch operators.",
     "Expected all tensors to be on the same device": "A tensor was created on a fixed device inside the model. Create it on "
@@ -65,9 +65,17 @@ class _Tracer:
         self._modules: list[str] = []
 
     def run(self) -> OpGraph:
+        model = model_on_meta(self._workload)
+        modes = {module: module.training for module in model.modules()}
+        try:
+            return self._step(model.train(self._workload.mode == "train"))
+        finally:  # it may be the user's own
+            model.zero_grad(set_to_none=True)
+            for module, training in modes.items():
+                module.training = training
+
+    def _step(self, model: nn.Module) -> OpGraph:
         workload = self._workload
-        model = model_on_meta(workload)
-        model.train(workload.mode == "train")
         inputs = batch_on_meta(workload.inputs, workload)
         targets = batch_on_meta(workload.targets, workload)
         optimizer = optimizer_on_meta(workload, model, target=self._target) if workload.mode == "train" else None
@@ -95,10 +103,7 @@ class _Tracer:
                 recorder.mark_gradients(model.named_parameters())
                 recorder.phase = Phase.OPTIMIZER
                 optimizer.step()
-        graph = recorder.graph(workload)
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none=True)
-        return graph
+        return recorder.graph(workload)
 
     def _forward(self, model: nn.Module, inputs: Any) -> Any:
         if isinstance(inputs, dict):

@@ -8,6 +8,7 @@ import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from perfguard.measure._cpu import PeakResidentSet
 from perfguard.measure._measurement import Measurement, Status
@@ -123,7 +124,7 @@ def status_of(error: BaseException | None) -> Status:
 
 
 _lock = threading.Lock()
-_active: dict[int, Run] = {}
+_active: WeakValueDictionary[int, Run] = WeakValueDictionary()  # a run that was dropped unfinished is over
 _hook_installed = False
 
 
@@ -144,15 +145,17 @@ def _load_kernels() -> None:
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.nn.Conv2d(8, 8, 3)(torch.ones(4, 8, 16, 16)).sum().backward()
-        (torch.ones(256, 256) @ torch.ones(256, 256)).sum()
+        network = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten(), torch.nn.Linear(1568, 8))
+        optimizer = torch.optim.Adam(network.parameters())
+        network(torch.ones(4, 8, 16, 16)).sum().backward()
+        optimizer.step()
 
 
 def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
     run = _active.get(threading.get_ident())
     if run is None or run._marked_by_hand:
         return
-    if not optimizer.param_groups[0]["params"][0].is_meta:  # a step that is only being traced
+    if not any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"][:1]):  # being traced
         run._mark()
 
 

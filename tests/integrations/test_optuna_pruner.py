@@ -1,0 +1,507 @@
+"""PerfGuardPruner in studies of plain Optuna: what it prunes, writes, measures, and survives."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import FrozenTrial, TrialState
+from torch import nn
+
+from perfguard import Device, Estimate, MeasurementStore, Observation, OpGraph, Prediction, Predictor, Workload
+from perfguard.exceptions import (
+    ConfigurationError,
+    LogCorruptError,
+    LogWarning,
+    PredictorError,
+    UnguardedTrialWarning,
+    UnknownDeviceError,
+)
+from perfguard.quantities import format_bytes
+from perfguard_optuna import PerfGuardPruner, record_of
+
+BUDGET = "1MiB"
+SMALL, LARGE = 8, 4096
+"""Widths that need about 17 KiB and 2.5 MiB."""
+COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+
+
+class ReplayPredictor:
+    """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""
+
+    name = "replay-1"
+
+    def __init__(self) -> None:
+        self.learnt: list[Observation] = []
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        step_time = Estimate(0.01, 0.01)
+        total_time = None if steps is None else step_time.scaled(steps)
+        memory = Estimate(float(graph.peak_live_bytes), 0.01)
+        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
+
+    def fine_tune(self, observations: Sequence[Observation]) -> None:
+        self.learnt = list(observations)
+
+
+def workload(width: int, *, steps: int | None = None) -> Workload:
+    return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean, steps=steps)
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return workload(params["width"], steps=3)
+
+
+def train(width: int) -> float:
+    model = nn.Linear(64, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(32, 64)).mean()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def make_pruner(**options: Any) -> PerfGuardPruner:
+    double = ReplayPredictor()
+    defaults: dict[str, Any] = {"gpu": "a100", "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
+    return PerfGuardPruner(**(defaults | options))
+
+
+def study_of(pruner: PerfGuardPruner, widths: Sequence[int], **options: Any) -> optuna.Study:
+    """A plain study that is going to propose ``widths``, in order."""
+    study = optuna.create_study(pruner=pruner, **options)
+    for width in widths:
+        study.enqueue_trial({"width": width})
+    return study
+
+
+class Objective:
+    """Asks the pruner once, before anything is allocated, and remembers the widths that it then trained."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        self.trained.append(width)
+        return train(width)
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+def test_the_double_is_a_predictor() -> None:
+    assert isinstance(ReplayPredictor(), Predictor)
+
+
+def test_a_trial_that_does_not_fit_is_pruned_before_it_trains() -> None:
+    study, objective = study_of(make_pruner(), [SMALL, LARGE, SMALL]), Objective()
+    study.optimize(objective, n_trials=3)
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    assert objective.trained == [SMALL, SMALL]
+
+
+def test_a_pruned_trial_says_why_in_numbers() -> None:
+    pruner = make_pruner(time_budget="1s", step_time_budget="100ms")
+    study = study_of(pruner, [LARGE])
+    study.optimize(Objective(), n_trials=1)
+    (trial,) = study.trials
+    peak = pruner.guard.trace(workload(LARGE)).peak_live_bytes
+    spread = math.exp(0.01 * 1.6448536)
+    assert trial.user_attrs == {
+        "perfguard:schema": 1,
+        "perfguard:verdict": "prune",
+        "perfguard:reason": record_of(trial).reason,
+        "perfguard:p_violation": pytest.approx(1.0),
+        "perfguard:predictor": "replay-1",
+        "perfguard:memory:predicted": pytest.approx(peak),
+        "perfguard:memory:low": pytest.approx(peak / spread),
+        "perfguard:memory:high": pytest.approx(peak * spread),
+        "perfguard:memory:limit": 2**20,
+        "perfguard:step_time:predicted": pytest.approx(0.01),
+        "perfguard:step_time:low": pytest.approx(0.01 / spread),
+        "perfguard:step_time:high": pytest.approx(0.01 * spread),
+        "perfguard:step_time:limit": pytest.approx(0.1),
+        "perfguard:time:predicted": pytest.approx(0.03),
+        "perfguard:time:low": pytest.approx(0.03 / spread),
+        "perfguard:time:high": pytest.approx(0.03 * spread),
+        "perfguard:time:limit": 1.0,
+    }
+    needed, low, high = (format_bytes(peak * factor) for factor in (1, 1 / spread, spread))
+    assert record_of(trial).reason == f"needs {needed} ({low} to {high}), the budget is 1.00 MiB"
+    assert trial.constraints == {
+        "perfguard:memory": pytest.approx(math.log(peak * spread / 2**20)),
+        "perfguard:time": pytest.approx(math.log(0.03 * spread)),
+        "perfguard:step_time": pytest.approx(math.log(0.1 * spread)),
+    }
+    assert trial.constraints["perfguard:memory"] > 0 > trial.constraints["perfguard:time"]
+
+
+def test_a_launched_trial_has_negative_margins() -> None:
+    study = study_of(make_pruner(), [SMALL])
+    study.optimize(Objective(), n_trials=1)
+    (trial,) = study.trials
+    assert record_of(trial).verdict == "launch"
+    assert list(trial.constraints) == ["perfguard:memory"]
+    assert trial.constraints["perfguard:memory"] < 0
+    assert trial == study.best_trial
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"time_budget": "20ms"}, "takes 30.0 ms ("), ({"step_time_budget": 0.005}, "takes 10.0 ms a step (")],
+)
+def test_time_prunes_too(options: dict[str, Any], words: str) -> None:
+    study, objective = study_of(make_pruner(**options), [SMALL]), Objective()
+    study.optimize(objective, n_trials=1)
+    assert states(study) == [PRUNED]
+    assert not objective.trained
+    assert record_of(study.trials[0]).reason.startswith(words)
+
+
+def test_a_trial_is_judged_once_however_often_it_asks() -> None:
+    pruner = make_pruner()
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        for step in range(5):
+            trial.report(1.0, step)
+            assert not trial.should_prune()
+        return train(width)
+
+    study = study_of(pruner, [SMALL, SMALL])
+    study.optimize(objective, n_trials=2)
+    assert len(pruner.guard.log.decisions(study.study_name)) == 2
+
+
+def test_a_plain_study_is_measured_when_the_next_trial_begins() -> None:
+    pruner = make_pruner()
+    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
+    study.optimize(objective, n_trials=3)
+    decisions = pruner.guard.log.decisions(study.study_name)
+    assert [(decision.trial, decision.action, decision.status) for decision in decisions] == [
+        (0, "launch", "ok"),
+        (1, "prune", None),
+        (2, "launch", None),
+    ]
+    assert decisions[0].measured_total_time_s is not None
+    assert len(pruner.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
+
+
+def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
+    pruner = make_pruner()
+
+    def objective(trial: optuna.Trial) -> float:
+        value = Objective()(trial)
+        if trial.number == 0:
+            raise ValueError("a mistake of the user")
+        return value
+
+    study = study_of(pruner, [SMALL, SMALL])
+    study.optimize(objective, n_trials=2, catch=ValueError)
+    assert states(study) == [FAIL, COMPLETE]
+    assert [decision.status for decision in pruner.guard.log.decisions()] == ["failed", None]
+
+
+def test_without_a_build_trials_are_launched_with_one_warning() -> None:
+    study, objective = study_of(make_pruner(build=None), [SMALL, LARGE]), Objective()
+    with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
+        study.optimize(objective, n_trials=2)
+    assert len(caught) == 1
+    assert objective.trained == [SMALL, LARGE]
+
+
+class Branching(nn.Module):
+    """Takes another way for another batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def build_raising(params: Mapping[str, Any]) -> Workload:
+    raise ZeroDivisionError("a mistake in build")
+
+
+def build_nothing(params: Mapping[str, Any]) -> Any:
+    return nn.Linear(64, params["width"])
+
+
+def build_branching(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Sequential(nn.Linear(64, params["width"]), Branching()), inputs=(32, 64), loss=torch.mean)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "message"),
+    [
+        (build_raising, "raised ZeroDivisionError: a mistake in build"),
+        (build_nothing, "must return a perfguard.Workload, but returned Linear"),
+        (build_branching, "TraceError"),
+    ],
+)
+def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[..., Any], message: str) -> None:
+    study, objective = study_of(make_pruner(build=faulty), [SMALL, LARGE]), Objective()
+    with pytest.warns(UnguardedTrialWarning, match="could not judge a trial and launches it unguarded") as caught:
+        study.optimize(objective, n_trials=2)
+    assert len(caught) == 1
+    assert message in str(caught[0].message)
+    assert objective.trained == [SMALL, LARGE]
+    for trial in study.trials:
+        record = record_of(trial)
+        assert (record.verdict, record.predicted) == ("launch", {})
+        assert message in record.reason
+        assert trial.constraints == {"perfguard:memory": 0.0}
+
+
+def test_a_log_that_is_destroyed_does_not_stop_the_study(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    store = MeasurementStore(path)
+    pruner = make_pruner(log=store)
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"no database" * 1000)
+    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
+    with pytest.warns(LogWarning, match="Rows are kept") as caught:
+        study.optimize(objective, n_trials=3)
+    assert len(caught) == 1
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    store.close()
+    path.unlink()
+    with MeasurementStore(path) as mended:
+        assert [decision.action for decision in mended.decisions()] == ["launch", "prune", "launch"]
+
+
+def test_a_log_whose_folder_is_gone_does_not_stop_the_study(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    store = MeasurementStore(folder / "log.db")
+    pruner = make_pruner(log=store)
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_text("a file where the folder was")
+    study = study_of(pruner, [SMALL, LARGE])
+    with pytest.warns(LogWarning, match="cannot be used now"):
+        study.optimize(Objective(), n_trials=2)
+    assert states(study) == [COMPLETE, PRUNED]
+    with pytest.warns(LogWarning, match=r"rows .* are lost"):
+        store.close()
+
+
+def test_a_log_that_was_damaged_before_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(LogCorruptError, match="left as it is"):
+        make_pruner(log=str(path))
+    assert path.read_bytes() == b"no database" * 1000
+
+
+class InlineObjective:
+    """Judged and measured by ``with pruner.trial(...)``; ``error`` is raised inside the block."""
+
+    def __init__(self, pruner: PerfGuardPruner, *, error: BaseException | None = None, steps_by_hand: int = 0) -> None:
+        self.pruner, self.error, self.steps_by_hand = pruner, error, steps_by_hand
+        self.trained: list[int] = []
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with self.pruner.trial(trial, workload(width)) as run:
+            self.trained.append(width)
+            value = train(width)
+            for _ in range(self.steps_by_hand):
+                run.step()
+            if self.error is not None:
+                raise self.error
+        return value
+
+
+def test_the_block_is_entered_only_by_trials_that_fit() -> None:
+    pruner = make_pruner(build=None)
+    study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), InlineObjective(pruner)
+    study.optimize(objective, n_trials=3)
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    assert objective.trained == [SMALL, SMALL]
+    launched, pruned, _ = map(record_of, study.trials)
+    assert (launched.status, set(launched.measured)) == ("ok", {"memory", "time", "step_time"})
+    assert (pruned.status, pruned.measured) == (None, {})
+
+
+def test_the_block_needs_no_pruner_in_the_study() -> None:
+    pruner = make_pruner(build=None)
+    study = optuna.create_study()
+    study.enqueue_trial({"width": LARGE})
+    study.optimize(InlineObjective(pruner), n_trials=1)
+    assert states(study) == [PRUNED]
+
+
+@pytest.mark.parametrize(("steps_by_hand", "num_steps"), [(0, 3), (5, 5)])
+def test_steps_marked_in_the_block_count_instead_of_the_optimizers(steps_by_hand: int, num_steps: int) -> None:
+    pruner = make_pruner(build=None)
+    study_of(pruner, [SMALL]).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
+    (observation,) = pruner.guard.predictor.learnt  # type: ignore[attr-defined]
+    assert observation.measurement.num_steps == num_steps
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")])
+def test_running_out_of_memory_in_the_block_prunes_the_trial(error: Exception) -> None:
+    pruner = make_pruner(build=None)
+    study = study_of(pruner, [SMALL, SMALL])
+    study.optimize(InlineObjective(pruner, error=error), n_trials=2)
+    assert states(study) == [PRUNED, PRUNED]
+    assert [record_of(trial).status for trial in study.trials] == ["oom", "oom"]
+
+
+def test_another_error_in_the_block_is_the_users() -> None:
+    pruner = make_pruner(build=None)
+    study = study_of(pruner, [SMALL])
+    with pytest.raises(ValueError, match="a mistake of the user"):
+        study.optimize(InlineObjective(pruner, error=ValueError("a mistake of the user")), n_trials=1)
+    assert states(study) == [FAIL]
+    assert record_of(study.trials[0]).status == "failed"
+
+
+def test_the_block_without_a_workload_asks_build() -> None:
+    pruner = make_pruner()
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with pruner.trial(trial):
+            return train(width)
+
+    study = study_of(pruner, [SMALL, LARGE])
+    study.optimize(objective, n_trials=2)
+    assert states(study) == [COMPLETE, PRUNED]
+
+
+def test_the_block_with_nothing_to_judge_launches_with_a_warning() -> None:
+    pruner = make_pruner(build=None)
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with pruner.trial(trial):
+            return train(width)
+
+    study = study_of(pruner, [SMALL, LARGE])
+    with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
+        study.optimize(objective, n_trials=2)
+    assert len(caught) == 1
+    assert states(study) == [COMPLETE, COMPLETE]
+    assert [decision.status for decision in pruner.guard.log.decisions()] == ["ok", "ok"]
+
+
+def test_the_block_measures_its_own_trial_after_one_that_nobody_finished() -> None:
+    pruner = make_pruner()
+    plain = study_of(pruner, [SMALL], study_name="plain")
+    plain.optimize(Objective(), n_trials=1)
+    other = study_of(pruner, [SMALL], study_name="other")
+    other.optimize(InlineObjective(pruner), n_trials=1)
+    assert record_of(other.trials[0]).status == "ok"
+    assert [(decision.study, decision.status) for decision in pruner.guard.log.decisions()] == [("plain", "ok"), ("other", "ok")]
+
+
+class CountingPruner(optuna.pruners.BasePruner):
+    """Prunes trials at their third report, and remembers whom it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        self.asked.append(trial.number)
+        return len(trial.intermediate_values) >= 3
+
+
+def reporting_objective(trial: optuna.Trial) -> float:
+    trial.suggest_int("width", SMALL, LARGE)
+    for step in range(5):
+        trial.report(float(trial.number + step), step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return 0.0
+
+
+def test_the_inner_pruner_decides_on_launched_trials_only() -> None:
+    inner = CountingPruner()
+    study = study_of(make_pruner(inner=inner), [SMALL, LARGE])
+    study.optimize(reporting_objective, n_trials=2)
+    assert states(study) == [PRUNED, PRUNED]
+    assert inner.asked == [0, 0, 0]
+    assert [record_of(trial).verdict for trial in study.trials] == ["launch", "prune"]
+
+
+def test_the_median_pruner_works_inside() -> None:
+    inner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=1)
+    study = study_of(make_pruner(inner=inner), [SMALL] * 4)
+    study.optimize(reporting_objective, n_trials=4)
+    assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
+    assert all(trial.last_step == 1 for trial in study.trials[2:])
+
+
+def test_a_pruner_pickles() -> None:
+    pruner = make_pruner(inner=optuna.pruners.MedianPruner())
+    study_of(pruner, [SMALL, LARGE]).optimize(Objective(), n_trials=2)
+    copy = pickle.loads(pickle.dumps(pruner))
+    study = study_of(copy, [SMALL, LARGE])
+    study.optimize(Objective(), n_trials=2)
+    assert states(study) == [COMPLETE, PRUNED]
+    assert copy.guard.budget == pruner.guard.budget
+    assert copy.guard.device == pruner.guard.device
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gpu": "a1000"}, UnknownDeviceError, "Did you mean 'a100'"),
+        ({"build": 3}, ConfigurationError, "build must be a function of the hyperparameters, but got 3"),
+        ({"memory_budget": "41GiB"}, ConfigurationError, "is more than .*A100"),
+        ({"memory_budget": "much"}, ConfigurationError, "memory_budget must look like"),
+        ({"memory_budget": 0.0}, ConfigurationError, "as a fraction must lie in"),
+        ({"time_budget": -1}, ConfigurationError, "time_budget must be positive"),
+        ({"step_time_budget": "2 weeks"}, ConfigurationError, "step_time_budget must look like"),
+        ({"risk": 1.0}, ConfigurationError, "risk must lie in"),
+        ({"predictor": "crystal-ball"}, PredictorError, "No predictor is called 'crystal-ball'"),
+    ],
+)
+def test_a_wrong_argument_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_pruner(**options)
+
+
+@pytest.mark.parametrize("risk", [0.01, 0.05, 0.5])
+def test_more_budget_never_prunes_more(risk: float) -> None:
+    sizes = [2**k * 2**14 for k in range(10)]
+    pruned = [make_pruner(memory_budget=size, risk=risk).guard.check(workload(256)).action == "prune" for size in sizes]
+    assert pruned == sorted(pruned, reverse=True)
+    assert pruned[0]
+    assert not pruned[-1]
+
+
+def test_the_shipped_predictor_guards_a_study_on_the_cpu() -> None:
+    pruner = PerfGuardPruner(gpu="cpu", build=functools.partial(_deep, depth=2), memory_budget="64MiB", log=False)
+    study = study_of(pruner, [64, 256, LARGE, 64])
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        with pruner.trial(trial):
+            return train(width)
+
+    study.optimize(objective, n_trials=4)
+    assert states(study) == [COMPLETE, COMPLETE, PRUNED, COMPLETE]
+    for trial in study.trials:
+        record = record_of(trial)
+        low, high = record.intervals["memory"]
+        assert 0 < low < record.predicted["memory"] < high
+        assert record.predicted["step_time"] > 0
+        assert (record.predicted["memory"] > 2**26) == (trial.params["width"] == LARGE)
+
+
+def _deep(params: Mapping[str, Any], depth: int) -> Workload:
+    width = params["width"]
+    layers = [nn.Linear(width, width) for _ in range(depth)]
+    return Workload(nn.Sequential(*layers), inputs=(32, width), loss=torch.mean)

@@ -1,0 +1,528 @@
+"""GuardedStudy: `study.optimize(objective, ..., pruner=PerfGuardPruner(...))` runs as it stands, and runs on whatever happens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from torch import nn
+
+import perfguard_optuna
+from perfguard import Device, Estimate, MeasurementStore, Observation, OpGraph, Prediction, Run, Workload, resolve_device
+from perfguard.exceptions import UnguardedTrialWarning
+from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
+
+BUDGET = "1MiB"
+SMALL, LARGE = 8, 4096
+"""Widths that need about 17 KiB and 2.5 MiB."""
+COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+
+
+class ReplayPredictor:
+    """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""
+
+    name = "replay-1"
+
+    def __init__(self) -> None:
+        self.learnt: list[Observation] = []
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        step_time = Estimate(0.01, 0.01)
+        total_time = None if steps is None else step_time.scaled(steps)
+        memory = Estimate(float(graph.peak_live_bytes), 0.01)
+        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
+
+    def fine_tune(self, observations: Sequence[Observation]) -> None:
+        self.learnt = list(observations)
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
+
+
+def train(width: int) -> float:
+    model = nn.Linear(64, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(32, 64)).mean()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def objective(trial: optuna.Trial) -> float:
+    return train(trial.suggest_int("width", SMALL, LARGE))
+
+
+def make_pruner(**options: Any) -> PerfGuardPruner:
+    double = ReplayPredictor()
+    defaults: dict[str, Any] = {"gpu": "a100", "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
+    return PerfGuardPruner(**(defaults | options))
+
+
+def study_of(*proposals: Mapping[str, Any] | int, **options: Any) -> GuardedStudy:
+    """A guarded study that is going to propose these parameters, or widths, in order."""
+    study = create_study(**options)
+    for proposal in proposals:
+        study.enqueue_trial({"width": proposal} if isinstance(proposal, int) else dict(proposal))
+    return study
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+def statuses(pruner: PerfGuardPruner, study: optuna.Study) -> list[str | None]:
+    return [decision.status for decision in pruner.guard.log.decisions(study.study_name)]
+
+
+def test_the_literal_line_runs() -> None:
+    study = perfguard_optuna.create_study()
+    with pytest.warns(UnguardedTrialWarning, match=r"build=lambda params: Workload") as caught:
+        study.optimize(objective, n_trials=30, pruner=PerfGuardPruner(gpu="a100"))
+    assert len(caught) == 1
+    assert states(study) == [COMPLETE] * 30
+
+
+def test_a_build_guards_an_objective_that_knows_nothing_of_it() -> None:
+    trained = []
+
+    def unchanged(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        trained.append(width)
+        return train(width)
+
+    study = study_of(SMALL, LARGE, SMALL)
+    study.optimize(unchanged, n_trials=3, pruner=make_pruner())
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    assert trained == [SMALL, SMALL]
+
+
+def test_a_launched_trial_carries_prediction_and_measurement() -> None:
+    pruner = make_pruner()
+    study = study_of(SMALL, LARGE)
+    study.optimize(objective, n_trials=2, pruner=pruner)
+    launched, pruned = map(record_of, study.trials)
+    assert (launched.verdict, launched.status) == ("launch", "ok")
+    assert set(launched.measured) == {"memory", "time", "step_time"}
+    assert (pruned.verdict, pruned.status, pruned.measured) == ("prune", None, {})
+    assert study.trials[0].constraints["perfguard:memory"] < 0 < study.trials[1].constraints["perfguard:memory"]
+    assert statuses(pruner, study) == ["ok", None]
+    (observation,) = pruner.guard.predictor.learnt  # type: ignore[attr-defined]
+    assert observation.measurement.num_steps == 3
+
+
+class ObjectiveWithBuild:
+    """An objective that says itself what it runs."""
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        return objective(trial)
+
+    def build(self, params: Mapping[str, Any]) -> Workload:
+        return build(params)
+
+
+def test_an_objective_may_bring_its_build() -> None:
+    study = study_of(SMALL, LARGE)
+    study.optimize(ObjectiveWithBuild(), n_trials=2, pruner=make_pruner(build=None))
+    assert states(study) == [COMPLETE, PRUNED]
+
+
+def test_the_pruner_may_be_given_to_create_study() -> None:
+    study = study_of(SMALL, LARGE, pruner=make_pruner())
+    study.optimize(objective, n_trials=2)
+    assert states(study) == [COMPLETE, PRUNED]
+
+
+def test_another_pruner_works_as_ever() -> None:
+    study = study_of(SMALL, LARGE)
+    study.optimize(objective, n_trials=2, pruner=optuna.pruners.NopPruner())
+    assert states(study) == [COMPLETE, COMPLETE]
+    assert isinstance(study.pruner, optuna.pruners.NopPruner)
+
+
+def test_a_trial_ends_at_the_suggestion_that_settles_it() -> None:
+    reached = []
+
+    def three_suggestions(trial: optuna.Trial) -> float:
+        trial.suggest_float("lr", 1e-3, 1.0)
+        reached.append("lr")
+        trial.suggest_int("width", SMALL, LARGE)
+        reached.append("width")
+        trial.suggest_categorical("optimizer", ["sgd", "adam"])
+        reached.append("optimizer")
+        return 0.0
+
+    study = study_of(LARGE, SMALL)
+    study.optimize(three_suggestions, n_trials=2, pruner=make_pruner())
+    assert reached == ["lr", "lr", "width", "optimizer"]
+
+
+def get(params: Mapping[str, Any], default: int) -> int:
+    factor: int = params.get("factor", default)
+    return factor
+
+
+def look(params: Mapping[str, Any], default: int) -> int:
+    return params["factor"] if "factor" in params else default  # noqa: SIM401
+
+
+def ask_forgiveness(params: Mapping[str, Any], default: int) -> int:
+    try:
+        return int(params["factor"])
+    except KeyError:
+        return default
+
+
+Read = Callable[[Mapping[str, Any], int], int]
+
+
+def build_with_default(params: Mapping[str, Any], read: Read, default: int) -> Workload:
+    return build({"width": params["width"] * read(params, default)})
+
+
+def two_suggestions(trial: optuna.Trial) -> float:
+    return train(trial.suggest_int("width", SMALL, LARGE) * trial.suggest_int("factor", 1, LARGE // SMALL))
+
+
+@pytest.mark.parametrize("read", [get, look])
+@pytest.mark.parametrize(("default", "factor", "state"), [(1, LARGE // SMALL, PRUNED), (LARGE // SMALL, 1, COMPLETE)])
+def test_a_default_does_not_stand_in_for_a_later_suggestion(read: Read, default: int, factor: int, state: TrialState) -> None:
+    study = study_of({"width": SMALL, "factor": factor})
+    study.optimize(
+        two_suggestions, n_trials=1, pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=default))
+    )
+    assert states(study) == [state]
+
+
+@pytest.mark.parametrize("read", [get, look])
+@pytest.mark.parametrize("settle", ["should_prune", "report"])
+def test_a_default_is_taken_once_the_trial_runs(read: Read, settle: str) -> None:
+    trained = []
+
+    def one_suggestion(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if settle == "report":
+            trial.report(0.0, 0)
+        elif trial.should_prune():
+            raise optuna.TrialPruned
+        trained.append(width)
+        return train(width)
+
+    study = study_of(SMALL, LARGE)
+    study.optimize(
+        one_suggestion, n_trials=2, pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=1))
+    )
+    assert states(study) == [COMPLETE, PRUNED]
+    assert trained == [SMALL]
+
+
+@pytest.mark.parametrize("unsettled", [lambda params: params["depth"], lambda params: params.get("depth", 2)])
+def test_a_parameter_that_is_never_suggested_leaves_the_trials_unguarded(unsettled: Callable[[Any], int]) -> None:
+    def build_deep(params: Mapping[str, Any]) -> Workload:
+        unsettled(params)
+        return build(params)
+
+    study = study_of(SMALL, LARGE, SMALL)
+    with pytest.warns(UnguardedTrialWarning, match="asks for a parameter that the trial has not suggested") as caught:
+        study.optimize(objective, n_trials=3, pruner=make_pruner(build=build_deep))
+    assert len(caught) == 1
+    assert states(study) == [COMPLETE] * 3
+
+
+class Branching(nn.Module):
+    """Takes another way for another batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        lambda params: 1 / 0,
+        lambda params: nn.Linear(64, params["width"]),
+        lambda params: Workload(Branching(), inputs=(params["width"], 64), loss=torch.mean),
+        lambda params: dict[str, int]()["a key of build's own"],
+    ],
+    ids=["raises", "returns a model", "branches on data", "raises KeyError"],
+)
+def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[..., Any]) -> None:
+    study = study_of(SMALL, LARGE, SMALL)
+    with pytest.warns(UnguardedTrialWarning) as caught:
+        study.optimize(objective, n_trials=3, pruner=make_pruner(build=faulty))
+    assert len(caught) == 1
+    assert states(study) == [COMPLETE] * 3
+
+
+def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], float]:
+    def failing(trial: optuna.Trial) -> float:
+        value = objective(trial)
+        if trial.number == number:
+            raise error
+        return value
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."), torch.OutOfMemoryError("out of memory")],
+)
+def test_running_out_of_memory_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
+    pruner = make_pruner()
+    study = study_of(SMALL, SMALL, SMALL)
+    study.optimize(failing_at(1, error), n_trials=3, pruner=pruner)
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    assert statuses(pruner, study) == ["ok", "oom", "ok"]
+    assert record_of(study.trials[1]).status == "oom"
+    assert [row.measurement.status for row in pruner.guard.predictor.learnt] == ["ok", "ok"]  # type: ignore[attr-defined]
+
+
+def test_running_out_of_memory_prunes_an_unguarded_trial_too() -> None:
+    study = study_of(SMALL, SMALL)
+    with pytest.warns(UnguardedTrialWarning):
+        study.optimize(failing_at(0, MemoryError()), n_trials=2, pruner=make_pruner(build=None))
+    assert states(study) == [PRUNED, COMPLETE]
+
+
+def test_other_errors_end_as_optuna_has_it() -> None:
+    pruner = make_pruner()
+    study = study_of(SMALL, SMALL, SMALL)
+    study.optimize(failing_at(0, ValueError("a mistake")), n_trials=2, catch=ValueError, pruner=pruner)
+    with pytest.raises(ValueError, match="another mistake"):
+        study.optimize(failing_at(2, ValueError("another mistake")), n_trials=1)
+    assert states(study) == [FAIL, COMPLETE, FAIL]
+    assert statuses(pruner, study) == ["failed", "ok", "failed"]
+
+
+def test_an_interrupted_study_is_logged_and_goes_on_later() -> None:
+    pruner = make_pruner()
+    study = study_of(SMALL, SMALL, SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(failing_at(1, KeyboardInterrupt()), n_trials=3, pruner=pruner)
+    assert states(study)[:2] == [COMPLETE, FAIL]
+    assert statuses(pruner, study) == ["ok", "failed"]
+    study.optimize(objective, n_trials=1)
+    assert statuses(pruner, study) == ["ok", "failed", "ok"]
+
+
+def test_a_trial_that_the_objective_prunes_is_measured() -> None:
+    def giving_up(trial: optuna.Trial) -> float:
+        objective(trial)
+        raise optuna.TrialPruned
+
+    pruner = make_pruner()
+    study = study_of(SMALL)
+    study.optimize(giving_up, n_trials=1, pruner=pruner)
+    assert states(study) == [PRUNED]
+    assert statuses(pruner, study) == ["ok"]
+
+
+def test_two_jobs_share_a_pruner() -> None:
+    together = threading.Barrier(2)
+
+    def overlapping(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        if trial.number < 2:
+            together.wait(timeout=60)
+        return train(width)
+
+    pruner = make_pruner()
+    study = study_of(*[SMALL, SMALL, LARGE, SMALL] * 3)
+    study.optimize(overlapping, n_trials=12, n_jobs=2, pruner=pruner)
+    assert [state.name for state in states(study)] == [
+        "PRUNED" if trial.params["width"] == LARGE else "COMPLETE" for trial in study.trials
+    ]
+    assert states(study).count(PRUNED) == 3
+    assert sorted(status or "" for status in statuses(pruner, study)) == [""] * 3 + ["ok"] * 9
+    overlapped = [record_of(trial) for trial in study.trials[:2]]
+    assert all(set(record.measured) == {"time", "step_time"} for record in overlapped)
+    with Run(pruner.guard.device) as alone:
+        pass
+    assert alone.measurement is not None
+    assert alone.measurement.peak_memory_bytes is not None
+
+
+def test_the_guard_leaves_the_random_numbers_alone() -> None:
+    def values(study: optuna.Study, **options: Any) -> list[float]:
+        torch.manual_seed(0)
+        study.optimize(objective, n_trials=3, **options)
+        return [trial.values[0] for trial in study.trials]
+
+    plain = optuna.create_study()
+    for _ in range(3):
+        plain.enqueue_trial({"width": SMALL})
+    assert values(study_of(SMALL, SMALL, SMALL), pruner=make_pruner()) == values(plain)
+
+
+def test_the_sampler_is_told_which_trials_do_not_fit() -> None:
+    study = create_study(sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=10))
+    study.optimize(objective, n_trials=20, pruner=make_pruner())
+    early, late = (sum(state == PRUNED for state in part) for part in (states(study)[:10], states(study)[10:]))
+    assert early > late
+
+
+def url_of(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+def journal_of(tmp_path: Path) -> JournalStorage:
+    return JournalStorage(JournalFileBackend(str(tmp_path / "journal.log")))
+
+
+@pytest.mark.parametrize("storage_of", [url_of, journal_of])
+def test_a_study_is_resumed_from_its_storage(storage_of: Callable[[Path], Any], tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    study = study_of(SMALL, LARGE, SMALL, SMALL, LARGE, study_name="resumed", storage=storage_of(tmp_path))
+    study.optimize(objective, n_trials=3, pruner=make_pruner(log=log))
+
+    resumed = load_study(study_name="resumed", storage=storage_of(tmp_path))
+    pruner = make_pruner(log=log)
+    assert isinstance(resumed, GuardedStudy)
+    assert len(pruner.guard.predictor.learnt) == 2  # type: ignore[attr-defined]
+    resumed.optimize(objective, n_trials=2, pruner=pruner)
+    assert states(resumed) == [COMPLETE, PRUNED, COMPLETE, COMPLETE, PRUNED]
+    assert statuses(pruner, resumed) == ["ok", None, "ok", "ok", None]
+
+
+RESUME_ELSEWHERE = """
+import runpy
+here = runpy.run_path({file!r})
+pruner = here["guardnet_pruner"]({log!r})
+print(*here["medians"](pruner))
+study = here["load_study"](study_name="resumed", storage={url!r})
+study.optimize(here["objective"], n_trials=5, pruner=pruner)
+"""
+
+
+def guardnet_pruner(log: str | bool) -> PerfGuardPruner:
+    return PerfGuardPruner(gpu="a100", build=build, log=log)  # type: ignore[arg-type]
+
+
+def medians(pruner: PerfGuardPruner) -> tuple[float, float]:
+    prediction = pruner.guard.check(build({"width": 64})).prediction
+    assert prediction is not None
+    return prediction.peak_memory.median, prediction.step_time.median
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning")
+def test_a_fresh_process_goes_on_with_the_study_and_with_what_was_learnt(tmp_path: Path) -> None:
+    url, log = url_of(tmp_path), str(tmp_path / "log.db")
+    pruner = guardnet_pruner(log)
+    study = study_of(*[64] * 10, study_name="resumed", storage=url)
+    study.optimize(objective, n_trials=5, pruner=pruner)
+
+    code = RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    there = tuple(map(float, done.stdout.split()))
+    assert there == pytest.approx(medians(pruner), rel=1e-3)
+    assert there != pytest.approx(medians(guardnet_pruner(False)), rel=0.05)
+
+    assert states(load_study(study_name="resumed", storage=url)) == [COMPLETE] * 10
+    with MeasurementStore(log) as store:
+        assert [(row.trial, row.status) for row in store.decisions("resumed")] == [(number, "ok") for number in range(10)]
+
+
+def test_a_study_with_two_objectives_is_guarded() -> None:
+    def two_values(trial: optuna.Trial) -> Sequence[float]:
+        width = trial.suggest_int("width", SMALL, LARGE)
+        return train(width), float(width)
+
+    sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=2)
+    study = study_of(SMALL, LARGE, LARGE, directions=["minimize", "maximize"], sampler=sampler)
+    study.optimize(two_values, n_trials=6, pruner=make_pruner())
+    assert states(study)[:3] == [COMPLETE, PRUNED, PRUNED]
+    assert all(record_of(trial).verdict == ("prune" if trial.state == PRUNED else "launch") for trial in study.trials)
+    assert study.best_trials
+
+
+def test_ask_and_tell_are_optunas() -> None:
+    study = study_of(LARGE, pruner=make_pruner())
+    trial = study.ask()
+    assert type(trial) is optuna.Trial
+    trial.suggest_int("width", SMALL, LARGE)
+    study.tell(trial, 1.0)
+    assert states(study) == [COMPLETE]
+
+
+def test_a_guarded_study_pickles() -> None:
+    study = study_of(SMALL, LARGE)
+    study.optimize(objective, n_trials=2, pruner=make_pruner())
+    copy = pickle.loads(pickle.dumps(study))
+    assert isinstance(copy, GuardedStudy)
+    for width in (LARGE, SMALL):
+        copy.enqueue_trial({"width": width})
+    copy.optimize(objective, n_trials=2)
+    assert states(copy) == [COMPLETE, PRUNED, PRUNED, COMPLETE]
+    assert states(study) == [COMPLETE, PRUNED]
+
+
+def test_the_median_pruner_is_consulted_inside() -> None:
+    def reporting(trial: optuna.Trial) -> float:
+        trial.suggest_int("width", SMALL, LARGE)
+        trial.report(float(trial.number), 0)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(trial.number)
+
+    pruner = make_pruner(inner=optuna.pruners.MedianPruner(n_startup_trials=2))
+    study = study_of(SMALL, SMALL, SMALL, LARGE)
+    study.optimize(reporting, n_trials=4, pruner=pruner)
+    assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
+    assert [record_of(trial).verdict for trial in study.trials] == ["launch", "launch", "launch", "prune"]
+
+
+def test_callbacks_see_what_was_measured() -> None:
+    seen = []
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1, callbacks=[lambda _, trial: seen.append(record_of(trial))], pruner=make_pruner())
+    assert seen[0].status == "ok"
+
+
+def test_the_shipped_predictor_learns_during_a_study() -> None:
+    pruner = PerfGuardPruner(gpu="cpu", build=build, log=False)
+    before = medians(pruner)
+    study_of(*[64] * 5).optimize(objective, n_trials=5, pruner=pruner)
+    assert medians(pruner) != before
+    assert resolve_device("cpu") is pruner.guard.device
+
+
+@pytest.mark.parametrize("name", ["create_study", "load_study"])
+def test_the_functions_take_what_optunas_take(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (perfguard_optuna, optuna))
+    assert {parameter: ours[parameter].default for parameter in ours} == {
+        parameter: theirs[parameter].default for parameter in theirs
+    }
+
+
+def test_optimize_takes_what_optunas_takes_and_a_pruner() -> None:
+    ours, theirs = (inspect.signature(study.optimize).parameters for study in (GuardedStudy, optuna.Study))
+    assert list(ours) == [*theirs, "pruner"]
+    assert all(ours[parameter].default == theirs[parameter].default for parameter in theirs)
+
+
+@pytest.mark.parametrize("name", ["suggest_float", "suggest_int", "suggest_categorical", "should_prune", "report"])
+def test_a_guarded_trial_takes_what_optunas_takes(name: str) -> None:
+    from perfguard_optuna._study import _GuardedTrial
+
+    ours, theirs = (inspect.signature(getattr(trial, name)).parameters for trial in (_GuardedTrial, optuna.Trial))
+    assert {parameter: ours[parameter].default for parameter in ours} == {
+        parameter: theirs[parameter].default for parameter in theirs
+    }

@@ -1,0 +1,336 @@
+"""GuardNet: its weights are checked, its predictions add up, and it learns from what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch_geometric.data import Batch, Data
+
+from perfguard.devices import Device, resolve_device
+from perfguard.exceptions import PredictorError
+from perfguard.features import featurize
+from perfguard.graph import OpGraph, trace
+from perfguard.measure import Measurement
+from perfguard.predictor import Observation, Prediction, Predictor
+from perfguard.workload import TensorSpec, Workload
+from perfguard_models import guardnet
+from perfguard_models._network import GuardNetwork
+from perfguard_models.guardnet import GuardNet
+
+CPU = Device(
+    id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
+    boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
+)  # fmt: skip
+UNKNOWN = replace(resolve_device("a100"), id="made-up")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The tensors are so small that threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def net() -> GuardNet:
+    return guardnet.load()
+
+
+def perceptron(*widths: int, batch: int = 64) -> OpGraph:
+    with torch.device("meta"):
+        layers = [layer for a, b in zip((32, *widths), widths, strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+        model = nn.Sequential(*layers, nn.Linear(widths[-1], 10))
+    return trace(Workload(model, (batch, 32), TensorSpec((batch,), "int64"), F.cross_entropy), target="cpu")
+
+
+def convnet(width: int, *, batch: int = 8) -> OpGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return trace(Workload(model, (batch, 3, 16, 16), TensorSpec((batch,), "int64"), F.cross_entropy), target="cpu")
+
+
+EIGHT = [perceptron(64 * n, 32 * n) for n in range(1, 9)]
+NINTH = perceptron(272, 200)
+
+
+def measured(peak_memory_bytes: Any, step_time_s: Any, *, num_steps: int = 10, total_time_s: float = 1.0) -> Measurement:
+    return Measurement(
+        status="ok",
+        device_id="any",
+        device_name="Toy",
+        peak_memory_bytes=peak_memory_bytes,
+        step_time_s=step_time_s,
+        total_time_s=total_time_s,
+        num_steps=num_steps,
+        method="double",
+        framework="torch",
+    )
+
+
+def half_as_much_again(net: GuardNet, graphs: Sequence[OpGraph], device: Device) -> list[Observation]:
+    """Runs that took 1.5 times what is predicted now."""
+    predictions = [net.predict(graph, device) for graph in graphs]
+    return [
+        Observation(graph, device, measured(int(1.5 * p.peak_memory.median), 1.5 * p.step_time.median, num_steps=0))
+        for graph, p in zip(graphs, predictions, strict=True)
+    ]
+
+
+# --- weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A copy of the shipped weights, without suffix."""
+    for suffix in ("safetensors", "json"):
+        (tmp_path / f"net.{suffix}").write_bytes((files("perfguard_models") / "weights" / f"guardnet.{suffix}").read_bytes())
+    return tmp_path / "net"
+
+
+def rewrite_card(weights: Path, **changes: Any) -> None:
+    path = weights.with_suffix(".json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite_tensors(weights: Path, data: bytes) -> None:
+    """Other tensors, and a card that vouches for them."""
+    weights.with_suffix(".safetensors").write_bytes(data)
+    rewrite_card(weights, sha256=hashlib.sha256(data).hexdigest())
+
+
+def test_the_shipped_weights_load_and_make_a_predictor(net: GuardNet) -> None:
+    assert isinstance(net, Predictor)
+    assert net.name.startswith("guardnet-")
+    assert not any(module.training for module in net._network.modules())
+
+
+def test_weights_from_elsewhere_predict_the_same(net: GuardNet, weights: Path) -> None:
+    assert guardnet.load(weights).predict(NINTH, CPU) == net.predict(NINTH, CPU)
+
+
+def wrong_shape(weights: Path) -> None:
+    tensors = load_file(weights.with_suffix(".safetensors"))
+    tensors["time_head.weight"] = torch.zeros(2, 2)
+    save_file(tensors, weights.with_suffix(".safetensors"))
+    rewrite_tensors(weights, weights.with_suffix(".safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda weights: weights.with_suffix(".safetensors").unlink(), "cannot be read: .*No such file"),
+        (lambda weights: weights.with_suffix(".json").unlink(), "cannot be read: .*No such file"),
+        (lambda weights: weights.with_suffix(".json").write_text("{"), "cannot be read: .*train them again"),
+        (lambda weights: weights.with_suffix(".json").write_bytes(b"\xff\xfe"), "cannot be read: .*train them again"),
+        (lambda weights: rewrite_card(weights, feature_version=999), "features of version 999, this PerfGuard has version"),
+        (lambda weights: rewrite_card(weights, sha256="0" * 64), "do not match the hash in their card"),
+        (lambda weights: weights.with_suffix(".safetensors").write_bytes(b"version https://git-lfs"), "do not match the hash"),
+        (lambda weights: rewrite_tensors(weights, b"not a safetensors file"), "do not fit the network"),
+        (wrong_shape, r"do not fit the network: (?s:.*)time_head.weight"),
+        (lambda weights: rewrite_card(weights, network={"depth": 3}), "do not fit the network: TypeError.*depth"),
+        (lambda weights: rewrite_card(weights, residual={}), "do not fit the network: KeyError"),
+    ],
+)
+def test_weights_that_cannot_be_right_are_refused_with_the_reason(
+    weights: Path, spoil: Callable[[Path], Any], reason: str
+) -> None:
+    spoil(weights)
+    with pytest.raises(PredictorError, match=reason):
+        guardnet.load(weights)
+
+
+# --- network
+
+
+def random_network(seed: int) -> GuardNetwork:
+    """With heads that are not zero, so that every part of it counts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = GuardNetwork(hidden=16, width=4)
+        for head in (network.op_time, network.memory_head, network.time_head):
+            nn.init.normal_(head.weight, std=0.1)
+    return network.eval()
+
+
+def test_an_untrained_network_is_pure_physics() -> None:
+    data = featurize(NINTH, CPU)
+    with torch.inference_mode():
+        correction = GuardNetwork().eval()(data)
+    torch.testing.assert_close(correction.log_memory, data.log_memory)
+    torch.testing.assert_close(correction.log_time, data.log_time)
+    torch.testing.assert_close(correction.op_time_s, data.roofline)
+
+
+featurized = st.sampled_from([featurize(graph, CPU) for graph in (*EIGHT, convnet(4), convnet(16))])
+
+
+@settings(max_examples=20)
+@given(st.lists(featurized, min_size=1, max_size=5), st.integers(0, 100))
+def test_a_batch_of_graphs_equals_one_after_the_other(data: list[Data], seed: int) -> None:
+    network = random_network(seed)
+    with torch.inference_mode():
+        together = network(Batch.from_data_list(data))
+        alone = [network(one) for one in data]
+    for field in ("log_memory", "log_time", "op_time_s", "memory_embedding", "time_embedding"):
+        torch.testing.assert_close(
+            getattr(together, field), torch.cat([getattr(one, field) for one in alone]), rtol=1e-4, atol=1e-5
+        )
+
+
+@settings(max_examples=20)
+@given(featurized, st.integers(0, 100))
+def test_the_order_of_the_operators_does_not_matter(data: Data, seed: int) -> None:
+    network = random_network(seed)
+    order = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(seed))
+    permuted = Data(
+        x=data.x[order],
+        kind=data.kind[order],
+        edge_index=torch.argsort(order)[data.edge_index],
+        globals=data.globals,
+        roofline=data.roofline[order],
+        log_memory=data.log_memory,
+        log_time=data.log_time,
+        num_nodes=len(order),
+    )
+    with torch.inference_mode():
+        found, expected = network(permuted), network(data)
+    torch.testing.assert_close(found.log_memory, expected.log_memory, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.log_time, expected.log_time, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.op_time_s, expected.op_time_s[order], rtol=1e-3, atol=1e-9)
+
+
+# --- predictions
+
+
+@pytest.mark.parametrize("device", [CPU, UNKNOWN], ids=["trained on", "never seen"])
+def test_a_prediction_adds_up(net: GuardNet, device: Device) -> None:
+    prediction = net.predict(NINTH, device, steps=100)
+    assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-4)
+    assert sum(prediction.bytes_at_peak.values()) == NINTH.peak_live_bytes
+    assert prediction.total_time is not None
+    assert prediction.total_time.median == pytest.approx(100 * prediction.step_time.median)
+    assert prediction.total_time.log_sigma >= prediction.step_time.log_sigma
+    assert (prediction.predictor, prediction.device_id) == (net.name, device.id)
+    assert net.predict(NINTH, device).total_time is None
+
+
+def test_a_device_it_has_never_seen_gets_physics_and_wider_intervals(net: GuardNet) -> None:
+    known, unknown = net.predict(NINTH, CPU), net.predict(NINTH, UNKNOWN)
+    assert known.trained_on_device
+    assert not unknown.trained_on_device
+    assert unknown.peak_memory.log_sigma > known.peak_memory.log_sigma
+    assert unknown.step_time.log_sigma > known.step_time.log_sigma
+    assert unknown.peak_memory.median == pytest.approx(NINTH.peak_live_bytes + UNKNOWN.context_bytes, rel=1e-4)
+
+
+def test_a_pickled_net_predicts_the_same(net: GuardNet) -> None:
+    net.fine_tune(half_as_much_again(net, EIGHT, CPU))
+    assert pickle.loads(pickle.dumps(net)).predict(NINTH, CPU, steps=3) == net.predict(NINTH, CPU, steps=3)
+
+
+# --- learning
+
+
+def errors(prediction: Prediction, truth: Prediction) -> list[float]:
+    """How far ``prediction`` is from 1.5 times ``truth``, as logarithms: memory, step time."""
+    pairs = ((prediction.peak_memory, truth.peak_memory), (prediction.step_time, truth.step_time))
+    return [abs(math.log(found.median / (1.5 * before.median))) for found, before in pairs]
+
+
+@pytest.mark.parametrize("device", [CPU, UNKNOWN], ids=["trained on", "never seen"])
+def test_it_learns_from_eight_runs_what_holds_for_a_ninth(net: GuardNet, device: Device) -> None:
+    before = net.predict(NINTH, device)
+    net.fine_tune(half_as_much_again(net, EIGHT, device))
+    after = net.predict(NINTH, device)
+    assert after.trained_on_device
+    assert all(new < 0.7 * math.log(1.5) for new in errors(after, before))
+
+
+def test_it_is_surer_of_a_new_device_after_eight_runs(net: GuardNet) -> None:
+    before = net.predict(NINTH, UNKNOWN)
+    net.fine_tune(half_as_much_again(net, EIGHT, UNKNOWN))
+    after = net.predict(NINTH, UNKNOWN)
+    assert after.peak_memory.log_sigma < before.peak_memory.log_sigma
+    assert after.step_time.log_sigma < before.step_time.log_sigma
+    assert all(new < 0.2 * math.log(1.5) for new in errors(after, before))
+
+
+def test_runs_that_agree_with_the_prediction_narrow_its_interval(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU)
+    predictions = [net.predict(graph, CPU) for graph in EIGHT]
+    net.fine_tune(
+        [
+            Observation(graph, CPU, measured(int(p.peak_memory.median), p.step_time.median))
+            for graph, p in zip(EIGHT, predictions, strict=True)
+        ]
+    )
+    after = net.predict(NINTH, CPU)
+    assert after.peak_memory.log_sigma < before.peak_memory.log_sigma
+    assert after.step_time.log_sigma < before.step_time.log_sigma
+
+
+def test_learning_replaces_what_was_learnt_for_the_same_device_only(net: GuardNet) -> None:
+    observations = half_as_much_again(net, EIGHT, CPU)
+    net.fine_tune(observations)
+    once = net.predict(NINTH, CPU)
+    net.fine_tune(observations)
+    assert net.predict(NINTH, CPU) == once
+    net.fine_tune(half_as_much_again(net, EIGHT, UNKNOWN))
+    assert net.predict(NINTH, CPU) == once
+
+
+@pytest.mark.parametrize(
+    "measurement",
+    [
+        measured(None, None),
+        measured(0, math.nan),
+        measured(-1, -1.0),
+        measured(None, math.inf),
+        measured(None, 0.0),
+        measured(None, None, total_time_s=math.nan),
+    ],
+)
+def test_what_was_not_measured_teaches_nothing(net: GuardNet, measurement: Measurement) -> None:
+    before = net.predict(NINTH, CPU, steps=10)
+    net.fine_tune([Observation(NINTH, CPU, measurement)])
+    assert net.predict(NINTH, CPU, steps=10) == before
+
+
+def test_no_observations_teach_nothing(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU, steps=10)
+    net.fine_tune([])
+    assert net.predict(NINTH, CPU, steps=10) == before
+
+
+def test_a_part_that_was_not_measured_does_not_hide_the_other(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU)
+    net.fine_tune([Observation(graph, CPU, measured(None, 1.0)) for graph in EIGHT])
+    after = net.predict(NINTH, CPU)
+    assert after.peak_memory == before.peak_memory
+    assert after.step_time.median > before.step_time.median
+
+
+def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
+    step_time_s = net.predict(NINTH, CPU).step_time.median
+    twice = measured(None, step_time_s, num_steps=100, total_time_s=200 * step_time_s)
+    net.fine_tune([Observation(NINTH, CPU, twice)] * 20)
+    prediction = net.predict(NINTH, CPU, steps=50)
+    assert prediction.total_time is not None
+    assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0

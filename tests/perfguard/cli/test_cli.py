@@ -1,0 +1,208 @@
+"""The `perfguard` command: what it prints, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perfguard import Workload, trace
+from perfguard.cli import main
+from perfguard.cli._predict import _load_build
+from perfguard.devices import catalog
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = str(ROOT / "examples" / "models.py")
+SCRIPT = """
+from torch import nn
+
+from perfguard import Workload
+
+NOT_A_FUNCTION = 3
+
+
+def build(params):
+    model = nn.Linear(64, params.get("width", 32))
+    return Workload(model, inputs=(params.get("batch_size", 4), 64), loss=lambda output: output.mean())
+
+
+def picky(params):
+    assert isinstance(params["width"], int), params
+    assert params["dropout"] == 0.1, params
+    assert params["optimizer"] == "adam", params
+    assert params["kernels"] == [3, 5], params
+    assert params["text"] == "a=b", params
+    return build(params)
+
+
+def needs_width(params):
+    return build({"width": params["width"]})
+
+
+def raises(params):
+    raise ZeroDivisionError("a mistake in build")
+
+
+def returns_a_model(params):
+    return nn.Linear(1, 1)
+
+
+def large(params):
+    return Workload(nn.Linear(2**17, 2**17), inputs=(4, 2**17), loss=lambda output: output.mean())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _imports_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command imports the user's file as a top-level module, from its own folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", sys.modules)
+    for name in ("models", "script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def predict(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["predict", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_gpus_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    for device in catalog().values():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"│ {device.id} ")]
+        assert f" {device.memory_bytes / 2**30:.1f} " in line
+        assert device.name in line
+    assert "a100 = a100-pcie-40gb" in text
+
+
+def test_gpus_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    by_id = {device["id"]: device for device in document["devices"]}
+    assert list(by_id) == list(catalog())
+    assert by_id["a100-pcie-40gb"]["memory_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
+    assert set(document["aliases"].values()) <= set(by_id)
+
+
+def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    document = predict(capsys, f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64", "--steps", "100")
+    for quantity in ("peak_memory_bytes", "step_time_s", "total_time_s"):
+        estimate = document[quantity]
+        assert 0 < estimate["low"] < estimate["median"] < estimate["high"]
+    assert document["total_time_s"]["median"] >= 99 * document["step_time_s"]["median"]
+    assert 0 <= document["p_oom"] <= 1
+    assert document["gpu"] == "a100-pcie-40gb"
+    assert document["capacity_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
+    assert sum(document["time_by_kind_s"].values()) == pytest.approx(document["step_time_s"]["median"], rel=1e-3)
+    graph = trace(_load_build(f"{MODELS}:resnet")({"batch_size": 64}), target="cuda")
+    assert sum(document["bytes_at_peak"].values()) == graph.peak_live_bytes
+
+
+def test_a_resnet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("A100", "peak memory", "P(out of memory)", "step time", "GFLOP", "alive at the peak", "activation", "conv"):
+        assert expected in text
+    assert "trial time" not in text
+
+
+def test_more_work_costs_more(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    small, wide, batch = (
+        predict(capsys, f"{script}:build", "--gpu", "a100", *more)
+        for more in ([], ["--set", "width=1000000"], ["--batch-size", "1000000"])
+    )
+    for larger in (wide, batch):
+        assert larger["peak_memory_bytes"]["median"] > small["peak_memory_bytes"]["median"]
+
+
+def test_inference_needs_less_than_training(capsys: pytest.CaptureFixture[str]) -> None:
+    train, infer = (predict(capsys, f"{MODELS}:transformer", "--gpu", "t4", "--mode", mode) for mode in ("train", "infer"))
+    for quantity in ("peak_memory_bytes", "step_time_s"):
+        assert infer[quantity]["median"] < train[quantity]["median"]
+
+
+def test_what_does_not_fit_is_said_to(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert predict(capsys, f"{script}:large", "--gpu", "a100")["p_oom"] > 0.99
+    assert predict(capsys, f"{script}:build", "--gpu", "a100")["p_oom"] < 0.01
+
+
+def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    settings = ["width=32", "dropout=0.1", "optimizer=adam", "kernels=[3, 5]", "text=a=b"]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert predict(capsys, f"{script}:picky", "--gpu", "a100", *arguments)["gpu"] == "a100-pcie-40gb"
+
+
+def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert predict(capsys, f"{script}:build", "--gpu", "cpu")["gpu"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{script}:build", "--gpu", "a1000"], "Did you mean 'a100'"),
+        (["{folder}/missing.py:build"], "There is no file '{folder}/missing.py'"),
+        (["{script}"], "Expected FILE.py:BUILD"),
+        (["model.onnx:build"], "Expected FILE.py:BUILD"),
+        (
+            ["{script}:bulid"],
+            "has no function 'bulid'. Its functions: build, large, needs_width, picky, raises, returns_a_model.",
+        ),
+        (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
+        (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
+        (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
+        (["{script}:needs_width"], "asks for the hyperparameter 'width': add --set width=VALUE"),
+        (["{script}:build", "--batch-size", "0"], "--batch-size must be at least 1, but got 0"),
+        (["{script}:build", "--steps", "0"], "steps must be at least 1 or None, but got 0"),
+        (["{script}:build", "--set", "width"], "--set must look like NAME=VALUE, but got 'width'"),
+        (["{script}:build", "--set", "=3"], "--set must look like NAME=VALUE, but got '=3'"),
+        (["{broken}:build"], "cannot be imported: SyntaxError"),
+    ],
+)
+def test_an_error_is_explained_on_stderr(
+    arguments: list[str], message: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def build(:")
+    names = {"script": script, "folder": tmp_path, "broken": broken}
+    given = [argument.format(**names) for argument in arguments]
+    assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("perfguard: ")
+    assert message.format(**names) in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["prophesy"], "invalid choice: 'prophesy'"),
+        (["predict", "f.py:build", "--mode", "dream"], "invalid choice: 'dream'"),
+        (["predict", "f.py:build", "--batch-size", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    def interrupted(_: Any) -> Workload:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perfguard.cli._predict._load_build", lambda _: interrupted)
+    assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130

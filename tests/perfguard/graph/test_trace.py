@@ -1,0 +1,391 @@
+"""Tracing: what a step launches, what lives when, and that nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import functools
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.graph import OpGraph, Phase, StorageKind, trace
+from perfguard.workload import TensorSpec, Workload
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(8, 8, 3, padding=1),
+    "depthwise": lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8),
+    "norm": lambda: nn.BatchNorm2d(8),
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "pool": lambda: nn.MaxPool2d(3, 1, 1),
+    "dropout": lambda: nn.Dropout(0.5),
+}
+layers = st.lists(st.sampled_from(sorted(LAYERS)), max_size=6)
+optimizers = st.sampled_from([None, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW])
+modes = st.sampled_from(["train", "infer"])
+
+
+def image_net(names: list[str], *, batch: int = 2, **options: Any) -> Workload:
+    with torch.device("meta"):
+        body = [LAYERS[name]() for name in names]
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return Workload(model, (batch, 3, 8, 8), TensorSpec((batch,), "int64"), F.cross_entropy, **options)
+
+
+def mlp(device: str = "cpu") -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+
+
+def total(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def names(graph: OpGraph, phase: Phase) -> list[str]:
+    return [op.name for op in graph.ops if op.phase is phase]
+
+
+def test_the_step_of_a_two_layer_perceptron_by_hand() -> None:
+    graph = trace(Workload(mlp(), (32, 8), loss=total))
+    assert names(graph, Phase.FORWARD) == ["addmm", "relu", "addmm", "sum"]
+    assert names(graph, Phase.BACKWARD) == ["ones_like", "mm", "mm", "sum", "threshold_backward", "mm", "sum"]
+    assert names(graph, Phase.OPTIMIZER) == ["_foreach_add_"]
+    assert graph.ops[graph.peak_index].name == "threshold_backward"
+    scalar, hidden = 4, 4 * 32 * 16
+    assert {kind: num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes} == {
+        StorageKind.PARAMETER: 4 * (8 * 16 + 16 + 16 * 4 + 4),
+        StorageKind.INPUT: 4 * 32 * 8,
+        StorageKind.GRADIENT: 4 * (16 * 4 + 4),  # of the second layer
+        StorageKind.ACTIVATION: hidden + scalar,  # relu's output, and the loss
+        StorageKind.TEMPORARY: 2 * hidden + scalar,  # gradients of relu's output and input, and of the loss
+    }
+    assert graph.peak_live_bytes == 848 + 1024 + 272 + 2052 + 4100
+    assert graph.bytes_by_kind(len(graph.ops) - 1)[StorageKind.GRADIENT] == 848
+
+
+def test_operators_of_the_forward_pass_know_their_module() -> None:
+    graph = trace(Workload(mlp(), (32, 8), loss=total))
+    assert [op.module for op in graph.ops[:4]] == ["0", "1", "2", ""]
+    assert {storage.module for storage in graph.storages if storage.kind is StorageKind.GRADIENT} == {
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_the_target_decides_the_form_of_the_optimizer(target: str) -> None:
+    graph = trace(Workload(mlp(), (32, 8), loss=total), target=target)
+    assert names(graph, Phase.OPTIMIZER) == (["_foreach_add_"] if target == "cuda" else ["add_"] * 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("converted", [{}, {"precision": "bf16", "layout": "nhwc"}], ids=["as it is", "converted"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_model_of_the_user_stays_as_it_was(device: str, converted: Any, training: bool, fails: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Flatten(), nn.Linear(288, 4)).to(device)
+    model.train(training)
+    model[1].eval()  # a part that is frozen
+    before = dict(model.state_dict(keep_vars=True))
+    flags = [module.training for module in model.modules()]
+    layout = [tensor.stride() for tensor in before.values()]
+    random_state = torch.random.get_rng_state()
+    workload = Workload(model, (2, 3, 8, 8), loss=None if fails else total, optimizer=torch.optim.Adam, **converted)
+    if fails:
+        with pytest.raises(TraceError):
+            trace(workload)
+    else:
+        trace(workload)
+    after = dict(model.state_dict(keep_vars=True))
+    assert all(after[name] is tensor and tensor.device.type == device for name, tensor in before.items())
+    assert {tensor.dtype for tensor in after.values() if tensor.is_floating_point()} == {torch.float32}
+    assert [tensor.stride() for tensor in after.values()] == layout
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == flags
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+
+
+def test_the_default_device_is_given_back() -> None:
+    trace(Workload(mlp(), (32, 8), loss=total))
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_a_model_on_the_host_and_one_on_meta_make_the_same_graph() -> None:
+    hashes = {trace(Workload(mlp(device), (32, 8), loss=total)).content_hash for device in ("cpu", "meta")}
+    assert len(hashes) == 1
+
+
+def test_a_model_that_cannot_be_copied_is_traced_where_it_is_on_meta() -> None:
+    class Uncopyable(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("a lock cannot be copied")
+
+    with torch.device("meta"):
+        model = Uncopyable(8, 4)
+    assert trace(Workload(model, (2, 8), loss=total)).ops
+    assert trace(Workload(model, (2, 8), loss=total, precision="bf16")).ops[0].dtype == "bfloat16"
+    with pytest.raises(TraceError, match=r"Uncopyable cannot be copied .*Build it under .*meta"):
+        trace(Workload(Uncopyable(8, 4), (2, 8), loss=total))
+
+
+def test_tied_weights_are_counted_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(100, 16)
+            self.head = nn.Linear(16, 100, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.head(self.embedding(tokens))
+            return output
+
+    graph = trace(Workload(Tied(), TensorSpec((2, 5), "int64"), loss=total, optimizer=torch.optim.Adam))
+    at_the_end = graph.bytes_by_kind(len(graph.ops) - 1)
+    assert at_the_end[StorageKind.PARAMETER] == 4 * 100 * 16
+    assert at_the_end[StorageKind.OPTIMIZER_STATE] == 2 * 4 * 100 * 16
+    assert at_the_end[StorageKind.GRADIENT] == 4 * 100 * 16
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        (None, 0),
+        (functools.partial(torch.optim.SGD, lr=0.1), 0),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.Adam, 2),
+        (functools.partial(torch.optim.AdamW, lr=1e-3, amsgrad=True), 3),
+    ],
+)
+def test_the_state_of_the_optimizer_is_so_many_times_the_parameters(optimizer: Any, copies: int) -> None:
+    graph = trace(Workload(mlp(), (32, 8), loss=total, optimizer=optimizer))
+    before = graph.bytes_by_kind(-1)
+    assert before[StorageKind.PARAMETER] == 848
+    assert before[StorageKind.OPTIMIZER_STATE] == copies * 848
+
+
+def test_a_live_optimizer_is_traced_like_its_class_and_left_alone() -> None:
+    model = mlp()
+    live = torch.optim.AdamW(model.parameters(), lr=0.1)
+    graph = trace(Workload(model, (32, 8), loss=total, optimizer=live))
+    made = trace(Workload(model, (32, 8), loss=total, optimizer=functools.partial(torch.optim.AdamW, lr=0.1)))
+    assert graph.content_hash == made.content_hash
+    assert not live.state
+    assert live.param_groups[0]["foreach"] is None
+    assert live.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    graph = trace(Workload(model, (32, 8), loss=total, optimizer=torch.optim.Adam))
+    at_the_end = graph.bytes_by_kind(len(graph.ops) - 1)
+    assert at_the_end[StorageKind.GRADIENT] == 4 * (16 * 4 + 4)
+    assert at_the_end[StorageKind.OPTIMIZER_STATE] == 2 * 4 * (16 * 4 + 4)
+
+
+class Attention(nn.Module):
+    """Two heads of width 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # shape: (N, L, 32)
+        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_attention_does_not_store_the_attention_matrix(target: str, precision: Any) -> None:
+    length = 1024
+    graph = trace(Workload(Attention(), (2, length, 32), loss=total, precision=precision), target=target)
+    one_head_bytes = 2 * length * length
+    assert max(storage.num_bytes for storage in graph.storages) < one_head_bytes
+    attention = [(op.phase, op.kind) for op in graph.ops if op.kind == "attention"]
+    assert attention == [(Phase.FORWARD, "attention"), (Phase.BACKWARD, "attention")]
+
+
+def test_inference_has_no_gradients_and_no_later_phase() -> None:
+    graph = trace(image_net(["norm", "dropout", "relu"], mode="infer"))
+    assert {op.phase for op in graph.ops} == {Phase.FORWARD}
+    kinds = {storage.kind for storage in graph.storages}
+    assert not kinds & {StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE}
+    assert "native_dropout" not in names(graph, Phase.FORWARD)
+    assert graph.peak_live_bytes < trace(image_net(["norm", "dropout", "relu"])).peak_live_bytes
+
+
+def test_accumulation_repeats_the_passes_but_not_the_step_of_the_optimizer() -> None:
+    once, thrice = (trace(Workload(mlp(), (32, 8), loss=total, accumulation=count)) for count in (1, 3))
+    assert names(thrice, Phase.FORWARD) == 3 * names(once, Phase.FORWARD)
+    assert names(thrice, Phase.OPTIMIZER) == names(once, Phase.OPTIMIZER)
+    assert thrice.bytes_by_kind(len(thrice.ops) - 1)[StorageKind.GRADIENT] == 848
+
+
+def test_half_precision_halves_the_parameters() -> None:
+    graph = trace(Workload(mlp(), (32, 8), loss=total, precision="bf16"))
+    assert graph.bytes_by_kind(-1)[StorageKind.PARAMETER] == 848 // 2
+    assert {op.dtype for op in graph.ops if op.kind == "matmul"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.zeros(32, 8),
+        TensorSpec((32, 8)),
+        (32, 8),
+        [32, 8],
+        {"input": (32, 8)},
+        (TensorSpec((32, 8)),),
+        [torch.zeros(32, 8, device="meta")],
+    ],
+    ids=["tensor", "spec", "shape", "list", "dict", "tuple", "meta"],
+)
+def test_a_batch_can_be_described_in_many_ways(inputs: Any) -> None:
+    described = trace(Workload(mlp(), inputs, loss=total))
+    assert described.content_hash == trace(Workload(mlp(), TensorSpec((32, 8)), loss=total)).content_hash
+
+
+def test_several_inputs_are_given_in_order_or_by_name() -> None:
+    model = nn.Bilinear(4, 6, 2)
+    by_order = trace(Workload(model, ((3, 4), (3, 6)), loss=total))
+    by_name = trace(Workload(model, {"input1": (3, 4), "input2": (3, 6)}, loss=total))
+    assert by_order.content_hash == by_name.content_hash
+    assert by_order.bytes_by_kind(-1)[StorageKind.INPUT] == 4 * 3 * (4 + 6)
+
+
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
+def test_a_model_may_return_its_own_loss(wrap: Callable[[torch.Tensor], Any]) -> None:
+    class Own(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return wrap(super().forward(input).sum())
+
+    assert names(trace(Workload(Own(8, 4), (32, 8))), Phase.OPTIMIZER)
+
+
+@settings(max_examples=25)
+@given(layers, optimizers, modes, st.integers(1, 8), st.integers(0, 8))
+def test_more_batch_never_needs_less_live_memory(names: list[str], optimizer: Any, mode: Any, batch: int, more: int) -> None:
+    small, large = (trace(image_net(names, batch=n, optimizer=optimizer, mode=mode)) for n in (batch, batch + more))
+    assert small.peak_live_bytes <= large.peak_live_bytes
+    assert small.flops <= large.flops
+
+
+@settings(max_examples=25)
+@given(layers, optimizers, modes)
+def test_what_is_traced_is_a_proper_graph(names: list[str], optimizer: Any, mode: Any) -> None:
+    graph = trace(image_net(names, optimizer=optimizer, mode=mode))
+    replayed = [sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death) for at in range(-1, len(graph.ops))]
+    assert graph.live_bytes.tolist() == replayed
+    assert all(earlier < later for earlier, later in graph.edges.T)
+    assert OpGraph.from_bytes(graph.to_bytes()).content_hash == graph.content_hash
+    for index, op in enumerate(graph.ops):
+        assert all(graph.storages[s].birth < index <= graph.storages[s].death for s in op.inputs if s not in op.outputs)
+        assert all(graph.storages[s].birth <= index <= graph.storages[s].death for s in op.outputs)
+
+
+@settings(max_examples=20)
+@given(layers)
+def test_training_keeps_at_least_what_inference_keeps(names: list[str]) -> None:
+    training, inference = (trace(image_net(names, mode=mode)) for mode in ("train", "infer"))
+    assert inference.peak_live_bytes <= training.peak_live_bytes
+
+
+def test_tracing_four_gigabytes_of_parameters_allocates_next_to_nothing() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(10_000, 10_000, bias=False) for _ in range(10)))
+    trace(Workload(mlp(), (32, 8), loss=total, optimizer=torch.optim.Adam))  # what torch loads at first use
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    graph = trace(Workload(model, (64, 10_000), loss=total, optimizer=torch.optim.Adam))
+    allocated_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert graph.peak_live_bytes > 16e9
+    assert allocated_kib < 50 * 2**10
+
+
+class Picky(nn.Module):
+    def __init__(self, look: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.look = look
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.look(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("look", "advice"),
+    [
+        (lambda x: x.sum().item(), "reads a value from a tensor"),
+        (lambda x: bool((x > 0).all()), "reads a value from a tensor"),
+        (lambda x: x.nonzero(), "depend on the data"),
+        (lambda x: x.to("cpu"), "Create tensors on `x.device`"),
+        (lambda x: x.detach().numpy(), "numpy"),
+        (lambda x: x + torch.ones(16, device="cpu"), "Create it on `x.device`, or register it as a buffer"),
+    ],
+    ids=["item", "bool", "nonzero", "copy", "numpy", "device"],
+)
+def test_what_depends_on_the_data_is_named_with_its_module(look: Callable[[torch.Tensor], Any], advice: str) -> None:
+    stem = nn.Sequential()
+    stem.add_module("linear", nn.Linear(8, 16))
+    stem.add_module("picky", Picky(look))
+    model = nn.Sequential()
+    model.add_module("stem", stem)
+    model.add_module("head", nn.Linear(16, 4))
+    with pytest.raises(TraceError, match=rf"in module 'stem\.picky': .*{advice}"):
+        trace(Workload(model, (32, 8), loss=total))
+
+
+def test_shapes_that_do_not_fit_are_named_with_their_module() -> None:
+    with pytest.raises(TraceError, match=r"in module '0': .*Check the shapes given to Workload\(inputs=\.\.\.\)"):
+        trace(Workload(mlp(), (32, 9), loss=total))
+
+
+def test_a_loss_must_be_a_scalar() -> None:
+    with pytest.raises(TraceError, match=r"must be a scalar tensor, but got a tensor of shape \(32, 4\).*loss=torch"):
+        trace(Workload(mlp(), (32, 8)))
+    with pytest.raises(TraceError, match="must be a scalar tensor, but got float"):
+        trace(Workload(mlp(), (32, 8), loss=lambda output: 1.0))  # type: ignore[arg-type, return-value]
+
+
+def test_a_loss_must_depend_on_a_parameter() -> None:
+    with pytest.raises(TraceError, match="does not depend on any parameter"):
+        trace(Workload(mlp(), (32, 8), loss=lambda output: output.detach().sum()))
+
+
+def test_the_optimizer_of_another_model_is_refused() -> None:
+    live = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(WorkloadError, match=r"holds parameters that are not in Workload\.model"):
+        trace(Workload(mlp(), (32, 8), loss=total, optimizer=live))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda parameters: None, "Workload.optimizer must be .*but calling it returned NoneType"),
+        (functools.partial(torch.optim.SGD, lr=-1.0), "Workload.optimizer cannot be made .*Invalid learning rate"),
+        (functools.partial(torch.optim.Adam, betas=(0.9, 2)), "Workload.optimizer cannot be made .*Invalid beta"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_named(optimizer: Any, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        trace(Workload(mlp(), (32, 8), loss=total, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "resnet50"}, "Workload.model must be a torch.nn.Module, but got str"),
+        ({"inputs": (-1, 8)}, "TensorSpec.shape must hold integers of at least 0"),
+        ({"inputs": TensorSpec((32, 8), "double precision")}, "TensorSpec.dtype must name a torch dtype"),
+    ],
+)
+def test_a_description_that_cannot_be_right_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        trace(Workload(**{"model": mlp(), "inputs": (32, 8), "loss": total, **change}))

@@ -1,0 +1,255 @@
+"""A run counts its own steps, sees its own memory, and says so where it cannot."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perfguard import Device, Measurement, Run, TensorSpec, Workload, resolve_device, trace
+from perfguard.exceptions import ConfigurationError
+from perfguard.measure import Status, _cpu, _run, status_of
+
+MB = 10**6
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return resolve_device("a100")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else_runs() -> Iterator[None]:
+    """Runs that other tests left unfinished would overlap with these."""
+    gc.collect()
+    _run._active.clear()
+    yield
+    _run._active.clear()
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def measured(run: Run) -> Measurement:
+    assert run.measurement is not None
+    return run.measurement
+
+
+def test_every_optimizer_step_counts(device: Device) -> None:
+    optimizer = make_optimizer()
+    optimizer.step()
+    with Run(device) as run:
+        for _ in range(4):
+            optimizer.step()
+    optimizer.step()
+    assert measured(run).num_steps == 4
+    assert measured(run).step_time_s is not None
+
+
+def test_a_step_of_another_thread_is_not_counted(device: Device) -> None:
+    optimizer = make_optimizer()
+    other = threading.Thread(target=lambda: [make_optimizer().step() for _ in range(5)])
+    with Run(device) as run:
+        optimizer.step()
+        other.start()
+        other.join()
+        optimizer.step()
+    assert measured(run).num_steps == 2
+
+
+def test_the_run_belongs_to_the_thread_that_starts_it(device: Device) -> None:
+    run = Run(device)
+    thread = threading.Thread(target=lambda: [run.start(), make_optimizer().step()])
+    thread.start()
+    thread.join()
+    make_optimizer().step()
+    assert run.finish().num_steps == 1
+
+
+def test_steps_marked_by_hand_replace_the_optimizers(device: Device) -> None:
+    optimizer = make_optimizer()
+    with Run(device) as run:
+        optimizer.step()
+        optimizer.step()
+        run.step()
+        optimizer.step()
+        run.step()
+        run.step()
+    assert measured(run).num_steps == run.num_steps == 3
+
+
+def test_a_step_that_is_only_traced_is_not_counted(device: Device) -> None:
+    workload = Workload(nn.Linear(8, 2), (4, 8), TensorSpec((4,), "int64"), nn.functional.cross_entropy, torch.optim.Adam)
+    with Run(device) as run:
+        trace(workload)
+    assert measured(run).num_steps == 0
+
+
+def test_a_parameter_group_may_be_empty(device: Device) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [parameter]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with Run(device) as run:
+        optimizer.step()
+    assert measured(run).num_steps == 1
+
+
+def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 11.0, 13.0, 14.0, 30.0, 40.0])
+    monkeypatch.setattr(_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    run = Run(device).start()
+    for _ in range(5):
+        run.step()
+    measurement = run.finish()
+    assert measurement.step_time_s == 1.5  # the median of 1, 2, 1 and 16; the first step's 10 are warm-up
+    assert measurement.total_time_s == 40.0
+
+
+def test_a_run_whose_end_nobody_told_ends_with_its_last_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([5.0, 10.0, 11.0])
+    monkeypatch.setattr(_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    run = Run(device).start()
+    run.step()
+    run.step()
+    assert run.finish(at_last_step=True).total_time_s == 6.0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_step_time_takes_two_steps(device: Device, num_steps: int) -> None:
+    with Run(device) as run:
+        for _ in range(num_steps):
+            run.step()
+    assert measured(run).step_time_s is None
+    assert measured(run).total_time_s > 0
+
+
+@pytest.fixture(params=["vmhwm", "rss-sampled"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Both ways to take the peak; the second where the kernel forbids to reset its own."""
+    if request.param == "rss-sampled":
+        monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
+    elif not _cpu._reset_peak():
+        pytest.skip("this system does not let a process reset its peak resident set")
+    return str(request.param)
+
+
+def test_memory_is_seen(device: Device, method: str) -> None:
+    with Run(device) as run:
+        tensor = torch.ones(50 * MB)
+        time.sleep(0.1)
+        del tensor
+    assert measured(run).method == method
+    assert measured(run).peak_memory_bytes == pytest.approx(200 * MB, rel=0.1)
+
+
+def test_what_an_earlier_run_held_does_not_count(device: Device, method: str) -> None:
+    with Run(device):
+        torch.ones(50 * MB)
+    kept = torch.ones(25 * MB)
+    with Run(device) as run:
+        time.sleep(0.02)
+    peak = measured(run).peak_memory_bytes
+    assert peak is not None
+    assert peak < 10 * MB
+    del kept
+
+
+def test_the_sampling_thread_ends_with_the_run(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
+    with Run(device):
+        assert "perfguard-rss" in {thread.name for thread in threading.enumerate()}
+    assert "perfguard-rss" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_memory_of_overlapping_runs_is_nobodys(device: Device) -> None:
+    first = Run(device).start()
+    inside = threading.Event()
+    leave = threading.Event()
+    second = Run(device)
+
+    def run_beside() -> None:
+        with second:
+            inside.set()
+            leave.wait(timeout=30)
+
+    thread = threading.Thread(target=run_beside)
+    thread.start()
+    inside.wait(timeout=30)
+    first.finish()
+    leave.set()
+    thread.join()
+    for run in (first, second):
+        assert measured(run).peak_memory_bytes is None
+        assert "other trials ran in this process" in measured(run).note
+    with Run(device) as alone:
+        pass
+    assert measured(alone).peak_memory_bytes is not None
+    assert measured(alone).note == ""
+
+
+def test_a_run_that_was_dropped_unfinished_does_not_spoil_the_next(device: Device) -> None:
+    thread = threading.Thread(target=lambda: Run(device).start() and None)
+    thread.start()
+    thread.join()
+    gc.collect()
+    with Run(device) as run:
+        pass
+    assert measured(run).peak_memory_bytes is not None
+
+
+def test_an_error_is_noted_and_passed_on(device: Device) -> None:
+    run = Run(device)
+    with pytest.raises(ValueError, match="a mistake"), run:
+        raise ValueError("a mistake")
+    assert (measured(run).status, measured(run).note) == ("failed", "ValueError: a mistake")
+
+
+def test_starting_leaves_the_random_numbers_and_gradients_alone(device: Device) -> None:
+    _run._load_kernels.cache_clear()
+    state = torch.random.get_rng_state()
+    with torch.no_grad(), Run(device):
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "ok"),
+        (MemoryError(), "oom"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."), "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried ..."), "oom"),
+        (RuntimeError("std::bad_alloc"), "oom"),
+        (TimeoutError("took too long"), "timeout"),
+        (ValueError("a mistake"), "failed"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "failed"),
+        (KeyboardInterrupt(), "failed"),
+        (SystemExit(1), "failed"),
+    ],
+)
+def test_status_of_an_error(error: BaseException | None, status: Status) -> None:
+    assert status_of(error) == status
+
+
+def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert status_of(caught.value) == "oom"
+
+
+def test_a_measurement_refuses_a_status_that_there_is_not() -> None:
+    with pytest.raises(ConfigurationError, match="must be one of ok, oom, timeout, failed, but got 'fine'"):
+        Measurement("fine", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch")  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""What a trial may use, and how far it is from that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from perfguard.budget import Budget, Limit
+from perfguard.devices import Device, resolve_device
+from perfguard.exceptions import ConfigurationError
+from perfguard.predictor import Estimate, Prediction
+
+GIB = 2**30
+PREDICTION = Prediction(
+    peak_memory=Estimate(8 * GIB, 0.1),
+    step_time=Estimate(0.5, 0.2),
+    total_time=Estimate(500.0, 0.25),
+    predictor="double-1",
+    device_id="toy",
+    trained_on_device=True,
+)
+
+estimates = st.builds(Estimate, st.floats(1e-3, 1e3), st.floats(0.01, 2))
+limits = st.builds(Limit, st.just("step_time"), st.floats(1e-3, 1e3), estimates)
+risks = st.floats(0.001, 0.999)
+
+
+@pytest.fixture
+def device() -> Device:
+    return resolve_device("a100").with_memory(10 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_bytes", "fraction"),
+    [
+        (None, None, None),
+        ("38GiB", 38 * GIB, None),
+        (1, 1, None),
+        (2.0 * GIB, 2 * GIB, None),
+        (0.9, None, 0.9),
+        (1.0, None, 1.0),
+    ],
+)
+def test_memory_is_bytes_or_a_fraction(memory: int | float | str | None, num_bytes: int | None, fraction: float | None) -> None:
+    budget = Budget.parse(memory=memory)
+    assert (budget.memory_bytes, budget.memory_fraction) == (num_bytes, fraction)
+
+
+def test_times_are_read_in_seconds() -> None:
+    budget = Budget.parse(time="2h", step_time="250ms")
+    assert (budget.trial_time_s, budget.step_time_s) == (7200.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"memory": 0.0}, r"memory_budget as a fraction must lie in \(0, 1\], but got 0.0"),
+        ({"memory": -0.5}, r"memory_budget as a fraction must lie in \(0, 1\], but got -0.5"),
+        ({"memory": 0}, "memory_budget must be positive and finite"),
+        ({"memory": math.nan}, "memory_budget must be positive and finite"),
+        ({"memory": True}, "memory_budget must be bytes or a text"),
+        ({"memory": "half"}, "memory_budget must look like"),
+        ({"time": -1}, "time_budget must be positive and finite"),
+        ({"step_time": "fast"}, "step_time_budget must look like"),
+    ],
+)
+def test_a_budget_that_cannot_be_right_is_named(budget: dict[str, int | float | str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Budget.parse(**budget)
+
+
+@pytest.mark.parametrize(("memory", "capacity"), [(None, 10 * GIB), ("4GiB", 4 * GIB), ("40GiB", 10 * GIB), (0.5, 5 * GIB)])
+def test_the_capacity_is_never_more_than_the_device_has(device: Device, memory: float | str | None, capacity: int) -> None:
+    assert Budget.parse(memory).capacity_bytes(device) == capacity
+
+
+def test_memory_is_always_limited_and_times_where_the_budget_says_so(device: Device) -> None:
+    assert [limit.quantity for limit in Budget().limits(PREDICTION, device)] == ["memory"]
+    everything = Budget.parse("4GiB", "10min", "1s")
+    found = {limit.quantity: (limit.limit, limit.estimate.median) for limit in everything.limits(PREDICTION, device)}
+    assert found == {"memory": (4 * GIB, 8 * GIB), "time": (600.0, 500.0), "step_time": (1.0, 0.5)}
+
+
+def test_the_time_of_a_trial_of_unknown_length_is_not_limited(device: Device) -> None:
+    unknown = replace(PREDICTION, total_time=None)
+    assert [limit.quantity for limit in Budget.parse(time="1s").limits(unknown, device)] == ["memory"]
+
+
+@pytest.mark.parametrize(
+    ("median", "risk", "margin"),
+    [
+        (100.0, 0.5, 0.0),
+        (100.0, 0.05, 0.1 * 1.6449),
+        (100.0, 0.95, -0.1 * 1.6449),
+        (200.0, 0.5, math.log(2)),
+        (50.0, 0.05, -math.log(2) + 0.1 * 1.6449),
+    ],
+)
+def test_the_margin_is_the_logarithm_of_quantile_over_limit(median: float, risk: float, margin: float) -> None:
+    assert Limit("time", 100.0, Estimate(median, 0.1)).margin(risk) == pytest.approx(margin, abs=1e-4)
+
+
+@given(limits, risks)
+def test_the_margin_is_positive_exactly_where_the_chance_of_violation_exceeds_the_risk(limit: Limit, risk: float) -> None:
+    assume(abs(limit.p_violation - risk) > 1e-9)
+    assert (limit.margin(risk) > 0) == (limit.p_violation > risk)
+
+
+@given(limits, risks, st.floats(1, 10))
+def test_a_larger_limit_has_a_smaller_margin(limit: Limit, risk: float, factor: float) -> None:
+    larger = replace(limit, limit=limit.limit * factor)
+    assert larger.margin(risk) <= limit.margin(risk)
+    assert larger.p_violation <= limit.p_violation
+
+
+def test_a_limit_says_its_quantity_in_its_unit() -> None:
+    assert Limit("memory", 1.0, Estimate(1.0, 0.1)).format(2 * GIB) == "2.00 GiB"
+    assert Limit("time", 1.0, Estimate(1.0, 0.1)).format(7200) == "2.00 h"

@@ -1,0 +1,325 @@
+"""The guard decides by the budget and the risk, explains itself, and never stops a study by a failure of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from perfguard.devices import Device
+from perfguard.exceptions import ConfigurationError, TraceError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.graph import OpGraph
+from perfguard.guard import Guard, Verdict
+from perfguard.measure import Measurement
+from perfguard.predictor import Estimate, Observation, Prediction, Predictor
+from perfguard.store import MeasurementStore
+from perfguard.workload import Workload
+
+GIB = 2**30
+DEVICE = Device(
+    id="toy", name="Toy 10G", kind="cuda", memory_bytes=10 * GIB, bandwidth_bytes_per_s=1e11, peak_flops={"fp32": 1e12},
+    num_sms=8, boost_clock_hz=1e9, l2_bytes=2**20, tdp_w=50.0, architecture="toy", context_bytes=2**28, launch_overhead_s=5e-6,
+    source="made up",
+)  # fmt: skip
+MEASUREMENT = Measurement(
+    status="ok", device_id="toy", device_name="Toy 10G", peak_memory_bytes=1100, step_time_s=0.3, total_time_s=30.0,
+    num_steps=100, method="double", framework="torch",
+)  # fmt: skip
+
+
+@dataclass
+class Oracle:
+    """A predictor that says what it was told to, and remembers what it is taught."""
+
+    memory: float = 8 * GIB
+    step_time_s: float = 0.5
+    log_sigma: float = 0.1
+    trained_on_device: bool = True
+    failure: str = ""
+    taught: list[list[Observation]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return "oracle-1"
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        if self.failure:
+            raise RuntimeError(self.failure)
+        step_time = Estimate(self.step_time_s, self.log_sigma)
+        return Prediction(
+            peak_memory=Estimate(self.memory, self.log_sigma),
+            step_time=step_time,
+            total_time=None if steps is None else step_time.scaled(steps),
+            predictor=self.name,
+            device_id=device.id,
+            trained_on_device=self.trained_on_device,
+        )
+
+    def fine_tune(self, observations: Sequence[Observation]) -> None:
+        self.taught.append(list(observations))
+
+
+WORKLOAD = Workload(nn.Linear(8, 4, device="meta"), (2, 8), loss=lambda output: output.sum(), steps=100)
+UNTRACEABLE = Workload(nn.Linear(8, 4, device="meta"), (2, 9), loss=lambda output: output.sum())
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[MeasurementStore]:
+    with MeasurementStore(":memory:") as store:
+        yield store
+
+
+def check(predictor: Predictor, log: MeasurementStore, **options: Any) -> Verdict:
+    return Guard(DEVICE, predictor=predictor, log=log, **options).check(WORKLOAD)
+
+
+def test_the_double_is_a_predictor() -> None:
+    assert isinstance(Oracle(), Predictor)
+
+
+#       P(memory > 10 GiB) by hand: 1 - Φ(ln(10 / median) / 0.1)
+@pytest.mark.parametrize(
+    ("median_gib", "risk", "action"),
+    [
+        (8.0, 0.05, "launch"),  # 0.013
+        (8.0, 0.01, "prune"),
+        (9.0, 0.05, "prune"),  # 0.146
+        (9.0, 0.2, "launch"),
+        (12.0, 0.05, "prune"),  # 0.966
+        (12.0, 0.97, "launch"),
+    ],
+)
+def test_a_trial_is_pruned_where_the_chance_of_violation_is_above_the_risk(
+    median_gib: float, risk: float, action: str, log: MeasurementStore
+) -> None:
+    assert check(Oracle(memory=median_gib * GIB), log, risk=risk).action == action
+
+
+@pytest.mark.parametrize(
+    ("budget", "action", "quantities"),
+    [
+        ({}, "launch", ["memory"]),
+        ({"memory_budget": "9GiB"}, "prune", ["memory"]),
+        ({"memory_budget": 0.99}, "launch", ["memory"]),
+        ({"memory_budget": 0.9}, "prune", ["memory"]),
+        ({"time_budget": "1min"}, "launch", ["memory", "time"]),
+        ({"time_budget": "55s"}, "prune", ["memory", "time"]),
+        ({"step_time_budget": "600ms"}, "launch", ["memory", "step_time"]),
+        ({"step_time_budget": "500ms"}, "prune", ["memory", "step_time"]),
+        ({"time_budget": "55s", "step_time_budget": "600ms"}, "prune", ["memory", "time", "step_time"]),
+    ],
+)
+def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities: list[str], log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(), log=log, **budget)
+    verdict = guard.check(WORKLOAD)
+    assert verdict.action == action
+    assert [limit.quantity for limit in verdict.limits] == list(verdict.margins) == quantities
+    assert set(guard.limited_quantities) == set(quantities)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "needs 8.00 GiB (6.79 GiB to 9.43 GiB), the budget is 10.0 GiB"),
+        ({"memory_budget": "4GiB"}, "needs 8.00 GiB (6.79 GiB to 9.43 GiB), the budget is 4.00 GiB"),
+        ({"time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
+        ({"step_time_budget": 0.1}, "takes 500 ms a step (424 ms to 589 ms), the budget is 100 ms"),
+        ({"memory_budget": "7GiB", "time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
+    ],
+)
+def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, log: MeasurementStore) -> None:
+    assert check(Oracle(), log, **options).reason == sentence
+
+
+def test_a_trial_of_unknown_length_is_not_pruned_for_its_time(log: MeasurementStore) -> None:
+    endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)
+    assert Guard(DEVICE, predictor=Oracle(), log=log, time_budget="1s").check(endless).action == "launch"
+
+
+medians = st.floats(0.5, 20).map(lambda gib: gib * GIB)
+sigmas = st.floats(0.01, 1)
+budgets = st.integers(GIB // 4, 10 * GIB)
+risks = st.floats(0.001, 0.999)
+
+
+@settings(max_examples=30)
+@given(medians, sigmas, risks, budgets, budgets)
+def test_more_budget_never_prunes_more(
+    log: MeasurementStore, median: float, sigma: float, risk: float, one: int, other: int
+) -> None:
+    oracle = Oracle(memory=median, log_sigma=sigma)
+    small, large = (check(oracle, log, memory_budget=budget, risk=risk) for budget in sorted((one, other)))
+    assert not (large.action == "prune" and small.action == "launch")
+
+
+@settings(max_examples=30)
+@given(medians, sigmas, budgets, risks, risks)
+def test_more_risk_never_prunes_more(
+    log: MeasurementStore, median: float, sigma: float, budget: int, one: float, other: float
+) -> None:
+    oracle = Oracle(memory=median, log_sigma=sigma)
+    careful, bold = (check(oracle, log, memory_budget=budget, risk=risk) for risk in sorted((one, other)))
+    assert not (bold.action == "prune" and careful.action == "launch")
+
+
+@settings(max_examples=30)
+@given(medians, sigmas, budgets, risks)
+def test_the_margin_is_positive_exactly_where_the_trial_is_pruned(
+    log: MeasurementStore, median: float, sigma: float, budget: int, risk: float
+) -> None:
+    verdict = check(Oracle(memory=median, log_sigma=sigma), log, memory_budget=budget, risk=risk)
+    assume(abs(verdict.p_violation - risk) > 1e-9)
+    assert (verdict.margins["memory"] > 0) == (verdict.p_violation > risk) == (verdict.action == "prune")
+
+
+def test_a_verdict_that_predicts_nothing_violates_nothing() -> None:
+    assert Verdict("launch", "not judged").p_violation == 0
+
+
+@pytest.fixture
+def own_log(tmp_path: Path) -> Iterator[MeasurementStore]:
+    with MeasurementStore(tmp_path / "own.db") as store:
+        yield store
+
+
+def test_a_decision_is_logged_with_its_numbers(own_log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(), log=own_log, memory_budget="4GiB")
+    decision = guard.decide(lambda: WORKLOAD, study="tuning", trial=3, params={"width": 4})
+    assert decision.verdict == guard.check(WORKLOAD)
+    (logged,) = own_log.decisions("tuning")
+    assert (logged.decision_id, logged.trial, logged.action, logged.params) == (decision.id, 3, "prune", {"width": 4})
+    assert (logged.reason, logged.predictor, logged.device_id) == (decision.verdict.reason, "oracle-1", "toy")
+    assert logged.predicted_peak_memory_bytes == 8 * GIB
+
+
+def test_a_failure_of_the_predictor_launches_the_trial_with_one_warning(own_log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(memory=99 * GIB, failure="weights on fire"), log=own_log)
+    with pytest.warns(UnguardedTrialWarning, match="launches it unguarded .*RuntimeError: weights on fire") as caught:
+        verdicts = [guard.decide(lambda: WORKLOAD, study="tuning", trial=trial).verdict for trial in range(3)]
+    assert len(caught) == 1
+    assert [verdict.action for verdict in verdicts] == ["launch"] * 3
+    assert all(verdict.prediction is None for verdict in verdicts)
+    assert [logged.reason for logged in own_log.decisions("tuning")] == ["not judged: RuntimeError: weights on fire"] * 3
+
+
+@pytest.mark.parametrize("failure", ["build", "trace"])
+def test_a_workload_that_cannot_be_judged_is_launched(failure: str, log: MeasurementStore) -> None:
+    def make_workload() -> Workload:
+        if failure == "build":
+            raise ZeroDivisionError("no batches")
+        return UNTRACEABLE
+
+    guard = Guard(DEVICE, predictor=Oracle(memory=99 * GIB), log=log)
+    with pytest.warns(UnguardedTrialWarning, match="no batches" if failure == "build" else "in the model|in module"):
+        assert guard.decide(make_workload).verdict.action == "launch"
+
+
+def test_check_says_what_is_wrong_with_a_workload(log: MeasurementStore) -> None:
+    with pytest.raises(TraceError, match="cannot be traced"):
+        Guard(DEVICE, predictor=Oracle(), log=log).check(UNTRACEABLE)
+
+
+def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(trained_on_device=False), log=log)
+    with pytest.warns(UntrainedDeviceWarning, match="oracle-1 was not trained on Toy 10G; its intervals are wider"):
+        guard.check(WORKLOAD)
+    guard.check(WORKLOAD)  # a second warning would be an error here
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"risk": 0}, r"risk must lie in \(0, 1\), for instance 0.05, but got 0"),
+        ({"risk": 1.0}, "risk must lie in"),
+        ({"risk": float("nan")}, "risk must lie in"),
+        ({"risk": True}, "risk must lie in"),
+        ({"risk": "5%"}, "risk must lie in .* but got '5%'"),
+        ({"memory_budget": "lots"}, "memory_budget must look like"),
+        ({"memory_budget": 1.5}, None),
+        ({"memory_budget": "11GiB"}, "memory_budget='11GiB' is more than Toy 10G has .10.0 GiB.*fraction"),
+        ({"time_budget": 0}, "time_budget must be positive"),
+        ({"step_time_budget": -1}, "step_time_budget must be positive"),
+        ({"gpu": "a1000000"}, "gpu must be a name from the catalog, 'auto' or 'cpu', but got 'a1000000'"),
+    ],
+)
+def test_an_argument_that_cannot_be_right_is_named(options: Any, message: str | None, log: MeasurementStore) -> None:
+    arguments = {"gpu": DEVICE, "predictor": Oracle(), "log": log, **options}
+    if message is None:  # one byte: useless, but a budget
+        assert Guard(**arguments).budget.memory_bytes == 1
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        Guard(**arguments)
+
+
+def test_a_pickled_guard_judges_the_same(own_log: MeasurementStore) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(), log=own_log, memory_budget="4GiB")
+    verdict = guard.check(WORKLOAD)
+    twin = pickle.loads(pickle.dumps(guard))
+    assert twin.check(WORKLOAD) == verdict
+    twin.decide(lambda: WORKLOAD, study="from the twin")
+    assert len(own_log.decisions("from the twin")) == 1
+
+
+def test_without_a_log_nothing_is_written_but_the_guard_still_learns() -> None:
+    oracle = Oracle()
+    guard = Guard(DEVICE, predictor=oracle, log=False)
+    guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
+    assert [len(observations) for observations in oracle.taught] == [0, 1]
+    assert not Path(os.environ["PERFGUARD_LOG"]).exists()
+    guard.log.close()
+
+
+def test_the_users_own_log_is_the_default() -> None:
+    guard = Guard(DEVICE, predictor=Oracle())
+    guard.decide(lambda: WORKLOAD)
+    guard.log.close()
+    assert Path(os.environ["PERFGUARD_LOG"]).exists()
+
+
+def test_a_log_can_be_given_by_its_path(tmp_path: Path) -> None:
+    guard = Guard(DEVICE, predictor=Oracle(), log=str(tmp_path / "mine.db"))
+    guard.decide(lambda: WORKLOAD)
+    guard.log.close()
+    assert (tmp_path / "mine.db").exists()
+
+
+def test_learning_feeds_what_the_log_holds_to_the_predictor(own_log: MeasurementStore) -> None:
+    oracle = Oracle()
+    guard = Guard(DEVICE, predictor=oracle, log=own_log)
+    for _ in range(2):
+        guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
+    guard.decide(lambda: WORKLOAD)  # still running: nothing to learn from it
+    assert [len(observations) for observations in oracle.taught] == [0, 1, 2]
+    (observation, _) = oracle.taught[-1]
+    assert observation.graph.content_hash == guard.trace(WORKLOAD).content_hash
+    assert (observation.device, observation.measurement) == (DEVICE, MEASUREMENT)
+
+
+def test_a_new_guard_begins_with_what_the_log_holds(own_log: MeasurementStore) -> None:
+    first = Guard(DEVICE, predictor=Oracle(), log=own_log)
+    first.learn(first.decide(lambda: WORKLOAD), MEASUREMENT)
+    later = Oracle()
+    Guard(DEVICE, predictor=later, log=own_log)
+    assert [len(observations) for observations in later.taught] == [1]
+
+
+def test_a_predictor_that_cannot_learn_is_told_once_and_stops_nothing(own_log: MeasurementStore) -> None:
+    class Stubborn(Oracle):
+        def fine_tune(self, observations: Sequence[Observation]) -> None:
+            raise ValueError("too old to learn")
+
+    with pytest.warns(UnguardedTrialWarning, match="could not learn from its log: ValueError: too old to learn"):
+        guard = Guard(DEVICE, predictor=Stubborn(), log=own_log)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
+    assert own_log.decisions()[0].measured_step_time_s == 0.3

@@ -1,0 +1,111 @@
+"""Estimates are what they say, and predictors are found by their entry point."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfguard.exceptions import PredictorError
+from perfguard.predictor import ENTRY_POINT_GROUP, Estimate, Prediction, Predictor, load_predictor
+
+estimates = st.builds(Estimate, st.floats(1e-6, 1e12), st.floats(0.01, 2))
+probabilities = st.floats(0.001, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("probability", "value"), [(0.5, 100.0), (0.95, 117.88), (0.05, 84.83), (0.975, 121.65), (0.8413, 110.52)]
+)
+def test_quantiles_are_those_of_a_lognormal(probability: float, value: float) -> None:
+    estimate = Estimate(median=100.0, log_sigma=0.1)
+    assert estimate.quantile(probability) == pytest.approx(value, abs=0.01)
+    assert estimate.p_exceeds(value) == pytest.approx(1 - probability, abs=1e-3)
+
+
+def test_a_large_sample_agrees() -> None:
+    estimate = Estimate(median=3.0, log_sigma=0.4)
+    sample = np.random.default_rng(0).lognormal(math.log(3.0), 0.4, size=200_000)
+    low, high = estimate.interval(0.8)
+    assert np.mean((sample > low) & (sample < high)) == pytest.approx(0.8, abs=0.005)
+    assert np.mean(sample > 4.0) == pytest.approx(estimate.p_exceeds(4.0), abs=0.005)
+
+
+@given(estimates, probabilities)
+def test_a_quantile_is_exceeded_with_the_other_probability(estimate: Estimate, probability: float) -> None:
+    assert estimate.p_exceeds(estimate.quantile(probability)) == pytest.approx(1 - probability, abs=1e-6)
+
+
+@given(estimates, st.floats(0.01, 0.99))
+def test_an_interval_holds_the_median_in_its_middle(estimate: Estimate, coverage: float) -> None:
+    low, high = estimate.interval(coverage)
+    assert low < estimate.median < high
+    assert math.sqrt(low) * math.sqrt(high) == pytest.approx(estimate.median)
+
+
+def test_a_factor_scales_the_median_and_adds_its_own_doubt() -> None:
+    scaled = Estimate(2.0, 0.3).scaled(10, log_sigma=0.4)
+    assert scaled.median == 20.0
+    assert scaled.log_sigma == pytest.approx(0.5)
+    assert Estimate(2.0, 0.3).scaled(10) == Estimate(20.0, 0.3)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_an_estimate_is_positive_and_finite(wrong: float) -> None:
+    with pytest.raises(PredictorError, match="An estimate must be positive and finite"):
+        Estimate(wrong, 0.1)
+    with pytest.raises(PredictorError, match="log_sigma must be positive and finite"):
+        Estimate(1.0, wrong)
+
+
+def test_the_chance_of_running_out_of_memory_is_that_of_the_peak() -> None:
+    prediction = Prediction(Estimate(100.0, 0.1), Estimate(1.0, 0.1), None, "double-1", "toy", True)
+    assert prediction.p_oom(100) == pytest.approx(0.5)
+    assert prediction.p_oom(200) < 1e-6
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with two predictors, one of which is none."""
+    (tmp_path / "toy_predictors.py").write_text(
+        "class Toy:\n"
+        "    name = 'toy-1'\n"
+        "    def predict(self, graph, device, *, steps=None): ...\n"
+        "    def fine_tune(self, observations): ...\n"
+        "def nothing(): return 3\n"
+    )
+    metadata = tmp_path / "toy_predictors-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-predictors\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[{ENTRY_POINT_GROUP}]\ntoy = toy_predictors:Toy\nnothing = toy_predictors:nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_predictor_from_elsewhere_is_found_by_its_name() -> None:
+    predictor = load_predictor("toy")
+    assert isinstance(predictor, Predictor)
+    assert predictor.name == "toy-1"
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_that_makes_no_predictor_is_named() -> None:
+    with pytest.raises(PredictorError, match="'toy_predictors:nothing' of predictor 'nothing' did not return a Predictor"):
+        load_predictor("nothing")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unknown_predictor_is_told_with_the_known_ones() -> None:
+    with pytest.raises(PredictorError, match=r"No predictor is called 'guardnot'\. Installed: .*toy"):
+        load_predictor("guardnot")
+
+
+@pytest.mark.skipif(not entry_points(group=ENTRY_POINT_GROUP, name="guardnet"), reason="perfguard is not installed")
+def test_the_shipped_predictor_is_the_default() -> None:
+    assert load_predictor().name.startswith("guardnet-")

@@ -1,0 +1,106 @@
+"""A workload says what is wrong with it, and a user's ``build`` is called so that it allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perfguard.exceptions import BuildError, WorkloadError
+from perfguard.workload import TensorSpec, Workload, build_workload
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Sequential(nn.Linear(8, params["width"]), nn.Dropout(0.1)), inputs=(4, 8))
+
+
+def parameter_of(workload: Workload) -> nn.Parameter:
+    return next(workload.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mode", "training", "Workload.mode must be one of train, infer, but got 'training'"),
+        ("precision", "fp8", "Workload.precision must be one of fp32, .* but got 'fp8'"),
+        ("layout", "NHWC", "Workload.layout must be one of nchw, nhwc, but got 'NHWC'"),
+        ("accumulation", 0, "Workload.accumulation must be at least 1, but got 0"),
+        ("steps", 0, "Workload.steps must be at least 1 or None, but got 0"),
+        ("steps_per_epoch", -1, "Workload.steps_per_epoch must be at least 1 or None, but got -1"),
+    ],
+)
+def test_a_field_that_cannot_be_right_is_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        Workload(nn.Linear(2, 2), (1, 2), **{field: value})
+
+
+@pytest.mark.parametrize("shape", [(-1, 3), (2.0, 3), (True,)])
+def test_a_shape_holds_sizes(shape: tuple[Any, ...]) -> None:
+    with pytest.raises(WorkloadError, match=r"TensorSpec\.shape must hold integers of at least 0"):
+        TensorSpec(shape)
+
+
+def test_build_runs_on_the_meta_device() -> None:
+    workload = build_workload(build, {"width": 16})
+    assert parameter_of(workload).is_meta
+    assert parameter_of(workload).shape == (16, 8)
+
+
+def reads_a_value(params: Mapping[str, Any]) -> Workload:
+    scale = float(torch.ones(3).sum())  # impossible on meta
+    return build({"width": int(scale) * int(params["width"])})
+
+
+def test_a_build_that_needs_values_runs_on_the_host() -> None:
+    workload = build_workload(reads_a_value, {"width": 2})
+    assert parameter_of(workload).device.type == "cpu"
+    assert parameter_of(workload).shape == (6, 8)
+
+
+@pytest.mark.parametrize("builder", [build, reads_a_value])
+def test_the_random_numbers_of_the_user_stay_where_they_were(builder: Any) -> None:
+    state = torch.random.get_rng_state()
+    build_workload(builder, {"width": 4})
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("builder", [build, reads_a_value])
+def test_asking_for_a_parameter_that_is_missing_stays_a_key_error(builder: Any) -> None:
+    with pytest.raises(KeyError, match="width"):
+        build_workload(builder, {"lr": 0.1})
+
+
+def test_another_key_error_is_the_fault_of_build() -> None:
+    def wrong(params: Mapping[str, Any]) -> Workload:
+        return {"a": build(params)}[params["name"]]
+
+    with pytest.raises(KeyError, match="b"):  # "b" could be the name of a parameter
+        build_workload(wrong, {"name": "b", "width": 2})
+    with pytest.raises(BuildError, match="raised KeyError: 'name'"):
+        build_workload(wrong, {"name": "name", "width": 2})
+
+
+def test_what_build_raises_is_told_with_the_parameters() -> None:
+    def wrong(params: Mapping[str, Any]) -> Workload:
+        raise RuntimeError("no such backbone")
+
+    with pytest.raises(BuildError, match=r"build\({'depth': 3}\) raised RuntimeError: no such backbone") as caught:
+        build_workload(wrong, {"depth": 3})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_workload_error_in_build_is_passed_on_as_it_is() -> None:
+    def wrong(params: Mapping[str, Any]) -> Workload:
+        return Workload(nn.Linear(2, 2), (1, 2), steps=0)
+
+    with pytest.raises(WorkloadError, match=r"Workload\.steps") as caught:
+        build_workload(wrong, {})
+    assert not isinstance(caught.value, BuildError)
+
+
+def test_build_must_return_a_workload() -> None:
+    with pytest.raises(BuildError, match=r"must return a perfguard.Workload, but returned Linear"):
+        build_workload(lambda params: nn.Linear(2, 2), {})  # type: ignore[arg-type, return-value]

@@ -1,0 +1,80 @@
+"""What the documentation shows runs: its Python blocks from top to bottom of each page, and its `perfguard` commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_of(text: str) -> str:
+    """The blocks fenced as ```python, each at the lines where the page has it, so that a traceback names the page's lines.
+
+    A block fenced as ```python no-run is left out.
+    """
+    lines = [""] * (text.count("\n") + 1)
+    for block in BLOCK.finditer(text):
+        if block[1] == "python":
+            first, code = text.count("\n", 0, block.start(2)), block[2].splitlines()
+            lines[first : first + len(code)] = code
+    return "\n".join(lines)
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The arguments of each `perfguard` command in the blocks fenced as ```bash."""
+    for block in BLOCK.finditer(text):
+        if block[1] == "bash":
+            for line in block[2].replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["perfguard"]:
+                    yield words[1:]
+
+
+def run_python(*arguments: str, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_blocks_are_found_where_they_stand() -> None:
+    page = (
+        "# Title\n\n```python\na = 1\n\nb = 2\n```\n```python no-run\nc = 3\n```\n```text\nd\n```\n\n"
+        "```python\ne = 5\n```\n\n```bash\nmake demo    # first\nperfguard predict f.py:build \\\n    --gpu a100   # then\n```\n"
+    )
+    lines = python_of(page).splitlines()
+    assert {number: line for number, line in enumerate(lines, 1) if line} == {4: "a = 1", 6: "b = 2", 16: "e = 5"}
+    assert list(commands_of(page)) == [["predict", "f.py:build", "--gpu", "a100"]]
+
+
+def test_the_readme_shows_code_and_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert python_of(text).strip()
+    assert list(commands_of(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    code = python_of(page.read_text(encoding="utf-8"))
+    if not code.strip():
+        pytest.skip("no Python on this page")
+    script = tmp_path / f"{page.name}.py"
+    script.write_text(code, encoding="utf-8")
+    run_python(str(script), cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(command, id=" ".join(command)) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))],
+)
+def test_a_command_of_the_documentation_runs(arguments: list[str]) -> None:
+    run_python("-m", "perfguard.cli", *arguments, cwd=ROOT)

@@ -1,0 +1,52 @@
+"""The examples run as scripts."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perfguard import trace
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+QUICKSTART = (str(EXAMPLES / "quickstart.py"), "--trials", "4", "--seed", "51")
+"""With this seed the first trials are small: without the guard, those of seed 0 take most of a minute."""
+
+
+def run_example(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two threads on two busy cores take thirty times as long as one
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = run_example(*QUICKSTART, "--out", str(out), cwd=tmp_path)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("trial ")] == ["0", "1", "2", "3"]
+    for expected in ("trials launched", "trials pruned before launch", "compute time saved", "prediction error"):
+        assert expected in text
+    assert (out / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_without_the_guard(tmp_path: Path) -> None:
+    text = run_example(*QUICKSTART, "--no-guard", cwd=tmp_path)
+    assert text.count("unguarded") == 4
+    assert "4 trials, " in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_a_network_of_the_examples_can_be_traced(name: str) -> None:
+    build = runpy.run_path(str(EXAMPLES / "models.py"))[name]
+    small, large = (trace(build({"batch_size": batch_size})) for batch_size in (2, 4))
+    assert len(small.ops) == len(large.ops) > 100
+    assert small.flops < large.flops
+    assert not small.unmodelled
