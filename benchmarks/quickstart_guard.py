@@ -69,7 +69,8 @@ def breaks_budget(params: Mapping[str, Any]) -> bool:
     with Run(resolve_device("cpu")) as run, _stopped_after(budget_s):
         quickstart.train(params)
     measurement = run.measurement
-    assert measurement is not None and measurement.peak_memory_bytes is not None
+    assert measurement is not None
+    assert measurement.peak_memory_bytes is not None
     return measurement.peak_memory_bytes > parse_bytes(quickstart.MEMORY_BUDGET) or measurement.total_time_s > budget_s
 
 
@@ -143,8 +144,8 @@ def main() -> None:
     quickstart.digits()
     console = Console()
     table = Table(title=f"{datetime.date.today()}, {resolve_device('cpu').name}, Python {platform.python_version()}")
-    for heading in ("seed", "launched", "over budget", "pruned rightly", "wrongly", "caught", "feasible lost", "first 5", "last 10",
-                    "trend", "study s", "decision ms"):  # fmt: skip
+    for heading in ("seed", "launched", "over budget", "pruned rightly", "wrongly", "caught", "feasible lost", "first 5",
+                    "last 10", "trend", "study s", "decision ms"):  # fmt: skip
         table.add_column(heading, justify="right")
     outcomes = []
     for seed in arguments.seeds:

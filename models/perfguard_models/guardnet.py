@@ -150,7 +150,7 @@ class GuardNet:
         return Estimate(math.exp(log_median), log_sigma * self._card["interval_scale"][target])
 
     def _correct(self, graph: OpGraph, device: Device) -> Correction:
-        key = (graph.content_hash, device.id)
+        key = (graph.content_hash, repr(device))
         if (cached := self._corrections.get(key)) is not None:
             return cached
         data = featurize(graph, device)
@@ -158,7 +158,8 @@ class GuardNet:
             correction: Correction = self._network(data)
         if not self._trained_on(device):  # far outside its training data a network invents; physics does not
             op_time_s = data.roofline * _UNTRAINED_TIME_FACTOR
-            correction = correction._replace(log_memory=data.log_memory, log_time=op_time_s.sum()[None].log(), op_time_s=op_time_s)
+            log_time = op_time_s.sum()[None].log()
+            correction = correction._replace(log_memory=data.log_memory, log_time=log_time, op_time_s=op_time_s)
         self._corrections[key] = correction
         if len(self._corrections) > _CACHE_SIZE:
             self._corrections.popitem(last=False)

@@ -34,7 +34,7 @@ from perfguard_models._residual import ResidualPrior, condition
 from perfguard_models.cpu_corpus import read_corpus
 
 VERSION = 1
-_NETWORK = {"hidden": 48, "layers": 2, "width": 12, "dropout": 0.15}
+_NETWORK: dict[str, Any] = {"hidden": 48, "layers": 2, "width": 12, "dropout": 0.15}
 _HELD_OUT = 0.25
 _EPOCHS = 60
 _BATCH_SIZE = 32

@@ -6,7 +6,6 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -176,7 +175,6 @@ class _Recorder(TorchDispatchMode):
         self._names: list[str] = []
         self._birth_phases: list[Phase] = []
         self._unmodelled: dict[str, None] = {}
-        self._thread = threading.get_ident()
 
     def adopt(self, named_tensors: Any, kind: StorageKind) -> None:
         """Register what is there before the step."""

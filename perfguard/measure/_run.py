@@ -51,7 +51,8 @@ class Run:
         _load_kernels()
         self._thread = threading.get_ident()
         with _lock:
-            self._overlapped = bool(_active)
+            # A run that this thread has begun before waits, or was abandoned, while this one lasts.
+            self._overlapped = any(thread != self._thread for thread in _active)
             for other in _active.values():
                 other._overlapped = True
             _active[self._thread] = self
@@ -85,7 +86,7 @@ class Run:
         peak: int | None = None
         if not self._overlapped:
             peak = self._memory.peak_bytes()
-            self._memory.stop()
+        self._memory.stop()
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")

@@ -170,6 +170,8 @@ def test_the_sampling_thread_ends_with_the_run(device: Device, monkeypatch: pyte
     monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
     with Run(device):
         assert "perfguard-rss" in {thread.name for thread in threading.enumerate()}
+        with Run(device):
+            pass
     assert "perfguard-rss" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -197,6 +199,13 @@ def test_the_memory_of_overlapping_runs_is_nobodys(device: Device) -> None:
         pass
     assert measured(alone).peak_memory_bytes is not None
     assert measured(alone).note == ""
+
+
+def test_a_run_inside_another_is_measured_and_the_outer_one_is_not(device: Device) -> None:
+    with Run(device) as outer, Run(device) as inner:
+        torch.ones(50 * MB)
+    assert measured(outer).peak_memory_bytes is None
+    assert measured(inner).peak_memory_bytes == pytest.approx(200 * MB, rel=0.1)
 
 
 def test_a_run_that_was_dropped_unfinished_does_not_spoil_the_next(device: Device) -> None:
