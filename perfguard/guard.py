@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Action = Literal["launch", "prune", "repair"]
 DEFAULT_RISK = 0.05
+_TRIALS_IN_ADVANCE = 10
+_EVEN_CHANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Verdict:
     """None: the guard could not predict, so the trial is launched unguarded."""
     limits: tuple[Limit, ...] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
-    """For each limit how far the trial is from feasible, as a logarithm; positive: it does not hold at the accepted risk."""
+    """For each limit how far the trial is from feasible, as a logarithm; positive: it does not hold with the required chance."""
 
     @property
     def p_violation(self) -> float:
@@ -45,8 +47,10 @@ class Verdict:
 class Guard:
     """Decides before the launch, from calibrated predictions; learns from what was measured.
 
-    A trial is pruned if the chance that it breaks a limit is above ``risk``. A failure of the guard itself never stops a
-    trial: it is launched, and one :class:`UnguardedTrialWarning` says why.
+    ``risk`` is the share of the launched trials that may break a limit. The guard keeps an account of the chances that it has
+    accepted: a clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
+    lost, and a trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`. A failure of
+    the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why.
 
     Example:
         >>> guard = Guard("a100", memory_budget="38GiB")                    # doctest: +SKIP
@@ -58,7 +62,7 @@ class Guard:
         memory_budget: bytes, a text such as "38GiB", or a fraction of the device in (0, 1]. None: all of the device.
         time_budget: seconds of the whole trial, or a text such as "2h".
         step_time_budget: seconds of one step, or a text such as "250ms".
-        risk: the chance that the user accepts that a launched trial breaks a limit, in (0, 1).
+        risk: the share of the launched trials that may break a limit, in (0, 1).
         predictor: its name, or the object itself.
         log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
     """
@@ -88,9 +92,21 @@ class Guard:
             )
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
+        self._num_launched = 0
+        self._expected_violations = 0.0
         self._lock = threading.RLock()
         self._warned: set[type[Warning]] = set()
         self._learn_from_log()
+
+    @property
+    def threshold(self) -> float:
+        """The chance of breaking a limit up to which the next trial is launched.
+
+        What the launched trials (ten in advance) may break in all, ``risk`` each, less the chances accepted so far; never
+        below ``risk``, never above one half.
+        """
+        left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
+        return max(self.risk, min(_EVEN_CHANCE, left))
 
     @property
     def limited_quantities(self) -> tuple[str, ...]:
@@ -125,7 +141,7 @@ class Guard:
                 f"{prediction.predictor} was not trained on {self.device.name}; its intervals are wider until it has.",
             )
         limits = tuple(self.budget.limits(prediction, self.device))
-        margins = {limit.quantity: limit.margin(self.risk) for limit in limits}
+        margins = {limit.quantity: limit.margin(self.threshold) for limit in limits}
         worst = max(limits, key=lambda limit: margins[limit.quantity])
         action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
         return Verdict(action, _sentence(worst), prediction, limits, margins)
@@ -150,7 +166,11 @@ class Guard:
         try:
             workload = make_workload()
             graph = self.trace(workload)
-            verdict = self._judge(graph, workload.steps)
+            with self._lock:
+                verdict = self._judge(graph, workload.steps)
+                if verdict.action == "launch":
+                    self._num_launched += 1
+                    self._expected_violations += verdict.p_violation
         except Exception as error:
             self._warn_once(
                 UnguardedTrialWarning,

@@ -46,7 +46,7 @@ class PerfGuardPruner(BasePruner):
         memory_budget: bytes, a text such as "38GiB", or a fraction of the device in (0, 1]. None: all of the device.
         time_budget: seconds of the whole trial, or a text such as "2h".
         step_time_budget: seconds of one step, or a text such as "250ms".
-        risk: the chance that you accept that a launched trial breaks a limit, in (0, 1).
+        risk: the share of the launched trials that may break a limit, in (0, 1).
         predictor: its name, or the object itself.
         log: the measurement log: a path, a database URL or an open store. None: your own log. False: nothing outlives the study.
         inner: another pruner that decides during the trial.

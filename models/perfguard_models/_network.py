@@ -25,8 +25,8 @@ class Correction(NamedTuple):
     log_memory: torch.Tensor  # shape: (B,), log bytes
     log_time: torch.Tensor  # shape: (B,), log seconds of a step
     op_time_s: torch.Tensor  # shape: (N,), seconds of each operator
-    memory_embedding: torch.Tensor  # shape: (B, width)
-    time_embedding: torch.Tensor  # shape: (B, width)
+    memory_embedding: torch.Tensor  # shape: (B, width + 9)
+    time_embedding: torch.Tensor  # shape: (B, width + 9)
 
 
 class GuardNetwork(nn.Module):
@@ -83,7 +83,40 @@ class GuardNetwork(nn.Module):
         graph_factor = self.time_head(time_embedding)[:, 0]
         log_time = torch.log(total(op_time_s)) + graph_factor
         log_memory = data.log_memory + self.memory_head(memory_embedding)[:, 0]
-        return Correction(log_memory, log_time, op_time_s * torch.exp(graph_factor)[batch], memory_embedding, time_embedding)
+        sizes = self._sizes(data, total(data.x * share), log_memory, log_time)
+        return Correction(
+            log_memory,
+            log_time,
+            op_time_s * torch.exp(graph_factor)[batch],
+            torch.cat([memory_embedding, sizes], dim=1),
+            torch.cat([time_embedding, sizes], dim=1),
+        )
+
+    @staticmethod
+    def _sizes(data: Data | Batch, mean_op: torch.Tensor, log_memory: torch.Tensor, log_time: torch.Tensor) -> torch.Tensor:
+        """What a study varies (size, depth, batch, channels), each roughly within ±1. Shape: (B, 9)."""
+
+        def column(name: str) -> torch.Tensor:
+            values: torch.Tensor = data.globals[:, GRAPH_FEATURES.index(name)]
+            return values
+
+        def op_column(name: str) -> torch.Tensor:
+            return 10 * mean_op[:, NODE_FEATURES.index(name)]
+
+        return torch.stack(
+            [
+                (log_memory - 18) / 3,
+                (log_time + 4) / 3,
+                (4 * column("log_num_ops") - 4.5) / 1.5,
+                2 * column("activation_share") - 1,
+                2 * column("optimizer_share"),
+                column("log_working_peak"),
+                (op_column("log_batch") - 4) / 2,
+                (op_column("log_channels") - 4) / 2,
+                (op_column("conv_log_kernel") - 2) / 2,
+            ],
+            dim=1,
+        )
 
 
 def _readout(inputs: int, hidden: int, width: int, dropout: float) -> nn.Sequential:

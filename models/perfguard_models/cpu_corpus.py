@@ -1,7 +1,9 @@
 """Real training runs of random networks on this machine's CPU, to train and calibrate the shipped weights on.
 
     python -m perfguard_models.cpu_corpus --out corpus.jsonl.gz --minutes 12 --seed 0
+    python -m perfguard_models.cpu_corpus --out studies.jsonl.gz --minutes 5 --seed 3 --study-rows 25
 
+With ``--study-rows`` the structure stays the same for that many rows while the sizes vary, as in a study.
 One JSON object a line: the graph (base64 of `OpGraph.to_bytes`), the device, the family and the measurement. Interrupt it when
 you like: every line is flushed.
 """
@@ -13,6 +15,7 @@ import base64
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import math
 import random
@@ -38,6 +41,8 @@ _MAX_ROOFLINE_S = 0.12
 _RUN_S = 0.5
 _STEPS = (5, 40)
 _NUM_CLASSES = 10
+STUDY = "study-"
+"""Prefix of the family of rows that belong to one study."""
 
 
 class Case(NamedTuple):
@@ -86,11 +91,12 @@ class _ConvBlock(nn.Module):
         return x + y if self.residual else y
 
 
-def _random_cnn(rng: random.Random) -> Case:
-    width, depth, kernel = 2 * _log_int(rng, 4, 64), rng.randint(1, 8), rng.choice((1, 3, 3, 5, 7))
-    norm, style = rng.choice(("batch", "batch", "group", "none")), rng.choice(("plain", "residual", "depthwise"))
-    act = rng.choice((nn.ReLU, nn.ReLU, nn.GELU, nn.SiLU))
-    channels, size, down = rng.choice((1, 3)), rng.choice((8, 8, 12, 16, 24, 32)), rng.choice(("none", "stride", "pool"))
+def _random_cnn(structure: random.Random, sizes: random.Random) -> Case:
+    width, depth, kernel = 2 * _log_int(sizes, 4, 64), sizes.randint(1, 8), sizes.choice((1, 3, 3, 5, 7))
+    norm, style = structure.choice(("batch", "batch", "group", "none")), structure.choice(("plain", "residual", "depthwise"))
+    act = structure.choice((nn.ReLU, nn.ReLU, nn.GELU, nn.SiLU))
+    channels, size = structure.choice((1, 3)), structure.choice((8, 8, 12, 16, 24, 32))
+    down = structure.choice(("none", "stride", "pool"))
 
     def make() -> nn.Module:
         layers: list[nn.Module] = []
@@ -105,12 +111,12 @@ def _random_cnn(rng: random.Random) -> Case:
             cin = width
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(cin, _NUM_CLASSES))
 
-    return Case(f"cnn-{style}-{norm}", make, (channels, size, size), _log_int(rng, 8, 1024), _optimizer(rng))
+    return Case(f"cnn-{style}-{norm}", make, (channels, size, size), _log_int(sizes, 8, 1024), _optimizer(sizes))
 
 
-def _random_mlp(rng: random.Random) -> Case:
-    width, depth, inputs = _log_int(rng, 32, 2048), rng.randint(1, 8), _log_int(rng, 16, 2048)
-    norm, dropout, act = rng.random() < 0.3, rng.random() < 0.3, rng.choice((nn.ReLU, nn.GELU, nn.Tanh))
+def _random_mlp(structure: random.Random, sizes: random.Random) -> Case:
+    width, depth, inputs = _log_int(sizes, 32, 2048), sizes.randint(1, 8), _log_int(structure, 16, 2048)
+    norm, dropout, act = structure.random() < 0.3, structure.random() < 0.3, structure.choice((nn.ReLU, nn.GELU, nn.Tanh))
 
     def make() -> nn.Module:
         layers: list[nn.Module] = []
@@ -121,7 +127,7 @@ def _random_mlp(rng: random.Random) -> Case:
             size = width
         return nn.Sequential(*layers, nn.Linear(size, _NUM_CLASSES))
 
-    return Case("mlp-norm" if norm else "mlp", make, (inputs,), _log_int(rng, 16, 4096), _optimizer(rng))
+    return Case("mlp-norm" if norm else "mlp", make, (inputs,), _log_int(sizes, 16, 4096), _optimizer(sizes))
 
 
 class _Encoder(nn.Module):
@@ -137,13 +143,21 @@ class _Encoder(nn.Module):
         return out
 
 
-def _random_encoder(rng: random.Random) -> Case:
-    heads = rng.choice((2, 4))
-    width, depth, length = heads * 8 * _log_int(rng, 1, 8), rng.randint(1, 4), _log_int(rng, 8, 128)
-    return Case("encoder", lambda: _Encoder(width, heads, depth, length), (length, width), _log_int(rng, 2, 64), _optimizer(rng))
+def _random_encoder(structure: random.Random, sizes: random.Random) -> Case:
+    heads = structure.choice((2, 4))
+    width, depth, length = heads * 8 * _log_int(sizes, 1, 8), sizes.randint(1, 4), _log_int(structure, 8, 128)
+    return Case(
+        "encoder", lambda: _Encoder(width, heads, depth, length), (length, width), _log_int(sizes, 2, 64), _optimizer(sizes)
+    )
 
 
-_SPACES: tuple[Callable[[random.Random], Case], ...] = (_random_cnn, _random_cnn, _random_cnn, _random_mlp, _random_encoder)
+_SPACES: tuple[Callable[[random.Random, random.Random], Case], ...] = (
+    _random_cnn,
+    _random_cnn,
+    _random_cnn,
+    _random_mlp,
+    _random_encoder,
+)
 
 
 def random_cases(seed: int) -> Iterator[Case]:
@@ -151,7 +165,16 @@ def random_cases(seed: int) -> Iterator[Case]:
     rng = random.Random(seed)
     while True:
         for space in _SPACES:
-            yield space(rng)
+            yield space(rng, rng)
+
+
+def study_cases(seed: int, rows: int) -> Iterator[Case]:
+    """An endless, seeded stream of studies: ``rows`` configurations of one structure, then of the next."""
+    sizes = random.Random(seed)
+    for study in itertools.count():
+        space = _SPACES[study % len(_SPACES)]
+        for _ in range(rows):
+            yield space(random.Random(f"{seed}-{study}"), sizes)._replace(family=f"{STUDY}{study}")
 
 
 def measure(case: Case, device: Device) -> Observation | None:
@@ -215,6 +238,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--study-rows", type=int, default=0)
     arguments = parser.parse_args()
     device = cpu()
     torch.manual_seed(arguments.seed)
@@ -222,7 +246,7 @@ def main() -> None:
     num_rows = 0
     with gzip.open(arguments.out, "at") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("rows", total=None)
-        for case in random_cases(arguments.seed):
+        for case in study_cases(arguments.seed, arguments.study_rows) if arguments.study_rows else random_cases(arguments.seed):
             if time.monotonic() > end:
                 break
             if (observation := measure(case, device)) is not None:

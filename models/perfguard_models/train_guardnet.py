@@ -1,9 +1,10 @@
-"""Train GuardNet's shipped weights on a corpus of measured runs.
+r"""Train GuardNet's shipped weights on a corpus of measured runs.
 
-    python -m perfguard_models.train_guardnet corpus_1.jsonl.gz corpus_2.jsonl.gz --out models/perfguard_models/weights/guardnet
+    python -m perfguard_models.train_guardnet corpus_1.jsonl.gz corpus_2.jsonl.gz studies.jsonl.gz \
+        --out models/perfguard_models/weights/guardnet
 
-A quarter of the rows is held out. The network is trained on the rest; the residual process (how much and how smoothly a new
-setting differs) and the scale of the intervals are fitted on what is held out, where the network's errors are honest.
+A quarter of the rows, and all rows of studies, are held out; the network is trained on the rest. How much and how smoothly a new
+study differs (the residual process), and the scale of the intervals, are fitted on the studies.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.predictor import Observation
 from perfguard_models._network import GuardNetwork
 from perfguard_models._residual import ResidualPrior, condition
-from perfguard_models.cpu_corpus import read_corpus
+from perfguard_models.cpu_corpus import STUDY, read_corpus
 
 VERSION = 1
 _NETWORK: dict[str, Any] = {"hidden": 48, "layers": 2, "width": 12, "dropout": 0.15}
@@ -85,8 +86,8 @@ def _labelled(observation: Observation) -> Data | None:
 
 
 def split(rows: Sequence[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows."""
-    shuffled = list(rows)
+    """Training and held-out rows, neither of them from a study."""
+    shuffled = [row for row in rows if not row.family.startswith(STUDY)]
     random.Random(seed).shuffle(shuffled)
     cut = round(len(shuffled) * (1 - _HELD_OUT))
     return shuffled[:cut], shuffled[cut:]
@@ -136,7 +137,7 @@ def residuals_of(network: GuardNetwork, rows: Sequence[Row]) -> list[Residuals]:
 
 
 def fit_prior(residuals: Sequence[Residuals], target: str) -> ResidualPrior:
-    """Type-II maximum likelihood (Rasmussen and Williams 2006, 5.4) over the families, each an independent draw.
+    """Type-II maximum likelihood (Rasmussen and Williams 2006, 5.4) over the studies, each an independent draw.
 
     Errors are clipped at four robust standard deviations, because the process itself discounts outliers with a Student-t
     likelihood and must not be made vague by them.
@@ -216,8 +217,8 @@ def main() -> None:
     rows = rows_of(arguments.corpus)
     training, held_out = split(rows, arguments.seed)
     network = train(training, epochs=arguments.epochs, seed=arguments.seed)
-    residuals = residuals_of(network, held_out)
-    priors = {target: fit_prior(residuals, target) for target in ("memory", "time")}
+    studies = residuals_of(network, [row for row in rows if row.family.startswith(STUDY)])
+    priors = {target: fit_prior(studies, target) for target in ("memory", "time")}
     tensors_bytes = save_tensors({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
     card = {
         "version": VERSION,
@@ -225,10 +226,11 @@ def main() -> None:
         "sha256": hashlib.sha256(tensors_bytes).hexdigest(),
         "network": _NETWORK,
         "trained_devices": ["cpu"],
-        "rows": {"training": len(training), "held_out": len(held_out)},
+        "rows": {"training": len(training), "held_out": len(held_out), "studies": sum(len(s.error["time"]) for s in studies)},
         "residual": {target: asdict(prior) for target, prior in priors.items()},
-        "interval_scale": {target: interval_scale(residuals, target, prior) for target, prior in priors.items()},
-        "held_out_error": report(residuals),
+        "interval_scale": {target: interval_scale(studies, target, prior) for target, prior in priors.items()},
+        "held_out_error": report(residuals_of(network, held_out)),
+        "study_error": report(studies),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".safetensors").write_bytes(tensors_bytes)

@@ -90,15 +90,15 @@ def test_the_double_is_a_predictor() -> None:
 @pytest.mark.parametrize(
     ("median_gib", "risk", "action"),
     [
-        (8.0, 0.05, "launch"),  # 0.013
-        (8.0, 0.01, "prune"),
-        (9.0, 0.05, "prune"),  # 0.146
-        (9.0, 0.2, "launch"),
+        (8.0, 0.05, "launch"),  # 0.013; a first trial may use ten trials' risk, up to one half
+        (8.0, 0.001, "prune"),
+        (9.0, 0.01, "prune"),  # 0.146
+        (9.0, 0.02, "launch"),
         (12.0, 0.05, "prune"),  # 0.966
         (12.0, 0.97, "launch"),
     ],
 )
-def test_a_trial_is_pruned_where_the_chance_of_violation_is_above_the_risk(
+def test_a_trial_is_pruned_where_the_chance_of_violation_is_above_the_threshold(
     median_gib: float, risk: float, action: str, log: MeasurementStore
 ) -> None:
     assert check(Oracle(memory=median_gib * GIB), log, risk=risk).action == action
@@ -119,7 +119,7 @@ def test_a_trial_is_pruned_where_the_chance_of_violation_is_above_the_risk(
     ],
 )
 def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities: list[str], log: MeasurementStore) -> None:
-    guard = Guard(DEVICE, predictor=Oracle(), log=log, **budget)
+    guard = Guard(DEVICE, predictor=Oracle(), log=log, risk=0.005, **budget)
     verdict = guard.check(WORKLOAD)
     assert verdict.action == action
     assert [limit.quantity for limit in verdict.limits] == list(verdict.margins) == quantities
@@ -176,9 +176,36 @@ def test_more_risk_never_prunes_more(
 def test_the_margin_is_positive_exactly_where_the_trial_is_pruned(
     log: MeasurementStore, median: float, sigma: float, budget: int, risk: float
 ) -> None:
-    verdict = check(Oracle(memory=median, log_sigma=sigma), log, memory_budget=budget, risk=risk)
-    assume(abs(verdict.p_violation - risk) > 1e-9)
-    assert (verdict.margins["memory"] > 0) == (verdict.p_violation > risk) == (verdict.action == "prune")
+    guard = Guard(DEVICE, predictor=Oracle(memory=median, log_sigma=sigma), log=log, memory_budget=budget, risk=risk)
+    verdict = guard.check(WORKLOAD)
+    assume(abs(verdict.p_violation - guard.threshold) > 1e-9)
+    assert (verdict.margins["memory"] > 0) == (verdict.p_violation > guard.threshold) == (verdict.action == "prune")
+
+
+def test_a_doubtful_trial_uses_up_the_risk_that_clear_ones_leave(log: MeasurementStore) -> None:
+    oracle = Oracle(memory=9.8 * GIB)  # 0.42 to break 10 GiB
+    guard = Guard(DEVICE, predictor=oracle, log=log, risk=0.05)
+    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(3)] == ["launch", "prune", "prune"]
+    oracle.memory = GIB
+    assert all(guard.decide(lambda: WORKLOAD).verdict.action == "launch" for _ in range(8))
+    oracle.memory = 9.8 * GIB
+    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["launch", "prune"]
+
+
+@settings(max_examples=30)
+@given(st.lists(medians, min_size=1, max_size=12), sigmas, st.floats(0.001, 0.5))
+def test_the_expected_violations_stay_within_the_risk(
+    log: MeasurementStore, proposed: list[float], sigma: float, risk: float
+) -> None:
+    oracle = Oracle(log_sigma=sigma)
+    guard = Guard(DEVICE, predictor=oracle, log=log, risk=risk)
+    accepted = []
+    for median in proposed:
+        oracle.memory = median
+        verdict = guard.decide(lambda: WORKLOAD).verdict
+        accepted += [verdict.p_violation] if verdict.action == "launch" else []
+    assert sum(accepted) <= risk * (len(accepted) + 10) + 1e-9
+    assert max(accepted, default=0.0) <= 0.5
 
 
 def test_a_verdict_that_predicts_nothing_violates_nothing() -> None:
