@@ -10,6 +10,7 @@ the others, and gets better from them.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,8 @@ from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summar
 from perfguard_optuna.visualization import plot_predictions
 
 MEMORY_BUDGET = "128MiB"
-TIME_BUDGET = "6s"
-EPOCHS = 3
+TIME_BUDGET = "10s"
+EPOCHS = 5
 SIZE = 12
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -126,18 +127,18 @@ def objective(trial: optuna.Trial) -> float:
 
 def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
     """The study with PerfGuard: three more lines than without."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    log = arguments.log or arguments.out / f"log-{datetime.datetime.now():%Y%m%d-%H%M%S}.db"
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
-    pruner = PerfGuardPruner(
-        gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=TIME_BUDGET, log=arguments.log or False
-    )
+    pruner = PerfGuardPruner(gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=TIME_BUDGET, log=str(log))
     with progress_bar(console, arguments.trials) as advance:
         study.optimize(objective, n_trials=arguments.trials, callbacks=[TrialPrinter(console), advance], pruner=pruner)
     console.print(summarize(study).table())
-    arguments.out.mkdir(parents=True, exist_ok=True)
     picture = arguments.out / "quickstart.png"
     plot_predictions(study).savefig(picture, dpi=120)
     console.print(f"best accuracy {study.best_value:.4f} with {study.best_params}")
     console.print(f"predicted against measured: {picture}")
+    console.print(f"verdicts and measurements: {log}")
 
 
 def run_unguarded(arguments: argparse.Namespace, console: Console) -> None:
@@ -189,8 +190,8 @@ def main() -> None:
     parser.add_argument("--no-guard", action="store_true", help="run the same study without PerfGuard")
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
-    parser.add_argument("--log", default=None, help="measurement log to keep; default: one that ends with the study")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and the log")
+    parser.add_argument("--log", default=None, help="measurement log to use and extend; default: a new one in the folder")
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     digits()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perfguard.budget import Budget, Limit
     from perfguard.devices import Device, resolve_device
-    from perfguard.graph import OpGraph, trace
+    from perfguard.graph import OpGraph, opaque, trace
     from perfguard.guard import Decision, Guard, Verdict
     from perfguard.measure import Measurement, Run
     from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor
@@ -35,6 +35,7 @@ _HOMES = {
     "Verdict": "guard",
     "Workload": "workload",
     "load_predictor": "predictor",
+    "opaque": "graph",
     "resolve_device": "devices",
     "trace": "graph",
 }
@@ -57,6 +58,7 @@ __all__ = [
     "Verdict",
     "Workload",
     "load_predictor",
+    "opaque",
     "resolve_device",
     "trace",
 ]

@@ -122,7 +122,7 @@ class Guard:
         """
         from perfguard.graph import trace
 
-        return trace(workload, target=self.device.kind)
+        return trace(workload, target=self.device)
 
     def check(self, workload: Workload) -> Verdict:
         """The verdict on ``workload``; nothing is launched and nothing is logged.

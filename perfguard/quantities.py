@@ -96,6 +96,8 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """``12.3 ms``, ``4.56 s``, ``2.1 h``: three significant digits."""
     magnitude = abs(seconds)
+    if not magnitude:
+        return "0 s"
     if magnitude >= 3600:
         return f"{_three_digits(seconds / 3600)} h"
     if magnitude >= 120:

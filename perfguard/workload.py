@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    Optimizers = OptimizerLike | Mapping[str, OptimizerLike]
+    Step = Callable[[nn.Module, Any, Any, Any], object]
 
 Mode = Literal["train", "infer"]
 Precision = Literal["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
@@ -64,16 +66,30 @@ class Workload:
     targets: Any = None
     """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives the output alone."""
     loss: Callable[..., torch.Tensor] | None = None
-    """``loss(output, targets)`` → scalar. None: the model returns its loss (a scalar, or an object or dict with ``loss``)."""
-    optimizer: OptimizerLike | None = None
-    """An optimizer class, a ``functools.partial`` of one, or a live optimizer over the model's parameters.
-    None: SGD without momentum."""
+    """``loss(output, targets)`` → scalar, or several (a tuple, a list, a dict), whose sum is meant. None: the model returns its
+    loss (a scalar, or an object or dict with ``loss``)."""
+    optimizer: Optimizers | None = None
+    """An optimizer class, a ``functools.partial`` of one, or a live optimizer over the model's parameters. For several, a dict
+    from the path of a submodule to the optimizer of its parameters. None: SGD without momentum."""
+    step: Step | None = None
+    """A whole training step in your own words, for what ``loss`` cannot say (a GAN, several backward passes):
+    ``step(model, inputs, targets, optimizer)``, where ``optimizer`` is one, or a dict of them if ``optimizer`` is a dict."""
     mode: Mode = "train"
     precision: Precision = "fp32"
     layout: Layout = "nchw"
     """"nhwc" is torch.channels_last."""
     accumulation: int = 1
     """Forward and backward passes for one optimizer step."""
+    set_to_none: bool = True
+    """False: gradients are zeroed in place and stay allocated, ``zero_grad(set_to_none=False)``."""
+    ema: bool = False
+    """A moving average of the parameters is kept on the device."""
+    ddp: bool = False
+    """The model is wrapped in DistributedDataParallel: its gradient buckets are on the device too."""
+    cudnn_benchmark: bool = False
+    """``torch.backends.cudnn.benchmark``: cuDNN tries its algorithms, and their workspaces stay in the allocator's cache."""
+    compiled: bool = False
+    """The model is wrapped in ``torch.compile``."""
     steps: int | None = None
     """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, no trial time is predicted."""
     steps_per_epoch: int | None = None
@@ -89,6 +105,13 @@ class Workload:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise WorkloadError(f"Workload.{name} must be at least 1 or None, but got {value!r}.")
+        if self.step is not None and (self.loss is not None or self.mode == "infer" or self.accumulation > 1):
+            raise WorkloadError("Workload.step is the whole training step; it excludes loss, accumulation and mode='infer'.")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the switches that are on and that change what a step costs."""
+        return tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
 
 
 Build = Callable[[Mapping[str, Any]], Workload]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from perfguard.store import MeasurementStore
 
 AnyTrial = FrozenTrial | optuna.Trial
+_TrialKey = tuple[str, int, datetime.datetime | None]
 
 
 class PerfGuardPruner(BasePruner):
@@ -82,7 +84,7 @@ class PerfGuardPruner(BasePruner):
             log=log,
         )
         self._inner = inner
-        self._decisions: dict[tuple[str, int], Decision] = {}
+        self._decisions: dict[_TrialKey, Decision] = {}
         self._launched: dict[int, _Launched] = {}
         self._warned_about_build = False
 
@@ -134,7 +136,7 @@ class PerfGuardPruner(BasePruner):
 
     def decision_of(self, study: optuna.Study, trial: AnyTrial) -> Decision | None:
         """The decision that was made on ``trial``, if it was judged."""
-        return self._decisions.get((study.study_name, trial.number))
+        return self._decisions.get(_key(study, trial))
 
     def judge(
         self,
@@ -162,7 +164,7 @@ class PerfGuardPruner(BasePruner):
             if provisional():
                 return None
             decision = self.guard.decide(lambda: workload, study=study.study_name, trial=trial.number, params=params)
-        self._decisions[study.study_name, trial.number] = decision
+        self._decisions[_key(study, trial)] = decision
         write_attributes(study, trial, attributes_of(decision.verdict))
         write_constraints(study, trial, decision.verdict.margins or dict.fromkeys(self.guard.limited_quantities, 0.0))
         return decision
@@ -197,15 +199,15 @@ class PerfGuardPruner(BasePruner):
         measurement = launched.run.finish(status, at_last_step=True, note="its end was seen when the next trial began")
         self.guard.learn(launched.decision, measurement)
 
-    def warn_unjudged(self) -> None:
+    def warn_unjudged(self, build: Build | None = None) -> None:
         """Say, once, that trials run unguarded because their workload is not known."""
         if not self._warned_about_build:
             self._warned_about_build = True
-            warnings.warn(self.why_unjudged(), UnguardedTrialWarning, stacklevel=3)
+            warnings.warn(self.why_unjudged(build), UnguardedTrialWarning, stacklevel=3)
 
-    def why_unjudged(self) -> str:
+    def why_unjudged(self, build: Build | None = None) -> str:
         """Why a trial is launched without a verdict: its workload is not known."""
-        if self.build is None:
+        if self.build is None and build is None:
             return (
                 "PerfGuardPruner does not know what the trials run, so they are launched unguarded. Give it "
                 "`build=lambda params: Workload(...)`, or wrap the training in `with pruner.trial(trial, Workload(...)):`."
@@ -238,6 +240,11 @@ def pruned_if_out_of_memory() -> Iterator[None]:
         if status_of(error) != "oom":
             raise
         raise optuna.TrialPruned(f"ran out of memory: {error}") from error
+
+
+def _key(study: optuna.Study, trial: AnyTrial) -> _TrialKey:
+    """The start tells a trial from one of the same number in a study of the same name that was deleted."""
+    return study.study_name, trial.number, trial.datetime_start
 
 
 def _raiser(error: Exception) -> Any:

@@ -64,7 +64,7 @@ class _GuardedObjective:
                 raise
         self._pruner.finish(trial.study, None)
         if self._pruner.decision_of(trial.study, trial) is None:
-            self._pruner.warn_unjudged()
+            self._pruner.warn_unjudged(self._build)
         return value
 
 

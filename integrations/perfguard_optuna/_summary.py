@@ -15,6 +15,8 @@ from perfguard.quantities import format_bytes, format_seconds
 from perfguard_optuna._attributes import TrialRecord, record_of
 
 _FIRST, _LAST = 5, 10
+_CELL_WIDTHS = {"memory": 9, "time": 8}
+_HEADING = "trial  verdict    memory: predicted → measured  time: predicted → measured  value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class TrialPrinter:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
+        self._has_heading = False
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         record = record_of(trial)
@@ -104,11 +107,12 @@ class TrialPrinter:
         style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if violates(record) else "green")
         verdict = {"prune": "pruned", None: "unguarded"}.get(record.verdict, "launched")
         values = trial.values if trial.state == TrialState.COMPLETE else ()
-        value = f"  value {', '.join(f'{value:.4g}' for value in values)}" if values else ""
-        over = "  over budget" if violates(record) else ""
-        self._console.print(
-            f"trial {trial.number:3d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}{value}{over}", highlight=False
-        )
+        value = f"{', '.join(f'{value:.4g}' for value in values)}" if values else ""
+        over = "  over" if violates(record) else ""
+        if not self._has_heading:
+            self._has_heading = True
+            self._console.print(_HEADING, style="bold", highlight=False)
+        self._console.print(f"{trial.number:5d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}  {value}{over}", highlight=False)
 
 
 def _cell(record: TrialRecord, quantity: str) -> str:
@@ -117,7 +121,8 @@ def _cell(record: TrialRecord, quantity: str) -> str:
             return "-"
         return format_bytes(value) if quantity == "memory" else format_seconds(value)
 
-    return f"{quantity} {text(record.predicted.get(quantity)):>8s} → {text(record.measured.get(quantity)):<8s}"
+    width = _CELL_WIDTHS[quantity]
+    return f"{text(record.predicted.get(quantity)):>{width}s} → {text(record.measured.get(quantity)):<{width}s}"
 
 
 def _percent(value: float | None) -> str:

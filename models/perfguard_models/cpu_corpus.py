@@ -38,8 +38,8 @@ from perfguard.workload import TensorSpec, Workload
 
 _MAX_LIVE_BYTES = 1200 * 2**20
 _MAX_ROOFLINE_S = 0.12
-_RUN_S = 0.5
-_STEPS = (5, 40)
+_RUN_S = 1.0
+_STEPS = (10, 60)
 _NUM_CLASSES = 10
 STUDY = "study-"
 """Prefix of the family of rows that belong to one study."""

@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own")
     predict.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's own")
     predict.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")
+    predict.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
+    predict.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
     predict.add_argument("--json", action="store_true", help="data on standard output")
 
     gpus = commands.add_parser("gpus", help="the GPUs in the catalog")

@@ -17,12 +17,13 @@ from rich.table import Table
 
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import BuildError, ConfigurationError
-from perfguard.graph import OpGraph, trace
+from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator, replay_allocator, trace
 from perfguard.predictor import Estimate, Prediction, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
 
 _MOST_KINDS = 6
+_MOST_ROWS = 15
 
 
 def show_prediction(arguments: argparse.Namespace) -> None:
@@ -33,12 +34,19 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     """
     device = resolve_device(arguments.gpu)
     workload = _workload(arguments)
-    graph = trace(workload, target=device.kind)
+    graph = trace(workload, target=device)
     prediction = load_predictor().predict(graph, device, steps=workload.steps)
     if arguments.json:
         print(json.dumps(_as_json(prediction, device), indent=2))
     else:
         _print(prediction, device, graph)
+        if arguments.explain:
+            _explain(graph, device)
+    if arguments.plot:
+        from perfguard.cli._timeline import draw_timeline
+
+        draw_timeline(graph, device, arguments.plot)
+        print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
@@ -145,9 +153,34 @@ def _print(prediction: Prediction, device: Device, graph: OpGraph) -> None:
         console.print(f"[yellow]not modelled: {text}[/]")
 
 
-def _shares(title: str, parts: Mapping[str, float], text: Any) -> Table:
+def _explain(graph: OpGraph, device: Device) -> None:
+    console = Console()
+    live = format_bytes(graph.peak_live_bytes)
+    if device.kind == "cuda":
+        reserved = format_bytes(replay_allocator(graph).reserved_bytes)
+        console.print(f"tensors {live}, reserved by the allocator {reserved}, context {format_bytes(device.context_bytes)}")
+    else:
+        console.print(f"tensors {live}")
+    at = graph.peak_index
+    if at >= 0:
+        op = graph.ops[at]
+        console.print(
+            f"the peak is at operator {at + 1} of {len(graph.ops)}: {op.name}, {op.phase.name.lower()}, {op.module or 'model'}"
+        )
+    modules = {path or "(outside any module)": size for path, size in bytes_by_module(graph).items()}
+    console.print(_shares("alive at the peak, by module", modules, format_bytes, most=_MOST_ROWS))
+    table = Table(title=f"operators by roofline time on {device.name}")
+    for heading in ("operator", "calls", "GFLOP", "traffic", "time"):
+        table.add_column(heading, justify="left" if heading == "operator" else "right")
+    for cost in cost_by_operator(graph, device)[:_MOST_ROWS]:
+        gflop, traffic = f"{cost.flops / 1e9:,.2f}", format_bytes(cost.num_bytes)
+        table.add_row(cost.name, f"{cost.calls}", gflop, traffic, format_seconds(cost.seconds))
+    console.print(table)
+
+
+def _shares(title: str, parts: Mapping[str, float], text: Any, *, most: int = _MOST_KINDS) -> Table:
     table = Table(title=title, show_header=False)
     total = sum(parts.values()) or 1
-    for name, value in sorted(parts.items(), key=lambda item: -item[1])[:_MOST_KINDS]:
+    for name, value in sorted(parts.items(), key=lambda item: -item[1])[:most]:
         table.add_row(name.replace("_", " "), text(value), f"{value / total:.0%}")
     return table

@@ -1,8 +1,29 @@
 """A workload as a graph of the operators that its step executes."""
 
+from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, timeline
+from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
 from perfguard.graph._costs import OP_KINDS
+from perfguard.graph._opaque import opaque
 from perfguard.graph._roofline import roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._trace import trace
 
-__all__ = ["OP_KINDS", "Op", "OpGraph", "Phase", "Storage", "StorageKind", "roofline_s", "trace"]
+__all__ = [
+    "OP_KINDS",
+    "AllocatorReplay",
+    "AllocatorSettings",
+    "CachingAllocator",
+    "Op",
+    "OpGraph",
+    "OperatorCost",
+    "Phase",
+    "Storage",
+    "StorageKind",
+    "bytes_by_module",
+    "cost_by_operator",
+    "opaque",
+    "replay_allocator",
+    "roofline_s",
+    "timeline",
+    "trace",
+]

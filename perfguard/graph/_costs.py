@@ -7,11 +7,13 @@ that counter ignores groups in the backward pass (a depthwise net would come out
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+
+from perfguard.graph._rnn import fused_rnn_flops
 
 OP_KINDS = (
     "conv",
@@ -107,6 +109,8 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
         return _convolution_flops(args, out)
     if kind == "conv_backward":
         return _convolution_backward_flops(args)
+    if (counter := _OWN_COUNTERS.get(name)) is not None:
+        return counter(args)
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
@@ -140,6 +144,29 @@ def _convolution_backward_flops(args: Sequence[Any]) -> int:
     grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
     one = _product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
     return one * (int(output_mask[0]) + int(output_mask[1]))
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Two matrix products, (L, E) x (E, S) and (L, S) x (S, Ev), in each head; a mask saves nothing here."""
+    heads = math.prod(query[:-2])
+    return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """The scores again, then the gradients of value, probabilities, query and key: five products for the forward's two."""
+    heads = math.prod(query[:-2])
+    return 2 * heads * query[-2] * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+# Operators that torch's registry does not know.
+_OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(*(tensor.shape for tensor in args[:3])),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
+        *(tensor.shape for tensor in args[1:4])
+    ),
+    "fused_rnn": lambda args: fused_rnn_flops(args[0], args[3]),
+    "fused_rnn_backward": lambda args: 2 * fused_rnn_flops(args[1], args[5]),
+}
 
 
 def attributes_of(kind: str, args: Sequence[Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""A workload's model, batch and optimizer on the meta device, the user's own objects left as they are."""
+"""A workload's model and batch on the meta device, the user's own objects left as they are."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,69 +90,3 @@ def _cast(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
     if workload.layout == "nhwc" and tensor.dim() == 4:
         tensor = tensor.to(memory_format=torch.channels_last)
     return tensor
-
-
-def optimizer_on_meta(workload: Workload, model: nn.Module, *, target: str) -> torch.optim.Optimizer:
-    """The workload's optimizer over the meta parameters, with its state filled in.
-
-    PyTorch picks the for-loop form on meta and the foreach form on CUDA; their temporaries differ, so the target's choice
-    is made here unless the user made one.
-    """
-    optimizer = _make_optimizer(workload, model)
-    for group in optimizer.param_groups:
-        if target == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-    try:
-        optimizer.step()
-    except Exception as error:
-        raise TraceError(
-            f"The step of {type(optimizer).__name__} cannot be traced ({type(error).__name__}: {error}). "
-            f"Give Workload(optimizer=...) a similar one, for instance torch.optim.AdamW."
-        ) from error
-    optimizer.zero_grad(set_to_none=True)
-    return optimizer
-
-
-def _make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    given = workload.optimizer
-    try:
-        if isinstance(given, torch.optim.Optimizer):
-            return _twin_of_optimizer(given, workload.model, model)
-        make = given or functools.partial(torch.optim.SGD, lr=1e-3)
-        optimizer = make(parameter for parameter in model.parameters() if parameter.requires_grad)
-    except WorkloadError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"Workload.optimizer cannot be made over the model's parameters ({type(error).__name__}: {error})."
-        ) from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise WorkloadError(
-            f"Workload.optimizer must be a torch.optim.Optimizer, its class or a functools.partial of it, "
-            f"but calling it returned {type(optimizer).__name__}."
-        )
-    return optimizer
-
-
-def _twin_of_optimizer(live: torch.optim.Optimizer, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
-    twins = dict(zip(map(id, live_model.parameters()), model.parameters(), strict=True))
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": _twins_of(group["params"], twins)}
-        for group in live.param_groups
-    ]
-    accepted = type(live).__init__.__code__.co_varnames
-    make = functools.partial(type(live))
-    return make(groups, **{k: v for k, v in live.defaults.items() if k in accepted})
-
-
-def _twins_of(parameters: Iterable[torch.Tensor], twins: dict[int, nn.Parameter]) -> list[nn.Parameter]:
-    try:
-        return [twins[id(parameter)] for parameter in parameters]
-    except KeyError:
-        raise WorkloadError(
-            "Workload.optimizer holds parameters that are not in Workload.model. Give the optimizer of this very model, "
-            "or a class or functools.partial that PerfGuard can call with the model's parameters."
-        ) from None

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
 
 
@@ -94,6 +94,8 @@ class OpGraph:
     mode: str
     precision: str
     layout: str
+    options: tuple[str, ...] = field(default=())
+    """What else was switched on: "compiled", "cudnn_benchmark", "ddp", "ema"."""
     unmodelled: tuple[str, ...] = field(default=())
     """What the trace could not account for, in words. Never empty in silence."""
 
@@ -150,6 +152,7 @@ class OpGraph:
             "mode": self.mode,
             "precision": self.precision,
             "layout": self.layout,
+            "options": self.options,
             "unmodelled": self.unmodelled,
             "storages": [tuple(storage) for storage in self.storages],
             "ops": [(*op[:-1], dict(op.attributes)) for op in self.ops],
@@ -180,6 +183,7 @@ class OpGraph:
                 mode=document["mode"],
                 precision=document["precision"],
                 layout=document["layout"],
+                options=tuple(document.get("options", ())),  # since schema 2
                 unmodelled=tuple(document["unmodelled"]),
             )
         except (zlib.error, ValueError, KeyError, TypeError) as error:

@@ -6,39 +6,63 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
-import weakref
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import PerfGuardError, TraceError
-from perfguard.graph._attention import FusedAttention
-from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
-from perfguard.graph._meta import META, batch_on_meta, model_on_meta, optimizer_on_meta
-from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard.graph._as_on_device import as_on_device
+from perfguard.graph._device_paths import DevicePaths
+from perfguard.graph._meta import META, batch_on_meta, model_on_meta
+from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
+from perfguard.graph._recorder import Recorder
+from perfguard.graph._schema import OpGraph, Phase, StorageKind
+from perfguard.graph._target import CPU, CUDA, Target
 from perfguard.workload import Workload
 
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+_DATA_DEPENDENT = (
+    "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
+    "perfguard.opaque(function, example_outputs=...)."
+)
+_WRONG_DEVICE = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
+_NO_META_KERNEL = (
+    "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
+    "perfguard.opaque(function, example_outputs=...)."
+)
 _HELP = {
-    "Tensor.item": "The forward pass reads a value from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`), so what it runs "
-    "depends on the data. Move that out of the model, or describe a fixed case.",
-    "aten::_local_scalar_dense": "The forward pass reads a value from a tensor (`.item()`, `bool(tensor)`), so what it runs "
-    "depends on the data. Move that out of the model, or describe a fixed case.",
-    "data-dependent": "What the forward pass runs depends on the data. Describe a fixed case.",
-    "nonzero": "The forward pass selects by a mask, so shapes depend on the data. Describe a fixed case.",
-    "Cannot copy out of meta tensor": "The forward pass copies a tensor to another device. Create tensors on `x.device`.",
-    "numpy": "The forward pass leaves torch for numpy, which cannot be traced. Use torch operators.",
-    "Expected all tensors to be on the same device": "A tensor was created on a fixed device inside the model. Create it on "
-    "`x.device`, or register it as a buffer.",
-    "is not on the expected device meta": "A tensor was created on a fixed device inside the model. Create it on "
-    "`x.device`, or register it as a buffer.",
+    "Tensor.item": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
+    "_local_scalar_dense": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
+    "data-dependent": _DATA_DEPENDENT,
+    "nonzero": f"It selects by a mask, so shapes depend on the data. {_DATA_DEPENDENT}",
+    "numpy": f"It leaves torch for numpy. Use torch operators, or wrap the part in {_DATA_DEPENDENT.rpartition(' in ')[2]}",
+    "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
+    "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...).",
+    "Expected all tensors to be on the same device": _WRONG_DEVICE,
+    "is not on the expected device meta": _WRONG_DEVICE,
+    "Torch not compiled with CUDA enabled": _WRONG_DEVICE,
+    "Found no NVIDIA driver": _WRONG_DEVICE,
+    "No CUDA GPUs are available": _WRONG_DEVICE,
+    "with arguments from the 'Meta' backend": _NO_META_KERNEL,
+    "no fake impl": _NO_META_KERNEL,
+    "Could not run": _NO_META_KERNEL,
+    "data pointer of tensor that doesn't have storage": _NO_META_KERNEL,
+    "Cannot access data pointer": _NO_META_KERNEL,
 }
+_MOST_CHARACTERS = 240
+"""Of another library's message."""
+_AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
+_DDP_BUCKET_BYTES = (2**20, 25 * 2**20)  # torch.nn.parallel.DistributedDataParallel: the first bucket, and each other one
 
 
-def trace(workload: Workload, *, target: str = "cuda") -> OpGraph:
+def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
     """Run one step of ``workload`` on the meta device and return what it would launch.
 
     The step that is traced is one in the middle of training: the optimizer's state exists, the gradients were set to None.
@@ -46,65 +70,151 @@ def trace(workload: Workload, *, target: str = "cuda") -> OpGraph:
 
     Args:
         workload: what to trace.
-        target: "cuda" or "cpu": which fused attention and which form of optimizer to assume.
+        target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels PyTorch picks.
 
     Raises:
-        TraceError: if the step cannot be traced; the message names the module and what to do.
+        TraceError: if the step cannot be traced; the message names the module, the line and what to do.
         WorkloadError: if the description itself is wrong.
     """
     # A guard must not move the user's random numbers, and a tensor that forward makes without a device belongs on meta.
-    with torch.random.fork_rng(devices=[]), META:
-        return _Tracer(workload, target).run()
+    with torch.random.fork_rng(devices=[]), as_on_device(), META:
+        return _Tracer(workload, _target_of(target)).run()
+
+
+def _target_of(target: Device | Literal["cuda", "cpu"]) -> Target:
+    if isinstance(target, str):
+        return CPU if target == "cpu" else CUDA
+    return Target.of(target)
 
 
 class _Tracer:
-    def __init__(self, workload: Workload, target: str) -> None:
+    """One trace: the model on meta, and the modes around its step."""
+
+    def __init__(self, workload: Workload, target: Target) -> None:
         self._workload = workload
         self._target = target
+        self._paths = DevicePaths(target)
         self._modules: list[str] = []
+        self._recorder = Recorder(self._modules)
+        self._model = model_on_meta(workload)
 
     def run(self) -> OpGraph:
-        model = model_on_meta(self._workload)
+        model = self._model
         modes = {module: module.training for module in model.modules()}
+        model.train(self._workload.mode == "train")
         try:
-            return self._step(model.train(self._workload.mode == "train"))
+            if self._workload.mode == "train":
+                self._training_step()
+            else:
+                self._inference()
         finally:  # it may be the user's own
             model.zero_grad(set_to_none=True)
             for module, training in modes.items():
                 module.training = training
-
-    def _step(self, model: nn.Module) -> OpGraph:
         workload = self._workload
-        inputs = batch_on_meta(workload.inputs, workload)
-        targets = batch_on_meta(workload.targets, workload)
-        optimizer = optimizer_on_meta(workload, model, target=self._target) if workload.mode == "train" else None
+        return OpGraph(
+            ops=tuple(self._recorder.ops),
+            storages=self._recorder.storages(),
+            mode=workload.mode,
+            precision=workload.precision,
+            layout=workload.layout,
+            options=workload.options,
+            unmodelled=tuple(_unmodelled(workload, self._target, {op.name for op in self._recorder.ops})),
+        )
 
-        recorder = _Recorder(self._modules)
+    def _inference(self) -> None:
+        inputs, _ = self._batch()
+        self._recorder.phase = Phase.FORWARD
+        with self._recorded(), torch.no_grad(), self._autocast():
+            self._forward(inputs)
+
+    def _training_step(self) -> None:
+        workload, model, recorder = self._workload, self._model, self._recorder
+        inputs, targets = self._batch()
+        optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for optimizer in optimizers.values():
+            state = ((names[id(parameter)], value) for parameter, value in optimizer.state_tensors())
+            recorder.adopt(state, StorageKind.OPTIMIZER_STATE)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buckets = _buckets(trained) if workload.ddp else []
+        averages = [torch.empty_like(parameter) for parameter in trained] if workload.ema else []
+        recorder.adopt((("ddp.bucket", bucket[0]) for bucket in buckets), StorageKind.GRADIENT)
+        recorder.adopt((("ema", average) for average in averages), StorageKind.BUFFER)
+        if not workload.set_to_none:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+            recorder.adopt(((name, parameter.grad) for name, parameter in model.named_parameters()), StorageKind.GRADIENT)
+        with self._recorded():
+            if workload.step is not None:
+                self._own_step(inputs, targets, optimizers)
+                return
+            if not workload.set_to_none:
+                recorder.phase = Phase.OPTIMIZER
+                torch._foreach_zero_([parameter.grad for parameter in trained if parameter.grad is not None])
+            scale = torch.empty(()) if self._scales_gradients else None
+            for _ in range(workload.accumulation):
+                recorder.phase = Phase.FORWARD
+                with self._autocast():
+                    loss = self._loss(self._forward(inputs), targets)
+                if scale is not None:
+                    loss = loss * scale
+                recorder.phase = Phase.BACKWARD
+                self._guarded(loss.backward)
+                del loss
+            gradients: list[torch.Tensor] = [parameter.grad for parameter in trained if parameter.grad is not None]
+            if buckets and len(gradients) == len(trained):
+                _average_over_processes(buckets, gradients)
+            recorder.phase = Phase.OPTIMIZER
+            if scale is not None:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), scale.reciprocal())
+            for optimizer in optimizers.values():
+                optimizer.step()
+            if averages:
+                torch._foreach_lerp_(averages, list(trained), 1e-3)
+
+    def _own_step(self, inputs: Any, targets: Any, optimizers: Mapping[str, OptimizerOnMeta]) -> None:
+        """The user's ``step(model, inputs, targets, optimizer)``."""
+        step = self._workload.step
+        assert step is not None
+        self._recorder.phase = None
+        given = {path: made.optimizer for path, made in optimizers.items()}
+        self._guarded(lambda: step(self._model, inputs, targets, given[""] if set(given) == {""} else given))
+
+    @contextmanager
+    def _optimizing(self) -> Iterator[None]:
+        recorder = self._recorder
+        recorder.mark_gradients(self._model.named_parameters())
+        before, recorder.phase = recorder.phase, Phase.OPTIMIZER
+        try:
+            yield
+        finally:
+            recorder.phase = before
+
+    def _batch(self) -> tuple[Any, Any]:
+        workload, recorder, model = self._workload, self._recorder, self._model
+        inputs, targets = batch_on_meta(workload.inputs, workload), batch_on_meta(workload.targets, workload)
         recorder.adopt(model.named_parameters(), StorageKind.PARAMETER)
         recorder.adopt(model.named_buffers(), StorageKind.BUFFER)
         recorder.adopt((("inputs", tensor) for tensor in _tensors(inputs)), StorageKind.INPUT)
         recorder.adopt((("targets", tensor) for tensor in _tensors(targets)), StorageKind.INPUT)
-        if optimizer is not None:
-            state = ((str(key), tensor) for per_parameter in optimizer.state.values() for key, tensor in per_parameter.items())
-            recorder.adopt(state, StorageKind.OPTIMIZER_STATE)
+        return inputs, targets
 
-        with self._tracked(model), FusedAttention(self._target), recorder:
-            if optimizer is None:
-                with torch.no_grad():
-                    self._forward(model, inputs)
-            else:
-                for _ in range(workload.accumulation):
-                    recorder.phase = Phase.FORWARD
-                    loss = self._loss(self._forward(model, inputs), targets)
-                    recorder.phase = Phase.BACKWARD
-                    self._guarded(loss.backward)
-                    del loss
-                recorder.mark_gradients(model.named_parameters())
-                recorder.phase = Phase.OPTIMIZER
-                optimizer.step()
-        return recorder.graph(workload)
+    @property
+    def _scales_gradients(self) -> bool:
+        return self._workload.precision == "amp-fp16" and not self._target.is_cpu
 
-    def _forward(self, model: nn.Module, inputs: Any) -> Any:
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        dtype = _AUTOCAST.get(self._workload.precision)
+        if dtype is None:
+            yield
+            return
+        with self._paths.autocast(dtype):
+            yield
+
+    def _forward(self, inputs: Any) -> Any:
+        model = self._model
         if isinstance(inputs, dict):
             return self._guarded(lambda: model(**inputs))
         if isinstance(inputs, (tuple, list)):
@@ -119,6 +229,10 @@ class _Tracer:
             loss = output.get("loss")
         else:
             loss = getattr(output, "loss", output)
+        if isinstance(loss, (tuple, list, Mapping)):  # several losses
+            parts = list(loss.values()) if isinstance(loss, Mapping) else list(loss)
+            if parts and all(isinstance(part, torch.Tensor) and part.numel() == 1 for part in parts):
+                loss = sum(parts)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TraceError(
@@ -139,164 +253,95 @@ class _Tracer:
             advice = next(
                 (help_ for sign, help_ in _HELP.items() if sign in text), "Check the shapes given to Workload(inputs=...)."
             )
-            where = f"in module {self._modules[-1]!r}" if self._modules and self._modules[-1] else "in the model"
-            raise TraceError(f"The step cannot be traced, {where}: {text.splitlines()[0]}. {advice}") from error
+            where = _where(error, self._model)
+            summary = text.splitlines()[0][:_MOST_CHARACTERS].rstrip(".")
+            raise TraceError(f"The step cannot be traced, {where}: {summary}. {advice}") from error
 
     @contextmanager
-    def _tracked(self, model: nn.Module) -> Iterator[None]:
-        """Keep the path of the running module; after an error it stays where the error came from."""
+    def _recorded(self) -> Iterator[None]:
+        """Record what runs inside, and keep the path of the running module."""
 
-        def leave_module(*_: Any) -> None:
+        def leave(*_: Any) -> None:
             self._modules.pop()
 
         with ExitStack() as stack:
-            for name, module in model.named_modules():
+            for name, module in self._model.named_modules():
                 enter = module.register_forward_pre_hook(lambda _m, _a, name=name: self._modules.append(name))
-                leave = module.register_forward_hook(leave_module)
                 stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                # Checkpointing ends a recomputation by an exception as soon as it has what it needs.
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(self._paths)
+            stack.enter_context(self._recorder)
             yield
 
 
-class _Recorder(TorchDispatchMode):
-    """Writes down every operator, and the birth and death of every storage."""
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
+    """DDP's gradient buckets as lists of flat views, one for each parameter, in reverse order; the first bucket is small."""
+    buckets: list[list[torch.Tensor]] = []
+    open_by_dtype: dict[torch.dtype, list[int]] = {}
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = Phase.FORWARD
-        self._modules = modules
-        self._ops: list[Op] = []
-        self._index_by_address: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes: list[int] = []
-        self._kinds: list[StorageKind | None] = []
-        self._births: list[int] = []
-        self._deaths: list[int | None] = []
-        self._names: list[str] = []
-        self._birth_phases: list[Phase] = []
-        self._unmodelled: dict[str, None] = {}
+    def close(dtype: torch.dtype) -> None:
+        sizes = open_by_dtype.pop(dtype)
+        buckets.append(list(torch.empty(sum(sizes), dtype=dtype).split(sizes)))
 
-    def adopt(self, named_tensors: Any, kind: StorageKind) -> None:
-        """Register what is there before the step."""
-        for name, tensor in named_tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self._storage_index(tensor, name=name, kind=kind, birth=-1)
+    first, other = _DDP_BUCKET_BYTES
+    for parameter in reversed(parameters):
+        sizes = open_by_dtype.setdefault(parameter.dtype, [])
+        sizes.append(parameter.numel())
+        if sum(sizes) * parameter.element_size() >= (other if buckets else first):
+            close(parameter.dtype)
+    for dtype in list(open_by_dtype):
+        close(dtype)
+    return buckets
 
-    def mark_gradients(self, named_parameters: Any) -> None:
-        """Call after the backward pass: what the parameters hold now are their gradients."""
-        for name, parameter in named_parameters:
-            if parameter.grad is not None:
-                index = self._storage_index(parameter.grad)
-                if self._kinds[index] is None:
-                    self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
-        inputs = [t for t in _tensors((args, tuple(kwargs.values()))) if t.is_meta]
-        outputs = [t for t in _tensors(out) if t.is_meta]
-        if func.is_view or not (inputs or outputs):
-            return out
-        read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
-        written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
-        mutated = tuple(self._storage_index(t) for t in _mutated(func, args, kwargs) if t.is_meta)
-        aliases_only = bool(written) and not mutated and set(written) <= set(read)
-        if aliases_only or not launches_kernel(name):
-            return out
-        kind = kind_of(name)
-        self._ops.append(
-            Op(
-                name=name,
-                kind=kind,
-                phase=self.phase,
-                flops=flops_of(func, name, kind, args, kwargs, out),
-                bytes_read=sum(map(_num_bytes, inputs)),
-                bytes_written=sum(map(_num_bytes, outputs)) or sum(map(_num_bytes, _mutated(func, args, kwargs))),
-                inputs=read,
-                outputs=tuple(dict.fromkeys(written + mutated)),
-                module=self._modules[-1] if self._modules and self.phase is Phase.FORWARD else "",
-                shape=tuple(outputs[0].shape) if outputs else (),
-                dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "",
-                attributes=attributes_of(kind, args),
-            )
-        )
-        return out
+def _average_over_processes(buckets: Sequence[Sequence[torch.Tensor]], gradients: Sequence[torch.Tensor]) -> None:
+    """Into the buckets, and back after the all-reduce."""
+    views = [view for bucket in buckets for view in bucket]
+    flat = [gradient.flatten() for gradient in reversed(gradients)]
+    torch._foreach_copy_(views, flat)
+    torch._foreach_copy_(flat, views)
 
-    def _storage_index(
-        self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
-    ) -> int:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        index = self._index_by_address.get(address)
-        if index is not None:
-            return index
-        index = len(self._bytes)
-        self._index_by_address[address] = index
-        self._bytes.append(storage.nbytes())
-        self._kinds.append(kind)
-        self._births.append(len(self._ops) if birth is None else birth)
-        self._deaths.append(None)
-        self._names.append(name or (self._modules[-1] if self._modules else ""))
-        self._birth_phases.append(self.phase)
-        self._references[index] = weakref.ref(storage, lambda _reference: self._bury(address, index))
-        return index
 
-    def _bury(self, address: int, index: int) -> None:
-        self._deaths[index] = len(self._ops) - 1
-        if self._index_by_address.get(address) == index:
-            del self._index_by_address[address]
-        self._references.pop(index, None)
+def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator[str]:
+    if workload.precision in _AUTOCAST and target.is_cpu:
+        yield "autocast on the CPU: traced with CUDA's lists of operators"
+    if workload.compiled:
+        yield "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
+    if workload.ddp:
+        yield "DDP: the buckets are counted, the time of the all-reduce is not"
+    if "fused_rnn" in names:
+        yield "recurrent layers: the size of cuDNN's reserve space is an estimate"
+    if "opaque" in names:
+        yield "opaque functions: their bytes are counted, their arithmetic is not"
 
-    def graph(self, workload: Workload) -> OpGraph:
-        """What was recorded; storages that are still alive outlive the step."""
-        end = len(self._ops)
-        storages = []
-        for index, num_bytes in enumerate(self._bytes):
-            death = self._deaths[index]
-            known = self._kinds[index]
-            kind = self._kind_by_lifetime(index, death) if known is None else known
-            storages.append(
-                Storage(num_bytes, kind, min(self._births[index], end), end if death is None else death, self._names[index])
-            )
-        if workload.precision.startswith("amp"):
-            self._unmodelled["autocast: traced as fp32"] = None
-        return OpGraph(
-            ops=tuple(self._ops),
-            storages=tuple(storages),
-            mode=workload.mode,
-            precision=workload.precision,
-            layout=workload.layout,
-            unmodelled=tuple(self._unmodelled),
-        )
 
-    def _kind_by_lifetime(self, index: int, death: int | None) -> StorageKind:
-        if self._birth_phases[index] is not Phase.FORWARD:
-            return StorageKind.TEMPORARY
-        dies_in_forward = death is not None and death >= 0 and self._ops[min(death, len(self._ops) - 1)].phase is Phase.FORWARD
-        return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
+def _where(error: BaseException, model: nn.Module) -> str:
+    """The module and the line of the user's own code in which ``error`` was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    path: str | None = None
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            path = names[id(owner)]
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _OWN)):
+            line = f" ({Path(file).name}:{number})"
+    return (f"in module {path!r}" if path else "in the model") + line
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a nest of tuples, lists, dicts and dataclass-like mappings."""
+    """All tensors in a nest of tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
-
-
-def _mutated(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an in-place or out= operator writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -16,7 +16,13 @@ from perfguard.measure._measurement import Measurement, Status
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-_OUT_OF_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "std::bad_alloc")
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "std::bad_alloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
 
 
 class Run:
@@ -51,6 +57,9 @@ class Run:
         _load_kernels()
         self._thread = threading.get_ident()
         with _lock:
+            alive = {thread.ident for thread in threading.enumerate()}
+            for thread in [thread for thread in _active if thread not in alive]:
+                del _active[thread]  # its thread ended without finishing it
             # A run that this thread has begun before waits, or was abandoned, while this one lasts.
             self._overlapped = any(thread != self._thread for thread in _active)
             for other in _active.values():

@@ -142,7 +142,7 @@ def test_damaged_bytes_are_refused(damage: Any) -> None:
 def test_a_graph_of_a_newer_perfguard_is_refused() -> None:
     document = json.loads(zlib.decompress(BY_HAND.to_bytes()))
     document["schema"] += 1
-    with pytest.raises(WorkloadError, match=r"has schema 2, this PerfGuard reads up to 1.*Update perfguard"):
+    with pytest.raises(WorkloadError, match=r"has schema 3, this PerfGuard reads up to 2.*Update perfguard"):
         OpGraph.from_bytes(zlib.compress(json.dumps(document).encode()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import resource
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_operators_of_the_forward_pass_know_their_module() -> None:
 
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_the_target_decides_the_form_of_the_optimizer(target: str) -> None:
+def test_the_target_decides_the_form_of_the_optimizer(target: Literal["cuda", "cpu"]) -> None:
     graph = trace(Workload(mlp(), (32, 8), loss=total), target=target)
     assert names(graph, Phase.OPTIMIZER) == (["_foreach_add_"] if target == "cuda" else ["add_"] * 4)
 
@@ -204,7 +204,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_attention_does_not_store_the_attention_matrix(target: str, precision: Any) -> None:
+def test_fused_attention_does_not_store_the_attention_matrix(target: Literal["cuda", "cpu"], precision: Any) -> None:
     length = 1024
     graph = trace(Workload(Attention(), (2, length, 32), loss=total, precision=precision), target=target)
     one_head_bytes = 2 * length * length
@@ -322,12 +322,12 @@ class Picky(nn.Module):
 @pytest.mark.parametrize(
     ("look", "advice"),
     [
-        (lambda x: x.sum().item(), "reads a value from a tensor"),
-        (lambda x: bool((x > 0).all()), "reads a value from a tensor"),
+        (lambda x: x.sum().item(), "value is read from a tensor"),
+        (lambda x: bool((x > 0).all()), "value is read from a tensor"),
         (lambda x: x.nonzero(), "depend on the data"),
-        (lambda x: x.to("cpu"), "Create tensors on `x.device`"),
+        (lambda x: x.to("cpu"), "Make tensors on `x.device`"),
         (lambda x: x.detach().numpy(), "numpy"),
-        (lambda x: x + torch.ones(16, device="cpu"), "Create it on `x.device`, or register it as a buffer"),
+        (lambda x: x + torch.ones(16, device="cpu"), "Make it on `x.device`, or register it as a buffer"),
     ],
     ids=["item", "bool", "nonzero", "copy", "numpy", "device"],
 )
@@ -338,7 +338,7 @@ def test_what_depends_on_the_data_is_named_with_its_module(look: Callable[[torch
     model = nn.Sequential()
     model.add_module("stem", stem)
     model.add_module("head", nn.Linear(16, 4))
-    with pytest.raises(TraceError, match=rf"in module 'stem\.picky': .*{advice}"):
+    with pytest.raises(TraceError, match=rf"in module 'stem\.picky' \(test_trace\.py:\d+\): .*{advice}"):
         trace(Workload(model, (32, 8), loss=total))
 
 

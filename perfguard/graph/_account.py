@@ -1,0 +1,72 @@
+"""Where the bytes and the seconds of a step are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.graph._roofline import roofline_s
+from perfguard.graph._schema import OpGraph, StorageKind
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+
+_NAMED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+
+
+class OperatorCost(NamedTuple):
+    """All calls of one aten operator in a step."""
+
+    name: str
+    calls: int
+    flops: int
+    num_bytes: int
+    """Read and written."""
+    seconds: float
+    """Their roofline time."""
+
+
+def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) -> dict[str, int]:
+    """Bytes alive at operator ``at`` (default: at the peak) by path of module, largest first; parameters, gradients and
+    activations alike.
+
+    Args:
+        graph: a traced step.
+        depth: how many parts of a path to keep: "layer1.0.conv1" is "layer1.0" at 2.
+        at: index of an operator.
+    """
+    index = graph.peak_index if at is None else at
+    totals: dict[str, int] = {}
+    for storage in graph.storages:
+        if storage.birth <= index <= storage.death:
+            path = storage.module.rpartition(".")[0] if storage.kind in _NAMED_BY_PARAMETER else storage.module
+            key = ".".join(path.split(".")[:depth])
+            totals[key] = totals.get(key, 0) + storage.num_bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
+    """What each aten operator costs on ``device`` at its peak rates, slowest first."""
+    totals: dict[str, OperatorCost] = {}
+    for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
+        before = totals.get(op.name, OperatorCost(op.name, 0, 0, 0, 0.0))
+        totals[op.name] = OperatorCost(
+            op.name,
+            before.calls + 1,
+            before.flops + op.flops,
+            before.num_bytes + op.bytes_read + op.bytes_written,
+            before.seconds + seconds,
+        )
+    return sorted(totals.values(), key=lambda cost: -cost.seconds)
+
+
+def timeline(graph: OpGraph) -> dict[StorageKind, npt.NDArray[np.int64]]:
+    """Bytes alive while each operator runs, by kind; the arrays sum to ``graph.live_bytes``. Shape of each: (len(ops) + 1,)."""
+    changes = {kind: np.zeros(len(graph.ops) + 3, dtype=np.int64) for kind in StorageKind}
+    for storage in graph.storages:
+        changes[storage.kind][storage.birth + 1] += storage.num_bytes
+        changes[storage.kind][storage.death + 2] -= storage.num_bytes
+    return {kind: np.cumsum(change)[: len(graph.ops) + 1] for kind, change in changes.items()}

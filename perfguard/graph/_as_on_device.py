@@ -1,0 +1,87 @@
+"""While a step is traced, PyTorch's own Python code asks a few questions whose answers on meta are not those of the target."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.cuda.amp.common
+import torch.nn.modules.transformer
+import torch.utils.checkpoint
+
+_lock = threading.Lock()
+_num_inside = 0
+_ASK = object()
+"""The answer of one who leaves it to the original."""
+_originals: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def as_on_device() -> Iterator[None]:
+    """Answer as on a GPU where the question is about meta tensors, or where this machine has no GPU to be asked about:
+
+    - checkpointing asks which device's random state and autocast it must restore;
+    - autocast asks whether there is a GPU, and switches itself off if there is none;
+    - torch's Transformer reads the values of a mask to see whether it is causal; on meta, a square one is taken to be;
+    - Hugging Face's models read whether a padding mask hides anything (it is taken to), and whether positions show several
+      sequences in one row (they are taken not to).
+
+    Several threads may be inside at once; the last one out restores everything.
+    """
+    global _num_inside
+    with _lock:
+        if _num_inside == 0:
+            _replace_all()
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0:
+                while _originals:
+                    owner, name, original = _originals.pop()
+                    setattr(owner, name, original)
+
+
+def _replace_all() -> None:
+    checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
+    _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(_is_meta, args)) else _ASK)
+    _replace(
+        transformer,
+        "_detect_is_causal_mask",
+        lambda mask, is_causal=None, size=None: _is_square(mask) if _is_meta(mask) and is_causal is None else _ASK,
+    )
+    if not torch.cuda.is_available():
+        _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        _replace(torch.cuda, "is_bf16_supported", lambda *_: True)
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is not None:
+        _replace(masks, "is_tracing", lambda tensor=None: True if _is_meta(tensor) else _ASK)
+        _replace(masks, "find_packed_sequence_indices", lambda positions: None if _is_meta(positions) else _ASK)
+
+
+def _replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
+    """Ask ``answer`` first; where it has none, the original."""
+    original = getattr(owner, name, None)
+    if original is None:  # another version
+        return
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        answered = answer(*args, **kwargs)
+        return original(*args, **kwargs) if answered is _ASK else answered
+
+    _originals.append((owner, name, original))
+    setattr(owner, name, replaced)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _is_square(mask: torch.Tensor) -> bool:
+    return mask.dim() == 2 and mask.shape[0] == mask.shape[1]

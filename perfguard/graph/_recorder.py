@@ -1,0 +1,203 @@
+"""Writes down every operator that is dispatched on meta, and the birth and death of every storage."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
+from perfguard.graph._schema import Op, Phase, Storage, StorageKind
+
+
+class _Operator(NamedTuple):
+    """What is known of an aten operator before it is called."""
+
+    name: str
+    kind: str
+    is_view: bool
+    launches: bool
+    writes: tuple[tuple[int, str], ...]
+    """Position and name of each argument that it writes to."""
+
+
+_operators: dict[torch._ops.OpOverload, _Operator] = {}
+
+
+def _operator(func: torch._ops.OpOverload) -> _Operator:
+    known = _operators.get(func)
+    if known is None:
+        name = func._schema.name.partition("::")[2]
+        writes = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        known = _operators[func] = _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
+    return known
+
+
+class Recorder(TorchDispatchMode):
+    """Enter it around the step; afterwards ``ops`` and :meth:`storages` hold what happened.
+
+    Args:
+        modules: the stack of paths of the modules that are running, kept by the caller.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase | None = None
+        """None: found out, from whether autograd is running."""
+        self.ops: list[Op] = []
+        self._modules = modules
+        self._module_of_node: dict[int, str] = {}
+        self._index_by_address: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes: list[int] = []
+        self._kinds: list[StorageKind | None] = []
+        self._births: list[int] = []
+        self._deaths: list[int | None] = []
+        self._names: list[str] = []
+        self._birth_phases: list[Phase] = []
+
+    def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
+        """Register what is there before the step."""
+        for name, tensor in named_tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._storage_index(tensor, name=name, kind=kind, birth=-1)
+
+    def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Call after the backward pass: what the parameters hold now are their gradients."""
+        for name, parameter in named_parameters:
+            if parameter.grad is not None and parameter.grad.is_meta:
+                index = self._storage_index(parameter.grad)
+                if self._kinds[index] is None:
+                    self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+
+    def storages(self) -> tuple[Storage, ...]:
+        """What was recorded; storages that are still alive outlive the step."""
+        end = len(self.ops)
+        columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
+        return tuple(
+            Storage(
+                num_bytes,
+                self._kind_by_lifetime(index, death) if kind is None else kind,
+                min(birth, end),
+                end if death is None else death,
+                name,
+            )
+            for index, (num_bytes, kind, birth, death, name) in enumerate(columns)
+        )
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = _operator(func)
+        if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
+            return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
+        out = func(*args, **kwargs)
+        if operator.is_view:
+            return out
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        _collect(args, inputs)
+        if kwargs:
+            _collect(kwargs, inputs)
+        _collect(out, outputs)
+        if not inputs and not outputs:
+            return out
+        read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
+        written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
+        mutated: list[torch.Tensor] = []
+        for position, name in operator.writes:
+            _collect(args[position] if position < len(args) else kwargs.get(name), mutated)
+        if not operator.launches or (written and not mutated and set(written) <= set(read)):
+            return out
+        phase, module = self._where()
+        first = outputs[0] if outputs else mutated[0] if mutated else None
+        self.ops.append(
+            Op(
+                name=operator.name,
+                kind=operator.kind,
+                phase=phase,
+                flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
+                bytes_read=sum(map(_num_bytes, inputs)),
+                bytes_written=sum(map(_num_bytes, outputs or mutated)),
+                inputs=read,
+                outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
+                module=module,
+                shape=tuple(outputs[0].shape) if outputs else (),
+                dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+                attributes=attributes_of(operator.kind, args),
+            )
+        )
+        return out
+
+    def _where(self) -> tuple[Phase, str]:
+        """The phase, and the path of the module: in the backward pass, of the one whose forward made autograd's node."""
+        phase = self.phase
+        node = torch._C._current_autograd_node() if phase is not Phase.OPTIMIZER else None
+        if phase is None:
+            phase = Phase.FORWARD if node is None else Phase.BACKWARD
+        running = self._modules[-1] if self._modules else ""
+        if phase is Phase.FORWARD:
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, running)
+        elif node is not None and not self._modules:
+            return phase, self._module_of_node.get(node._sequence_nr(), "")
+        return phase, running
+
+    def _storage_index(
+        self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
+    ) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        index = self._index_by_address.get(address)
+        if index is not None:
+            return index
+        index = len(self._bytes)
+        phase, module = self._where()
+        self._index_by_address[address] = index
+        self._bytes.append(storage.nbytes())
+        self._kinds.append(kind)
+        self._births.append(len(self.ops) if birth is None else birth)
+        self._deaths.append(None)
+        self._names.append(name or module)
+        self._birth_phases.append(phase)
+        self._references[index] = weakref.ref(storage, lambda _reference: self._bury(address, index))
+        return index
+
+    def _bury(self, address: int, index: int) -> None:
+        self._deaths[index] = len(self.ops) - 1
+        if self._index_by_address.get(address) == index:
+            del self._index_by_address[address]
+        self._references.pop(index, None)
+
+    def _kind_by_lifetime(self, index: int, death: int | None) -> StorageKind:
+        if self._birth_phases[index] is not Phase.FORWARD:
+            return StorageKind.TEMPORARY
+        dies_in_forward = death is not None and death >= 0 and self.ops[min(death, len(self.ops) - 1)].phase is Phase.FORWARD
+        return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    """Append the meta tensors in a nest of tuples, lists and dicts to ``found``."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """What a kernel reads or writes of ``tensor``; an expanded dimension costs nothing."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()

@@ -1,0 +1,158 @@
+"""CUDA's caching allocator, by its published constants and by invariants."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from perfguard.graph import AllocatorSettings, CachingAllocator, OpGraph, replay_allocator, trace
+from perfguard.graph._allocator import Block
+from perfguard.workload import Workload
+
+KIB, MIB = 2**10, 2**20
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "reserved"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 1024, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+        (100 * MIB + 512, 102 * MIB),
+    ],
+)
+def test_the_size_of_a_segment(num_bytes: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(num_bytes)
+    assert allocator.reserved_bytes == reserved
+
+
+def test_requests_are_rounded_to_512_bytes() -> None:
+    allocator = CachingAllocator()
+    for num_bytes in (1, 512, 513):
+        allocator.malloc(num_bytes)
+    assert allocator.allocated_bytes == 512 + 512 + 1024
+    assert allocator.malloc(0) is None
+
+
+def test_small_requests_share_a_segment_and_large_ones_do_not_use_it() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.malloc(512 * KIB)
+    assert allocator.reserved_bytes == 2 * MIB
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 22 * MIB
+
+
+def test_a_freed_block_is_used_again_and_its_rest_is_split_off() -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(64 * MIB)
+    allocator.free(block)
+    allocator.malloc(30 * MIB)
+    allocator.malloc(34 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB
+
+
+def test_a_rest_of_up_to_a_mebibyte_is_not_split_off() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(12 * MIB))
+    allocator.malloc(11 * MIB)
+    assert allocator.allocated_bytes == 12 * MIB
+
+
+def test_neighbours_merge_when_freed() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(60 * MIB))
+    parts = [allocator.malloc(20 * MIB) for _ in range(3)]
+    for part in (parts[0], parts[2], parts[1]):
+        allocator.free(part)
+    allocator.malloc(60 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_the_best_fit_is_the_smallest_block_that_is_large_enough() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.malloc(60 * MIB), allocator.malloc(40 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.malloc(40 * MIB)
+    allocator.malloc(60 * MIB)
+    assert allocator.reserved_bytes == 100 * MIB
+
+
+def test_fragments_cannot_serve_a_larger_request_but_an_expandable_segment_grows() -> None:
+    def reserved(settings: AllocatorSettings) -> int:
+        allocator = CachingAllocator(settings)
+        for num_bytes in (40, 60, 80):
+            allocator.free(allocator.malloc(num_bytes * MIB))
+        return allocator.reserved_bytes
+
+    assert reserved(AllocatorSettings()) == 180 * MIB
+    assert reserved(EXPANDABLE) == 80 * MIB
+
+
+def test_blocks_above_the_split_limit_are_kept_whole() -> None:
+    allocator = CachingAllocator(AllocatorSettings(max_split_bytes=50 * MIB))
+    allocator.free(allocator.malloc(100 * MIB))
+    allocator.malloc(30 * MIB)
+    assert allocator.reserved_bytes == 130 * MIB
+    allocator.malloc(90 * MIB)  # within 20 MiB of a free block
+    assert allocator.allocated_bytes == 130 * MIB
+    assert allocator.reserved_bytes == 130 * MIB
+
+
+requests = st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(0, 10)), min_size=1, max_size=60)
+
+
+@settings(max_examples=60)
+@given(requests, st.booleans(), st.sampled_from([None, 20 * MIB, 64 * MIB]))
+def test_blocks_never_overlap_and_everything_can_be_given_back(
+    calls: list[tuple[int, int]], expandable: bool, limit: int | None
+) -> None:
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=expandable, max_split_bytes=limit))
+    live: list[tuple[int, Block | None]] = []
+    for num_bytes, keep in calls:
+        block = allocator.malloc(num_bytes)
+        live.append((num_bytes, block))
+        if len(live) > keep:
+            allocator.free(live.pop(keep // 2)[1])
+        blocks = sorted((b for _, b in live if b is not None), key=lambda b: b.address)
+        assert all(a.address + a.size <= b.address for a, b in itertools.pairwise(blocks))
+        assert sum(n for n, _ in live) <= allocator.allocated_bytes <= allocator.reserved_bytes
+    for _, block in live:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    before = allocator.reserved_bytes
+    allocator.malloc(1)
+    assert allocator.reserved_bytes <= before + 2 * MIB
+
+
+def step(width: int, depth: int, batch: int, mode: str = "train") -> OpGraph:
+    model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())])
+    loss = (lambda output: output.sum()) if mode == "train" else None
+    return trace(Workload(model, (batch, width), loss=loss, mode=mode, optimizer=torch.optim.Adam))  # type: ignore[arg-type]
+
+
+@settings(max_examples=20)
+@given(st.integers(8, 512), st.integers(1, 4), st.integers(1, 2048), st.sampled_from(["train", "infer"]), st.booleans())
+def test_reserved_is_never_less_than_live(width: int, depth: int, batch: int, mode: str, expandable: bool) -> None:
+    graph = step(width, depth, batch, mode)
+    replay = replay_allocator(graph, AllocatorSettings(expandable_segments=expandable))
+    assert replay.reserved_bytes >= replay.allocated_bytes >= graph.peak_live_bytes
+
+
+def test_the_workspace_of_cublas_is_reserved_at_the_first_product() -> None:
+    graph = step(64, 2, 32)
+    without, with_it = (
+        replay_allocator(graph, AllocatorSettings(cublas_workspace_bytes=size)).allocated_bytes for size in (0, 32 * MIB)
+    )
+    assert with_it == without + 32 * MIB

@@ -1,0 +1,207 @@
+"""On meta, the step takes the paths that it would take on the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from perfguard.devices import resolve_device
+from perfguard.graph import OpGraph, Phase, trace
+from perfguard.workload import TensorSpec, Workload
+
+
+class Apply(nn.Module):
+    """A function of the input, which needs a gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x * self.factor)
+
+
+def total(output: Any) -> torch.Tensor:
+    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return first.float().sum()
+
+
+def traced(function: Callable[[torch.Tensor], Any], shape: tuple[int, ...], **options: Any) -> OpGraph:
+    target = options.pop("target", "cuda")
+    return trace(Workload(Apply(function), shape, loss=total, **options), target=target)
+
+
+def forward(graph: OpGraph, name: str) -> list[str]:
+    """The dtypes of the forward outputs of an operator, in order."""
+    return [op.dtype for op in graph.ops if op.name == name and op.phase is Phase.FORWARD]
+
+
+def attention_names(graph: OpGraph) -> set[str]:
+    return {op.name.removeprefix("_scaled_dot_product_") for op in graph.ops if op.kind == "attention"}
+
+
+@pytest.mark.parametrize("layer", ["MultiheadAttention", "TransformerEncoderLayer"])
+def test_attention_inside_torchs_own_layers_is_fused_too(layer: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer: Any = (
+                nn.MultiheadAttention(32, 4, batch_first=True)
+                if layer == "MultiheadAttention"
+                else nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+            )
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x, x, x, need_weights=False) if layer == "MultiheadAttention" else self.layer(x)
+
+    graph = trace(Workload(Net(), (2, 512, 32), loss=total))
+    assert attention_names(graph) == {"efficient_attention", "efficient_attention_backward"}
+    matrix_bytes = 2 * 4 * 512 * 512 * 4
+    assert max(storage.num_bytes for storage in graph.storages) < matrix_bytes / 4
+
+
+def attend(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x, **options)
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return attend(x, attn_mask=torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "function", "kernel"),
+    [
+        ("a100", "bf16", attend, "flash_attention"),
+        ("h100", "fp16", attend, "flash_attention"),
+        ("a100", "fp32", attend, "efficient_attention"),
+        ("v100", "fp16", attend, "efficient_attention"),
+        ("t4", "fp16", attend, "efficient_attention"),
+        ("a100", "bf16", masked, "efficient_attention"),
+        ("a100", "amp-bf16", attend, "flash_attention"),
+        ("cpu", "fp32", attend, "flash_attention_for_cpu"),
+    ],
+)
+def test_the_target_and_the_mask_choose_the_kernel(
+    gpu: str, precision: Any, function: Callable[[torch.Tensor], Any], kernel: str
+) -> None:
+    graph = traced(function, (2, 4, 64, 32), precision=precision, target=resolve_device(gpu))
+    assert attention_names(graph) == {kernel, f"{kernel}_backward"}
+
+
+def test_the_math_path_is_taken_where_the_user_asks_for_it() -> None:
+    def math(x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(x)
+
+    graph = traced(math, (2, 4, 64, 32), precision="bf16")
+    assert not attention_names(graph)
+    assert any(op.shape[-2:] == (64, 64) for op in graph.ops)
+
+
+def test_grouped_queries_are_not_repeated_for_flash_attention() -> None:
+    def grouped(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True)
+
+    graph = traced(grouped, (2, 8, 64, 32), precision="bf16")
+    assert attention_names(graph) == {"flash_attention", "flash_attention_backward"}
+    assert "repeat_interleave" not in {op.name for op in graph.ops}
+
+
+def test_an_odd_head_width_is_padded_for_flash_attention() -> None:
+    graph = traced(attend, (2, 4, 64, 20), precision="bf16")
+    assert forward(graph, "constant_pad_nd") == ["bfloat16"] * 3
+
+
+def test_dropout_keeps_a_mask_of_one_byte_on_a_gpu() -> None:
+    def kept(target: Any) -> int:
+        graph = traced(lambda x: F.dropout(x, 0.1), (64, 1024), target=target)
+        return max(graph.storages[s].num_bytes for op in graph.ops if "dropout" in op.name for s in op.outputs[1:])
+
+    assert kept("cuda") == 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "dtype"),
+    [
+        (lambda x: F.linear(x, torch.ones(8, 8)), "mm", "float16"),
+        (lambda x: x @ x, "mm", "float16"),
+        (lambda x: torch.einsum("ij,jk->ik", x, x), "bmm", "float16"),
+        (lambda x: F.conv1d(x[None], torch.ones(8, 8, 3)), "convolution", "float16"),
+        (lambda x: F.softmax((x @ x), -1), "_softmax", "float32"),
+        (lambda x: F.layer_norm((x @ x), (8,)), "native_layer_norm", "float32"),
+        (lambda x: (x @ x).sum(), "sum", "float32"),
+        (lambda x: torch.exp(x @ x), "exp", "float32"),
+        (lambda x: F.gelu(x @ x), "gelu", "float16"),
+        (lambda x: (x @ x) + x, "add", "float32"),
+        (lambda x: torch.cat([x @ x, x]), "cat", "float32"),
+        (lambda x: F.mse_loss(x @ x, x), "mse_loss", "float32"),
+    ],
+)
+def test_autocast_casts_by_its_lists(function: Callable[[torch.Tensor], Any], name: str, dtype: str) -> None:
+    assert forward(traced(function, (8, 8), precision="amp-fp16"), name)[0] == dtype
+
+
+def test_a_weight_used_twice_is_cast_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(self.layer(x))
+
+    casts = forward(trace(Workload(Twice(), (4, 8), loss=total, precision="amp-bf16")), "_to_copy")
+    assert casts.count("bfloat16") == 3  # the input, the weight, the bias
+
+
+def test_a_region_without_autocast_is_respected() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return x @ x
+
+    assert forward(traced(plain, (8, 8), precision="amp-fp16"), "mm") == ["float32"]
+
+
+def test_a_model_that_enters_autocast_itself_gets_it_without_a_gpu() -> None:
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return x @ x
+
+    assert forward(traced(cast, (8, 8)), "mm") == ["bfloat16"]
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("amp-fp16", 0), ("amp-bf16", 1)])
+def test_cross_entropy_of_fp16_logits_makes_no_copy_in_full_precision(precision: Any, copies: int) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1000)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x)
+
+    workload = Workload(Head(), (64, 8), TensorSpec((64,), "int64"), F.cross_entropy, precision=precision)
+    graph = trace(workload)
+    assert forward(graph, "_log_softmax") == ["float32"]
+    to_full = [op for op in graph.ops if op.name == "_to_copy" and op.shape == (64, 1000) and op.phase is Phase.FORWARD]
+    assert len(to_full) == copies
+
+
+def test_gradients_are_scaled_and_unscaled_in_fp16_only() -> None:
+    names = {p: {op.name for op in traced(lambda x: x @ x, (8, 8), precision=p).ops} for p in ("amp-fp16", "amp-bf16")}
+    assert "_amp_foreach_non_finite_check_and_unscale_" in names["amp-fp16"]
+    assert "_amp_foreach_non_finite_check_and_unscale_" not in names["amp-bf16"]
+
+
+def test_autocast_needs_less_memory_for_activations_and_more_for_weights() -> None:
+    layers = [nn.Linear(256, 256) for _ in range(6)]
+    full, half = (trace(Workload(nn.Sequential(*layers), (4096, 256), loss=total, precision=p)) for p in ("fp32", "amp-bf16"))
+    assert half.peak_live_bytes < 0.85 * full.peak_live_bytes

@@ -1,0 +1,185 @@
+"""Steps that are more than forward, loss, backward, update."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.graph import Phase, StorageKind, timeline, trace
+from perfguard.workload import Workload
+
+
+def total(output: torch.Tensor) -> torch.Tensor:
+    return output.float().sum()
+
+
+class Checkpointed(nn.Module):
+    """Blocks of a perceptron, checkpointed in one way or in none."""
+
+    def __init__(self, depth: int, width: int, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(depth)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "bf16"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_computes_the_forward_pass_again(reentrant: bool, precision: Any) -> None:
+    depth, plain, saving = (
+        4,
+        *(trace(Workload(Checkpointed(4, 64, kind), (512, 64), loss=total, precision=precision)) for kind in (None, reentrant)),
+    )
+    again = [op for op in saving.ops if op.name == "gelu" and op.phase is Phase.BACKWARD]
+    assert len(again) == depth
+    assert {op.module for op in again} == {f"blocks.{index}.1" for index in range(depth)}
+    assert saving.peak_live_bytes < plain.peak_live_bytes
+    dtypes = {op.dtype for op in saving.ops if op.kind == "matmul"}
+    assert dtypes == {"float32" if precision == "fp32" else "bfloat16"}
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 5), st.sampled_from([16, 64, 256]), st.sampled_from([8, 256, 2048]), st.booleans())
+def test_checkpointing_never_raises_the_activations_at_the_peak(depth: int, width: int, batch: int, reentrant: bool) -> None:
+    plain, saving = (trace(Workload(Checkpointed(depth, width, kind), (batch, width), loss=total)) for kind in (None, reentrant))
+    kept, kept_without = (timeline(graph)[StorageKind.ACTIVATION].max() for graph in (saving, plain))
+    assert kept <= kept_without
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 784))
+        self.critic = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def gan_step(model: Any, real: torch.Tensor, _targets: Any, optimizer: Any) -> None:
+    fake = model.generator(torch.randn(len(real), 16, device=real.device))
+    optimizer["critic"].zero_grad()
+    (F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(fake.detach())).mean()).backward()
+    optimizer["critic"].step()
+    optimizer["generator"].zero_grad()
+    F.softplus(-model.critic(fake)).mean().backward()
+    optimizer["generator"].step()
+
+
+def test_a_step_in_the_users_own_words() -> None:
+    adam = torch.optim.Adam
+    graph = trace(Workload(Gan(), (64, 784), step=gan_step, optimizer={"generator": adam, "critic": adam}))
+    phases = [op.phase for op in graph.ops]
+    changes = [phase for before, phase in zip([None, *phases], phases, strict=False) if phase is not before]
+    assert changes == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER] * 2
+    parameter_bytes = sum(4 * parameter.numel() for parameter in Gan().parameters())
+    states = [storage for storage in graph.storages if storage.kind is StorageKind.OPTIMIZER_STATE]
+    assert sum(storage.num_bytes for storage in states) == 2 * parameter_bytes
+    assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) >= parameter_bytes
+
+
+def test_a_fused_optimizer_in_a_step_of_ones_own() -> None:
+    def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
+        total(model(x)).backward()
+        optimizer.step()
+
+    graph = trace(Workload(nn.Linear(8, 8), (4, 8), step=step, optimizer=functools.partial(torch.optim.AdamW, fused=True)))
+    assert [op.name for op in graph.ops if op.phase is Phase.OPTIMIZER] == ["fused_optimizer_"]
+
+
+def test_a_step_excludes_what_it_contains() -> None:
+    with pytest.raises(WorkloadError, match="excludes loss"):
+        Workload(Gan(), (64, 784), step=gan_step, loss=total)
+
+
+def test_an_error_in_a_step_is_named_with_its_line() -> None:
+    def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
+        total(model(x)).item()
+
+    with pytest.raises(TraceError, match=r"\(test_steps\.py:\d+\): .*A value is read from a tensor"):
+        trace(Workload(nn.Linear(8, 8), (4, 8), step=step))
+
+
+@pytest.mark.parametrize("make", [lambda o: (o.sum(), o.mean()), lambda o: {"a": o.sum(), "b": o.mean()}, lambda o: [o.sum()]])
+def test_several_losses_are_summed(make: Any) -> None:
+    assert trace(Workload(nn.Linear(8, 8), (4, 8), loss=make)).ops
+
+
+def test_torchs_transformer_with_a_causal_mask() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Transformer(32, 4, 1, 1, 64, batch_first=True)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.body(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(y.shape[1]))
+            return output
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = trace(Workload(Net(), ((4, 32, 32), (4, 16, 32)), loss=total))
+    assert sum(op.kind == "attention" and op.phase is Phase.FORWARD for op in graph.ops) == 3
+
+
+def test_a_custom_function_of_autograd() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            return grad * 2 + 0 * x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Double.apply(self.linear(x))  # type: ignore[no-untyped-call]
+
+    graph = trace(Workload(Net(), (4, 8), loss=total))
+    assert [op.name for op in graph.ops if op.phase is Phase.BACKWARD].count("mul") == 2
+
+
+def test_frozen_parts_get_no_gradients_and_an_adapter_does() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(256, 256).requires_grad_(False)
+            self.down, self.up = nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+    graph = trace(Workload(nn.Sequential(Adapted(), Adapted()), (2, 256), loss=total, optimizer=torch.optim.Adam))
+    adapters = 2 * 4 * 2 * 4 * 256
+    assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) == adapters
+    assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.OPTIMIZER_STATE) == 2 * adapters
+
+
+def test_a_model_with_seventy_billion_parameters_is_traced() -> None:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(8192, 4 * 8192), nn.GELU(), nn.Linear(4 * 8192, 8192)) for _ in range(130)]
+        model = nn.Sequential(*blocks)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 69e9
+    graph = trace(Workload(model, (1024, 8192), loss=total, precision="bf16", optimizer=torch.optim.AdamW))
+    assert graph.peak_live_bytes > 8 * 69e9
