@@ -11,7 +11,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test lint coverage clean
 
 venv: $(INSTALLED)
 
@@ -20,6 +20,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every model of the coverage list, in some minutes; `make test` takes a sample of 60.
+coverage: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_coverage.py --all-models $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check
@@ -35,7 +39,7 @@ clean:
 $(INSTALLED): pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,postgres,plot]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,postgres,plot]" --group dev --group zoo
 	@touch $@
 
 # Debian without python3-venv has no ensurepip; its own pip can then put pip into the environment.

@@ -1,6 +1,6 @@
 """How near do the replays come to what the driver read on a real GPU? No predictor, no training: physics and one constant.
 
-    python benchmarks/replay_accuracy.py workloads.csv.gz --gpu a100-pcie-40gb
+    python benchmarks/replay_accuracy.py TABLE.csv.gz --gpu a100-pcie-40gb
 
 The table is in the workload format (docs/data.md): measured runs of timm models. Each row is traced; the errors are means and
 medians of |estimate / measured - 1|. The constant (context, cuDNN's workspaces) is one number for all rows, the median of what is
@@ -32,8 +32,8 @@ from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import replay_allocator
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from zoo import timm_model
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.zoo import timm_model
 
 
 class Compared(NamedTuple):

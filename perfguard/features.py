@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch_geometric.data import Data
 
-from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, StorageKind, roofline_s
+from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, StorageKind, channel_padding, roofline_s
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
 NODE_FEATURES = (
     "log_flops", "log_bytes_read", "log_bytes_written", "log_roofline", "roofline_share", "launch_bound",
     "live_share", "kept_share", "forward", "backward", "optimizer", "log_batch", "log_channels", "log_positions",
     "conv_log_kernel", "conv_log_groups", "conv_log_in_channels", "conv_log_stride", "conv_transposed", "half",
-    "working_share",
+    "working_share", "log_padding_in", "log_padding_out",
 )  # fmt: skip
 GRAPH_FEATURES = (
     "log_live_peak", "parameter_share", "gradient_share", "optimizer_share", "activation_share", "temporary_share",
@@ -49,6 +49,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         summed roofline.
     """
     roofline = roofline_s(graph, device)
+    padding = channel_padding(graph, device)
     ops = graph.ops
     peak = max(graph.peak_live_bytes, 1)
     total_s = max(float(roofline.sum()), 1e-9)
@@ -72,14 +73,15 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         _log(max(_conv(op, "stride", (1,)), default=1) for op in ops),
         np.array([bool(op.attributes.get("transposed", False)) for op in ops], dtype=np.float64),
         np.array([op.dtype in _HALF for op in ops], dtype=np.float64),
-        _working_bytes(graph) / peak,
+        _working_bytes(graph, padding) / peak,
+        *np.log(padding),
     ]
     kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
     return Data(
         x=torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)),
         kind=torch.tensor([kind_index[op.kind] for op in ops], dtype=torch.long),
         edge_index=torch.from_numpy(graph.edges),
-        globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound)[None].astype(np.float32)),
+        globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, padding)[None].astype(np.float32)),
         roofline=torch.from_numpy(roofline.astype(np.float32)),
         log_memory=torch.tensor([math.log(peak + device.context_bytes)]),
         log_time=torch.tensor([math.log(total_s)]),
@@ -105,14 +107,21 @@ def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
     return kept
 
 
-def _working_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
-    """Bytes alive at each operator if its kernel copied inputs and outputs into a layout of its own. Shape: (num_ops,)."""
-    copies = np.array([op.bytes_read + op.bytes_written if op.kind in _WORKSPACE_KINDS else 0 for op in graph.ops])
+def _working_bytes(graph: OpGraph, padding: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Bytes alive at each operator if its kernel copied inputs and outputs into whole blocks of channels. Shape: (num_ops,)."""
+    copies = np.zeros(len(graph.ops))
+    for index, op in enumerate(graph.ops):
+        if op.kind in _WORKSPACE_KINDS:
+            copies[index] = op.bytes_read * padding[0, index] + op.bytes_written * padding[1, index]
     return np.asarray(graph.live_bytes[1:] + copies, dtype=np.float64)
 
 
 def _globals(
-    graph: OpGraph, device: Device, roofline: npt.NDArray[np.float64], launch_bound: npt.NDArray[np.bool_]
+    graph: OpGraph,
+    device: Device,
+    roofline: npt.NDArray[np.float64],
+    launch_bound: npt.NDArray[np.bool_],
+    padding: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     peak = max(graph.peak_live_bytes, 1)
     by_kind = graph.bytes_by_kind()
@@ -145,7 +154,7 @@ def _globals(
             math.log(device.num_sms) / 4,
             math.log(device.memory_bytes / 2**30) / 4,
             math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
-            math.log(max(float(_working_bytes(graph).max(initial=0.0)) / peak, 1.0)),
+            math.log(max(float(_working_bytes(graph, padding).max(initial=0.0)) / peak, 1.0)),
             small / peak,
             math.log(max(churn / peak, 1.0)),
         ]

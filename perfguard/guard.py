@@ -79,6 +79,7 @@ class Guard:
         log: str | MeasurementStore | Literal[False] | None = None,
     ) -> None:
         from perfguard.devices import resolve_device
+        from perfguard.graph import TraceCache
 
         if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
             raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.05, but got {risk!r}.")
@@ -95,6 +96,7 @@ class Guard:
         self._num_launched = 0
         self._expected_violations = 0.0
         self._lock = threading.RLock()
+        self._traces = TraceCache()
         self._warned: set[type[Warning]] = set()
         self._learn_from_log()
 
@@ -120,9 +122,7 @@ class Guard:
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
-        from perfguard.graph import trace
-
-        return trace(workload, target=self.device)
+        return self._traces.trace(workload, target=self.device)
 
     def check(self, workload: Workload) -> Verdict:
         """The verdict on ``workload``; nothing is launched and nothing is logged.
@@ -208,11 +208,14 @@ class Guard:
             warnings.warn(message, category, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from perfguard.graph import TraceCache
+
         self.__dict__.update(state)
         self._lock = threading.RLock()
+        self._traces = TraceCache()
 
 
 @dataclass(frozen=True, slots=True)

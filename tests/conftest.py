@@ -9,6 +9,10 @@ settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
+
+
 @pytest.fixture(autouse=True)
 def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.mktemp("log") / "perfguard.db"))

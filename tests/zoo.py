@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -14,28 +15,45 @@ _TORCHVISION_OPERATORS = (
     "nms", "qnms", "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward", "roi_pool", "_roi_pool_backward",
     "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward",
 )  # fmt: skip
+IS_COMPLETE = all(importlib.util.find_spec(name) for name in ("timm", "torchvision", "transformers"))
 
 
 @functools.cache
-def _timm() -> Any:
-    if not torch.cuda.is_available():
-        library = torch.library.Library("torchvision", "DEF")
-        for name in _TORCHVISION_OPERATORS:
-            library.define(f"{name}() -> ()")
-        globals()["_library"] = library  # it lasts as long as somebody holds it
-    import timm
+def _torchvision_operators() -> torch.library.Library | None:
+    """They last as long as somebody holds the library."""
+    if torch.cuda.is_available():
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for name in _TORCHVISION_OPERATORS:
+        library.define(f"{name}() -> ()")
+    return library
 
-    return timm
+
+def transformers() -> Any:
+    """The package."""
+    _torchvision_operators()
+    import transformers
+
+    return transformers
 
 
 def timm_model(name: str, size: int | None = None) -> nn.Module:
     """The timm model ``name`` for square images of ``size`` pixels; make it under ``torch.device("meta")``."""
-    timm = _timm()
+    _torchvision_operators()
+    import timm
+
+    model: nn.Module
     if size is not None:
         try:
-            model: nn.Module = timm.create_model(name, img_size=size)
+            model = timm.create_model(name, img_size=size)
             return model
         except TypeError:  # convolutional networks take any size
             pass
     model = timm.create_model(name)
     return model
+
+
+def input_size(model: Any) -> tuple[int, int, int]:
+    """Channels, height and width that a timm model wants."""
+    channels, height, width = model.default_cfg["input_size"]
+    return channels, height, width

@@ -16,7 +16,7 @@ from perfguard_optuna._attributes import TrialRecord, record_of
 
 _FIRST, _LAST = 5, 10
 _CELL_WIDTHS = {"memory": 9, "time": 8}
-_HEADING = "trial  verdict    memory: predicted → measured  time: predicted → measured  value"
+_HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import hashlib
 import json
 import math
 import statistics
-from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _WEIGHTS = "guardnet"
-_CACHE_SIZE = 2048
 _UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a device of a kind that the network has never seen: the driver's reading is within 10% of replay
 and context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
@@ -80,7 +79,7 @@ class GuardNet:
         self._priors = {target: ResidualPrior(**card["residual"][target]) for target in _TARGETS}
         self._posteriors: dict[tuple[str, str], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
-        self._corrections: OrderedDict[tuple[str, str], Correction] = OrderedDict()
+        self._corrections: WeakKeyDictionary[OpGraph, dict[str, Correction]] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -150,8 +149,8 @@ class GuardNet:
         return Estimate(math.exp(log_median), log_sigma * self._card["interval_scale"][target])
 
     def _correct(self, graph: OpGraph, device: Device) -> Correction:
-        key = (graph.content_hash, repr(device))
-        if (cached := self._corrections.get(key)) is not None:
+        of_graph = self._corrections.setdefault(graph, {})
+        if (cached := of_graph.get(repr(device))) is not None:
             return cached
         data = featurize(graph, device)
         with torch.inference_mode():
@@ -160,9 +159,7 @@ class GuardNet:
             op_time_s = data.roofline * _UNTRAINED_TIME_FACTOR
             log_time = op_time_s.sum()[None].log()
             correction = correction._replace(log_memory=data.log_memory, log_time=log_time, op_time_s=op_time_s)
-        self._corrections[key] = correction
-        if len(self._corrections) > _CACHE_SIZE:
-            self._corrections.popitem(last=False)
+        of_graph[repr(device)] = correction
         return correction
 
 

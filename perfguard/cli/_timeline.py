@@ -63,6 +63,7 @@ def draw_timeline(graph: OpGraph, device: Device, path: str) -> None:
     axes.set(xlabel=f"roofline time on {device.name} (ms)", ylabel="memory (GiB)", xlim=(0, milliseconds[-1]))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"The picture cannot be written to {str(Path(path))!r}: {error}") from error

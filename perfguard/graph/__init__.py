@@ -2,9 +2,10 @@
 
 from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, timeline
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
+from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import OP_KINDS
 from perfguard.graph._opaque import opaque
-from perfguard.graph._roofline import roofline_s
+from perfguard.graph._roofline import channel_padding, roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._trace import trace
 
@@ -19,7 +20,9 @@ __all__ = [
     "Phase",
     "Storage",
     "StorageKind",
+    "TraceCache",
     "bytes_by_module",
+    "channel_padding",
     "cost_by_operator",
     "opaque",
     "replay_allocator",

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
+from perfguard.graph._shape_rules import SHAPE_RULES, Rule
 
 
 class _Operator(NamedTuple):
@@ -23,6 +24,7 @@ class _Operator(NamedTuple):
     launches: bool
     writes: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
+    rule: Rule | None
 
 
 _operators: dict[torch._ops.OpOverload, _Operator] = {}
@@ -37,7 +39,9 @@ def _operator(func: torch._ops.OpOverload) -> _Operator:
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        known = _operators[func] = _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
+        known = _operators[func] = _Operator(
+            name, kind_of(name), func.is_view, launches_kernel(name), writes, SHAPE_RULES.get(func)
+        )
     return known
 
 
@@ -96,11 +100,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # PyTorch's meta kernels are partly Python; what they call is not the user's and must not pass the modes above.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = _operator(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
-        out = func(*args, **kwargs)
+        out = NotImplemented if operator.rule is None else operator.rule(*args, **kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if operator.is_view:
             return out
         inputs: list[torch.Tensor] = []

@@ -16,13 +16,45 @@ _MATRIX_KINDS = frozenset({"conv", "conv_backward", "matmul", "attention", "rnn"
 _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 
 
+_LANES = {"cpu": 16, "cuda": 8}
+"""Channels that a convolution kernel takes at once: the floats of an AVX-512 register, the multiple that tensor cores want."""
+
+
 def roofline_s(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
-    """Seconds of each operator at the device's peak rates, never less than one launch. Shape: (len(graph.ops),)."""
+    """Seconds of each operator at the device's peak rates, never less than one launch. Shape: (len(graph.ops),).
+
+    On a CPU a convolution computes whole blocks of channels, so it is charged for the lanes that it leaves empty: 17 channels
+    take as long as 32.
+    """
     flops = np.array([op.flops for op in graph.ops], dtype=np.float64)
+    if device.kind == "cpu":
+        flops *= np.sqrt(np.prod(channel_padding(graph, device), axis=0))
     num_bytes = np.array([op.bytes_read + op.bytes_written for op in graph.ops], dtype=np.float64)
     rate = np.array([_rate(op.kind, op.dtype, device) for op in graph.ops], dtype=np.float64)
     slower = np.maximum(flops / rate, num_bytes / device.bandwidth_bytes_per_s) if len(graph.ops) else flops
     return np.maximum(slower, device.launch_overhead_s)
+
+
+def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+    """How much larger the channels of each convolution are in whole blocks: of its input, and of its output. 1 for all else.
+
+    Shape: (2, len(graph.ops)).
+    """
+    lanes = _LANES[device.kind]
+    padding = np.ones((2, len(graph.ops)))
+    for index, op in enumerate(graph.ops):
+        if op.kind not in ("conv", "conv_backward"):
+            continue
+        first, second = op.attributes["weight_shape"][:2]
+        groups = op.attributes["groups"]
+        inputs, outputs = (first, second * groups) if op.attributes["transposed"] else (second * groups, first)
+        padding[:, index] = _in_blocks(inputs, lanes), _in_blocks(outputs, lanes)
+    return padding
+
+
+def _in_blocks(channels: int, lanes: int) -> float:
+    """Up to four channels (images, sound) have kernels of their own, without blocks."""
+    return -(-channels // lanes) * lanes / channels if channels > 4 else 1.0
 
 
 def _rate(kind: str, dtype: str, device: Device) -> float:

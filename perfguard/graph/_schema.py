@@ -106,9 +106,9 @@ class OpGraph:
         The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
         """
         change = np.zeros(len(self.ops) + 3, dtype=np.int64)
-        for storage in self.storages:
-            change[storage.birth + 1] += storage.num_bytes
-            change[storage.death + 2] -= storage.num_bytes
+        num_bytes = [storage.num_bytes for storage in self.storages]
+        np.add.at(change, [storage.birth + 1 for storage in self.storages], num_bytes)
+        np.subtract.at(change, [storage.death + 2 for storage in self.storages], num_bytes)
         return np.cumsum(change)[: len(self.ops) + 1]
 
     @property
@@ -147,6 +147,9 @@ class OpGraph:
 
     def to_bytes(self) -> bytes:
         """Compressed JSON; nothing in it but shapes, operators and module paths."""
+        return zlib.compress(self._to_json(), 6)
+
+    def _to_json(self) -> bytes:
         document = {
             "schema": SCHEMA_VERSION,
             "mode": self.mode,
@@ -157,7 +160,7 @@ class OpGraph:
             "storages": [tuple(storage) for storage in self.storages],
             "ops": [(*op[:-1], dict(op.attributes)) for op in self.ops],
         }
-        return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+        return json.dumps(document, separators=(",", ":")).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> OpGraph:
@@ -192,7 +195,7 @@ class OpGraph:
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the graph's content, hexadecimal."""
-        return hashlib.sha256(zlib.decompress(self.to_bytes())).hexdigest()
+        return hashlib.sha256(self._to_json()).hexdigest()
 
 
 def _op_from_json(row: list[Any]) -> Op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -17,13 +17,10 @@ class Target(NamedTuple):
     flash_attention: bool = True
     """FlashAttention needs compute capability 8.0 (Ampere)."""
 
-    @classmethod
-    def of(cls, device: Device) -> Target:
-        """The target that ``device`` is."""
-        if device.kind == "cpu":
-            return cls(is_cpu=True, flash_attention=False)
-        return cls(flash_attention=device.architecture.lower() not in _BEFORE_AMPERE)
 
-
-CPU = Target(is_cpu=True, flash_attention=False)
-CUDA = Target()
+def target_of(device: Device | Literal["cuda", "cpu"]) -> Target:
+    """The target that ``device`` is; "cuda" stands for a recent GPU."""
+    kind = device if isinstance(device, str) else device.kind
+    if kind == "cpu":
+        return Target(is_cpu=True, flash_attention=False)
+    return Target(flash_attention=isinstance(device, str) or device.architecture.lower() not in _BEFORE_AMPERE)

@@ -22,7 +22,7 @@ from perfguard.graph._meta import META, batch_on_meta, model_on_meta
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
-from perfguard.graph._target import CPU, CUDA, Target
+from perfguard.graph._target import Target, target_of
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -78,13 +78,7 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
     """
     # A guard must not move the user's random numbers, and a tensor that forward makes without a device belongs on meta.
     with torch.random.fork_rng(devices=[]), as_on_device(), META:
-        return _Tracer(workload, _target_of(target)).run()
-
-
-def _target_of(target: Device | Literal["cuda", "cpu"]) -> Target:
-    if isinstance(target, str):
-        return CPU if target == "cpu" else CUDA
-    return Target.of(target)
+        return _Tracer(workload, target_of(target)).run()
 
 
 class _Tracer:

@@ -118,6 +118,7 @@ class MeasurementStore:
             if graph is not None and graph.content_hash not in self._sent_graphs:
                 self._queue.append(schema.graph_entry(graph))
                 self._sent_graphs.add(graph.content_hash)
+                self._remember(graph.content_hash, graph)
             if device_row is not None:
                 self._queue.append(device_row)
             self._queue.append(
@@ -332,11 +333,15 @@ class MeasurementStore:
 
         if content_hash not in self._graphs:
             query = select(schema.graphs.c.data).where(schema.graphs.c.content_hash == content_hash)
-            self._graphs[content_hash] = OpGraph.from_bytes(connection.execute(query).scalar_one())
-            if len(self._graphs) > _MAX_CACHED_GRAPHS:
-                self._graphs.popitem(last=False)
+            self._remember(content_hash, OpGraph.from_bytes(connection.execute(query).scalar_one()))
         self._graphs.move_to_end(content_hash)
         return self._graphs[content_hash]
+
+    def _remember(self, content_hash: str, graph: OpGraph) -> None:
+        """Keep a graph at hand, the very object: a predictor knows what it has seen by identity."""
+        self._graphs[content_hash] = graph
+        if len(self._graphs) > _MAX_CACHED_GRAPHS:
+            self._graphs.popitem(last=False)
 
     def _warn(self, error: Exception) -> None:
         if self._warned:

@@ -136,18 +136,21 @@ def test_a_record_is_what_was_written() -> None:
 @pytest.mark.parametrize(
     ("number", "line"),
     [
-        (0, "trial   0  launched   memory 60.0 MiB → 50.0 MiB  time   4.00 s → 5.00 s    value 0.5"),
-        (2, "trial   2  launched   memory 90.0 MiB → 120 MiB   time   2.00 s → 2.00 s    value 0.5  over budget"),
-        (3, "trial   3  launched   memory 50.0 MiB → 40.0 MiB  time   3.00 s → 1.00 s    over budget"),
-        (4, "trial   4  pruned     memory  400 MiB → -         time   30.0 s → -"),
-        (7, "trial   7  unguarded  memory        - → -         time        - → -         value 0.5"),
+        (0, "    0  launched    60.0 MiB → 50.0 MiB     4.00 s → 5.00 s    0.5"),
+        (2, "    2  launched    90.0 MiB → 120 MiB      2.00 s → 2.00 s    0.5  over"),
+        (3, "    3  launched    50.0 MiB → 40.0 MiB     3.00 s → 1.00 s      over"),
+        (4, "    4  pruned       400 MiB → -            30.0 s → -"),
+        (7, "    7  unguarded          - → -                 - → -         0.5"),
     ],
 )
 def test_a_line_for_each_trial(study: optuna.Study, number: int, line: str) -> None:
     console = Console(file=io.StringIO(), width=160)
     TrialPrinter(console)(study, study.trials[number])
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().rstrip() == line
+    heading, shown = console.file.getvalue().splitlines()
+    assert heading.split() == ["trial", "verdict", "memory", "(pred", "→", "meas)", "time", "(pred", "→", "meas)", "value"]
+    assert shown.rstrip() == line
+    assert len(shown) <= 80
 
 
 def test_the_printer_copes_with_two_objectives() -> None:

@@ -206,3 +206,19 @@ def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: st
 
     monkeypatch.setattr("perfguard.cli._predict._load_build", lambda _: interrupted)
     assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130
+
+
+def test_explain_names_the_peak_the_modules_and_the_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "8", "--explain"]) == 0
+    out = capsys.readouterr().out
+    for text in ("reserved by the allocator", "the peak is at operator", "by module", "convolution_backward", "GFLOP"):
+        assert text in out
+
+
+def test_plot_writes_a_picture(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "timeline.png"
+    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(picture / "a.png")]) == 1
+    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(tmp_path / "a.what")]) == 1
+    assert capsys.readouterr().err.count("The picture cannot be written") == 2

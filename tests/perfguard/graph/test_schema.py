@@ -87,6 +87,15 @@ def test_live_bytes_equal_a_slow_replay_over_the_storages(graph: OpGraph) -> Non
 
 
 @settings(max_examples=30)
+@given(graphs(), st.data())
+def test_freeing_earlier_never_raises_the_peak(graph: OpGraph, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(graph.storages) - 1))
+    storage = graph.storages[index]
+    freed = storage._replace(death=data.draw(st.integers(min(storage.birth, storage.death), storage.death)))
+    earlier = replace(graph, storages=(*graph.storages[:index], freed, *graph.storages[index + 1 :]))
+    assert earlier.peak_live_bytes <= graph.peak_live_bytes
+
+
 @given(graphs())
 def test_edges_go_from_earlier_to_later_operators(graph: OpGraph) -> None:
     earlier, later = graph.edges

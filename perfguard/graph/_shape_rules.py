@@ -1,0 +1,137 @@
+"""Outputs of the most frequent operators on meta, by their shapes alone.
+
+For some operators PyTorch's meta kernel is a decomposition in Python that takes a millisecond, and a network calls them a hundred
+times. A rule makes the same outputs (shape, strides, dtype) in a few microseconds where the case is plain, and declines
+(`NotImplemented`) where it is not. The tests hold every rule against PyTorch's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _alike(first: torch.Tensor, *others: Any) -> bool:
+    return all(
+        isinstance(other, torch.Tensor)
+        and other.is_meta
+        and other.shape == first.shape
+        and other.stride() == first.stride()
+        and other.dtype is first.dtype
+        for other in others
+    )
+
+
+def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Norms keep their statistics in float32 for half-precision inputs."""
+    return torch.float32 if tensor.dtype in _HALF else tensor.dtype
+
+
+def _elementwise(*tensors: Any) -> Any:
+    first = tensors[0]
+    if not first.dtype.is_floating_point or not _is_dense(first) or not _alike(first, *tensors[1:]):
+        return NotImplemented
+    return torch.empty_like(first)
+
+
+def _unary(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return _elementwise(x)
+
+
+def _binary(a: torch.Tensor, b: Any, *_: Any, **__: Any) -> Any:
+    return _elementwise(a, b)
+
+
+def _batch_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    if not training or not _is_dense(x) or weight is None:
+        return NotImplemented
+    dtype = _statistics_dtype(x)
+    return torch.empty_like(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
+
+
+def _batch_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, variance: Any, save_mean: Any, save_invstd: Any,
+    train: bool, eps: float, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    if not train or weight is None or not all(output_mask) or not _is_dense(x) or not _alike(x, grad):
+        return NotImplemented
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _layer_norm(x: torch.Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    if not x.is_contiguous():
+        return NotImplemented
+    kept = x.dim() - len(normalized_shape)
+    shape = (*x.shape[:kept], *(1 for _ in normalized_shape))
+    dtype = _statistics_dtype(x)
+    return _empty(x.shape, x.dtype), _empty(shape, dtype), _empty(shape, dtype)
+
+
+def _layer_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any,
+    output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    if weight is None or bias is None or not all(output_mask) or not x.is_contiguous() or not _alike(x, grad):
+        return NotImplemented
+    return _empty(x.shape, x.dtype), torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
+    if a.dtype is not b.dtype or a.shape[1] != b.shape[0]:
+        return NotImplemented
+    return _empty((a.shape[0], b.shape[1]), a.dtype)
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+    if bias.dim() != 1 or bias.shape[0] not in (1, b.shape[1]) or bias.dtype is not a.dtype:
+        return NotImplemented
+    return _mm(a, b)
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if not dims or not x.is_contiguous() or not x.dtype.is_floating_point or dtype not in (None, x.dtype):
+        return NotImplemented
+    summed = {dim % x.dim() for dim in dims}
+    if keepdim:
+        shape = [1 if dim in summed else size for dim, size in enumerate(x.shape)]
+    else:
+        shape = [size for dim, size in enumerate(x.shape) if dim not in summed]
+    return _empty(shape, x.dtype)
+
+
+Rule = Callable[..., Any]
+SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.gelu.default: _unary,
+    aten.silu.default: _unary,
+    aten.relu.default: _unary,
+    aten.gelu_backward.default: _binary,
+    aten.silu_backward.default: _binary,
+    aten.threshold_backward.default: _binary,
+    aten.sigmoid_backward.default: _binary,
+    aten.hardswish_backward.default: _binary,
+    aten.hardsigmoid_backward.default: _binary,
+    aten.add.Tensor: _binary,
+    aten.mul.Tensor: _binary,
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.sum.dim_IntList: _sum,
+}

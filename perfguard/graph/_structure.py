@@ -1,0 +1,188 @@
+"""What decides a trace, as a value that can be compared: two workloads with equal structure and batch have the same graph."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from perfguard.graph._target import Target
+from perfguard.workload import TensorSpec, Workload
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
+_EXACTLY_PLAIN = frozenset(_PLAIN)
+_BATCH = "batch"
+_NOT_COST = frozenset({"steps", "steps_per_epoch"})
+"""Fields of a workload that do not change its step."""
+_MOST_VALUES = 200_000
+
+
+class Structure(NamedTuple):
+    """A workload without its batch size."""
+
+    key: Hashable
+    batch: int
+
+
+class _Indescribable(Exception):
+    """Something that cannot be compared by value, such as an open file."""
+
+
+def structure_of(workload: Workload, target: Target) -> Structure | None:
+    """The structure of ``workload`` and its batch size; None if it holds something that cannot be compared by value.
+
+    The batch is the first dimension that all inputs share. What code reads from global variables is not seen.
+    """
+    describe = _Describer()
+    try:
+        batch, inputs = _batch_of(workload)
+        parts: list[Hashable] = [target, inputs, _ambient()]
+        for field in fields(workload):
+            value = getattr(workload, field.name)
+            if field.name == "optimizer":
+                parts.append(_optimizer(value, describe))
+            elif field.name not in ("inputs", "targets") and field.name not in _NOT_COST:
+                parts.append(describe(value))
+        return Structure(tuple(parts), batch)
+    except (_Indescribable, RecursionError):
+        return None
+
+
+def _ambient() -> Hashable:
+    """Switches of PyTorch that the trace looks at."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
+
+
+def _batch_of(workload: Workload) -> tuple[int, Hashable]:
+    """The batch size, and the shapes with it left out."""
+    specs: list[tuple[tuple[int, ...], Hashable]] = []
+
+    def walk(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            if not value.is_contiguous():
+                raise _Indescribable
+            return spec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if isinstance(value, TensorSpec):
+            return spec(value.shape, value.dtype)
+        if isinstance(value, (tuple, list)):
+            if value and all(type(size) is int for size in value):
+                return spec(tuple(value), "float32")
+            return type(value), tuple(map(walk, value))
+        if isinstance(value, dict):
+            return dict, tuple((key, walk(item)) for key, item in value.items())
+        if isinstance(value, _PLAIN):
+            return value
+        raise _Indescribable
+
+    def spec(shape: tuple[int, ...], dtype: str) -> Hashable:
+        specs.append((shape, dtype))
+        return len(specs) - 1
+
+    form = walk(workload.inputs), walk(workload.targets)
+    leading = {shape[0] for shape, _ in specs if shape}
+    batch = leading.pop() if len(leading) == 1 else 0
+    shapes = tuple(((_BATCH, *shape[1:]) if batch and shape else shape, dtype) for shape, dtype in specs)
+    return batch, (form, shapes)
+
+
+def _optimizer(value: Any, describe: _Describer) -> Hashable:
+    """Of an optimizer's numbers it matters only whether they are zero: lr and betas change no kernel."""
+    if isinstance(value, Mapping):
+        return tuple((path, _optimizer(item, describe)) for path, item in value.items())
+    if isinstance(value, functools.partial):
+        numbers = tuple((key, _kind_of(item, describe)) for key, item in sorted(value.keywords.items()))
+        return describe(value.func), describe(value.args), numbers
+    if isinstance(value, torch.optim.Optimizer):
+        groups = tuple(
+            (
+                tuple((key, _kind_of(item, describe)) for key, item in sorted(group.items()) if key != "params"),
+                tuple(map(describe, group["params"])),
+            )
+            for group in value.param_groups
+        )
+        return type(value), groups
+    return describe(value)
+
+
+def _kind_of(value: Any, describe: _Describer) -> Hashable:
+    if isinstance(value, float):
+        return float, value != 0
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_kind_of(item, describe) for item in value)
+    return describe(value)
+
+
+class _Describer:
+    """Values by content, objects that were met before by the order of their first meeting (so that ties are kept)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []
+
+    def __call__(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in _EXACTLY_PLAIN:
+            return kind, value
+        if (kind is dict or kind is OrderedDict) and not value:  # the hooks that a module does not have
+            return kind
+        if isinstance(value, type):
+            return value
+        key = id(value)
+        if key in self._seen:
+            return "again", self._seen[key]
+        self._seen[key] = len(self._seen)
+        self._kept.append(value)  # an id is good as long as its object lives
+        if len(self._kept) > _MOST_VALUES:
+            raise _Indescribable
+        return self._describe(value)
+
+    def _describe(self, value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return type(value), self._items(vars(value))
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(map(self, value))
+        if isinstance(value, Mapping):
+            return type(value), self._items(value)
+        if isinstance(value, (set, frozenset)):
+            if not all(isinstance(item, _PLAIN) for item in value):
+                raise _Indescribable
+            return type(value), frozenset(value)
+        if isinstance(value, enum.Enum):
+            return value
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, types.FunctionType):
+            cells = tuple(self(cell.cell_contents) for cell in value.__closure__ or ())
+            return value.__code__, self(value.__defaults__), self(value.__kwdefaults__), cells
+        if isinstance(value, types.MethodType):
+            return value.__func__.__code__, self(value.__self__)
+        if isinstance(value, functools.partial):
+            return functools.partial, self(value.func), self(value.args), self(value.keywords)
+        if isinstance(value, weakref.ref):
+            return weakref.ref, self(value())
+        if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload)):
+            return value
+        if is_dataclass(value) or type(value).__module__ not in ("builtins", "_io", "_thread", "threading"):
+            state = getattr(value, "__dict__", None)
+            if state is not None:
+                return type(value), self._items(state)
+        raise _Indescribable
+
+    def _items(self, value: Mapping[Any, Any]) -> Hashable:
+        return tuple([(key if type(key) is str else self(key), self(item)) for key, item in value.items()])
+
+    def _tensor(self, value: torch.Tensor) -> Hashable:
+        if value.grad_fn is not None or type(value) not in (torch.Tensor, nn.Parameter):
+            raise _Indescribable
+        return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad

@@ -1,0 +1,199 @@
+"""The models of other people can be traced: timm's, Hugging Face's, torch_geometric's, torch's own."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perfguard.graph import OpGraph, Phase, replay_allocator, trace
+from perfguard.workload import TensorSpec, Workload
+from tests import zoo
+
+pytestmark = pytest.mark.slow
+needs_zoo = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
+NAMES = (Path(__file__).parent / "timm_models.txt").read_text().split()
+NUM_SAMPLED = 60
+CANNOT_TRAIN: dict[str, str] = {}
+"""timm models whose training step fails in torch itself, with the reason."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "timm_name" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-models")
+        names = NAMES if everything else sorted(random.Random(0).sample(NAMES, NUM_SAMPLED))
+        metafunc.parametrize("timm_name", names)
+
+
+def check(graph: OpGraph) -> None:
+    """What must hold of any step."""
+    parameter_bytes = sum(s.num_bytes for s in graph.storages if s.birth == -1)
+    assert graph.peak_live_bytes >= parameter_bytes > 0
+    assert replay_allocator(graph).reserved_bytes >= graph.peak_live_bytes
+    assert graph.flops > 0
+
+
+def first_of(output: Any) -> torch.Tensor:
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return output
+
+
+@needs_zoo
+def test_a_timm_model(timm_name: str) -> None:
+    with torch.device("meta"):
+        model = zoo.timm_model(timm_name)
+    size = zoo.input_size(model)
+    infer = trace(Workload(model, (2, *size), mode="infer"))
+    check(infer)
+    if timm_name in CANNOT_TRAIN:
+        pytest.skip(CANNOT_TRAIN[timm_name])
+    train = trace(
+        Workload(
+            model,
+            (2, *size),
+            TensorSpec((2,), "int64"),
+            lambda output, target: F.cross_entropy(first_of(output).flatten(1), target),
+            functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        )
+    )
+    check(train)
+    forward = sum(op.flops for op in train.ops if op.phase is Phase.FORWARD)
+    assert 0.9 * infer.flops <= forward <= 1.2 * infer.flops
+
+
+def ids(batch: int = 2, length: int = 32) -> TensorSpec:
+    return TensorSpec((batch, length), "int64")
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+TEXT = {"input_ids": ids(), "labels": ids()}
+IMAGES = {"pixel_values": (2, 3, 32, 32), "labels": TensorSpec((2,), "int64")}
+HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "bert": ("BertConfig", "BertForMaskedLM", SMALL, TEXT),
+    "bert with a mask": ("BertConfig", "BertForMaskedLM", SMALL, TEXT | {"attention_mask": ids()}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1},
+        TEXT,
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "vocab_size": 100,
+         "word_embed_proj_dim": 64},
+        TEXT,
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 128, "d_kv": 16, "vocab_size": 100, "decoder_start_token_id": 0},
+        TEXT,
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL | {"num_key_value_heads": 2}, TEXT),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, TEXT),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
+         "patch_size": 8},
+        IMAGES,
+    ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 100, "max_source_positions": 50, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        {"input_features": (2, 80, 100), "labels": ids(2, 16)},
+    ),
+}  # fmt: skip
+
+
+@needs_zoo
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "bf16"])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_model(name: str, precision: Any) -> None:
+    config, cls, options, inputs = HUGGING_FACE[name]
+    transformers = zoo.transformers()
+    with torch.device("meta"):
+        model = getattr(transformers, cls)(getattr(transformers, config)(**options))
+    check(trace(Workload(model, inputs, loss=lambda output: output.loss, precision=precision, optimizer=torch.optim.AdamW)))
+
+
+@needs_zoo
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_model_with_checkpointing_keeps_less() -> None:
+    transformers = zoo.transformers()
+    peaks = []
+    for saving in (False, True):
+        config = transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 2, "num_hidden_layers": 8})
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        if saving:
+            model.gradient_checkpointing_enable()
+        inputs = {"input_ids": ids(8, 256), "labels": ids(8, 256)}
+        peaks.append(trace(Workload(model, inputs, loss=lambda output: output.loss, precision="bf16")).peak_live_bytes)
+    assert peaks[1] < peaks[0] / 2
+
+
+def geometric(make: Callable[[Any], nn.Module]) -> Workload:
+    """Node classification on a graph of 100 nodes and 400 edges, whose indices are fixed."""
+    import torch_geometric.nn as gnn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make(gnn), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> Any:
+            return self.second(self.first(x, edge_index).relu())
+
+    return Workload(
+        Net(), {"x": (100, 16), "edge_index": TensorSpec((2, 400), "int64")}, TensorSpec((100,), "int64"), F.cross_entropy
+    )
+
+
+@pytest.mark.parametrize("layer", ["SAGEConv", "GINConv", "GraphConv", "GCNConv", "GATConv", "TransformerConv"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_of_torch_geometric(layer: str) -> None:
+    def make(gnn: Any) -> nn.Module:
+        if layer == "GINConv":
+            return gnn.GINConv(nn.Linear(16, 32))  # type: ignore[no-any-return]
+        if layer == "GCNConv":
+            return gnn.GCNConv(16, 32, add_self_loops=False)  # type: ignore[no-any-return]
+        if layer == "GATConv":
+            return gnn.GATConv(16, 32, add_self_loops=False)  # type: ignore[no-any-return]
+        return getattr(gnn, layer)(16, 32)  # type: ignore[no-any-return]
+
+    check(trace(geometric(make)))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 2, 3, padding=1)])
+
+    def forward(self, images: torch.Tensor) -> dict[str, Any]:
+        first = self.down[0](images).relu()
+        second = self.down[1](F.max_pool2d(first, 2)).relu()
+        merged = torch.cat([self.up[0](second), first], dim=1)
+        return {"mask": self.up[1](merged), "features": (first, second)}
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("precision", ["fp32", "amp-fp16"])
+def test_a_unet_with_nested_outputs(layout: Any, precision: Any) -> None:
+    targets = TensorSpec((4, 64, 64), "int64")
+    loss = lambda output, target: F.cross_entropy(output["mask"], target)  # noqa: E731
+    check(trace(Workload(UNet(), {"images": (4, 3, 64, 64)}, targets, loss, layout=layout, precision=precision)))
