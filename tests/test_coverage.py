@@ -47,6 +47,7 @@ def first_of(output: Any) -> torch.Tensor:
 
 
 @needs_zoo
+@pytest.mark.filterwarnings("ignore:Mapping deprecated model name")
 def test_a_timm_model(timm_name: str) -> None:
     with torch.device("meta"):
         model = zoo.timm_model(timm_name)

@@ -81,6 +81,12 @@ class GuardNet:
         self._overheads: dict[str, tuple[float, float]] = {}
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, Correction]] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_corrections": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_corrections": WeakKeyDictionary()})
+
     @property
     def name(self) -> str:
         """Name and version."""
