@@ -45,8 +45,8 @@ def featurize(graph: OpGraph, device: Device) -> Data:
     Returns:
         Data with ``x`` (num_ops, len(NODE_FEATURES)), ``kind`` (num_ops,) indices into OP_KINDS, ``edge_index``
         (2, num_edges), ``globals`` (1, len(GRAPH_FEATURES)), ``roofline`` (num_ops,) seconds, and the physics to correct:
-        ``log_memory`` (1,) log bytes of the replay's peak with the device's context, ``log_time`` (1,) log seconds of the
-        summed roofline.
+        ``log_memory`` (1,) log bytes of the replay's peak (reserved bytes and context on a GPU), ``log_time`` (1,) log seconds of
+        the summed roofline.
     """
     roofline = roofline_s(graph, device)
     padding = channel_padding(graph, device)
@@ -83,7 +83,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         edge_index=torch.from_numpy(graph.edges),
         globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, padding)[None].astype(np.float32)),
         roofline=torch.from_numpy(roofline.astype(np.float32)),
-        log_memory=torch.tensor([math.log(peak + device.context_bytes)]),
+        log_memory=torch.tensor([math.log(device.context_bytes + (peak if device.kind == "cpu" else graph.reserved_bytes))]),
         log_time=torch.tensor([math.log(total_s)]),
         num_nodes=len(ops),
     )

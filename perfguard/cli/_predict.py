@@ -17,7 +17,7 @@ from rich.table import Table
 
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import BuildError, ConfigurationError
-from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator, replay_allocator, trace
+from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator, trace
 from perfguard.predictor import Estimate, Prediction, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
@@ -157,7 +157,7 @@ def _explain(graph: OpGraph, device: Device) -> None:
     console = Console()
     live = format_bytes(graph.peak_live_bytes)
     if device.kind == "cuda":
-        reserved = format_bytes(replay_allocator(graph).reserved_bytes)
+        reserved = format_bytes(graph.reserved_bytes)
         console.print(f"tensors {live}, reserved by the allocator {reserved}, context {format_bytes(device.context_bytes)}")
     else:
         console.print(f"tensors {live}")

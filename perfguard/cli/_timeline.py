@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from perfguard.exceptions import ConfigurationError
-from perfguard.graph import OpGraph, Phase, StorageKind, replay_allocator, roofline_s, timeline
+from perfguard.graph import OpGraph, Phase, StorageKind, roofline_s, timeline
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -51,7 +51,7 @@ def draw_timeline(graph: OpGraph, device: Device, path: str) -> None:
     peak = graph.peak_index + 1
     axes.plot(milliseconds[peak], graph.live_bytes[peak] / _GIB, "k^", label=f"live peak, {graph.peak_live_bytes / _GIB:.3g} GiB")
     if device.kind == "cuda":
-        reserved = replay_allocator(graph).reserved_bytes
+        reserved = graph.reserved_bytes
         axes.axhline(reserved / _GIB, color="k", linestyle=":", linewidth=1, label=f"reserved, {reserved / _GIB:.3g} GiB")
     for index in range(1, len(graph.ops)):
         if graph.ops[index].phase is not graph.ops[index - 1].phase:

@@ -85,6 +85,7 @@ _KIND_BY_FRAGMENT = (
 # Operators that allocate without launching a kernel, or that only look at metadata.
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh",
                    "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
+_MAX_FFT_SIZE = 256
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
 
@@ -170,16 +171,26 @@ _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
 
 
 def attributes_of(kind: str, args: Sequence[Any]) -> dict[str, Any]:
-    """Hyperparameters that decide which kernel runs."""
+    """Hyperparameters that decide which kernel runs, and which of cuDNN's algorithms with large workspaces are possible.
+
+    Winograd's needs 3 x 3 (or 5 x 5) kernels, both it and FFT need stride, dilation and groups of one (cuDNN's developer guide,
+    tables of `cudnnConvolutionForward`).
+    """
     if kind not in ("conv", "conv_backward"):
         return {}
     shift = 0 if kind == "conv" else 1
-    weight, stride = args[1 + shift], args[3 + shift]
-    transposed, groups = args[6 + shift], args[8 + shift]
+    inputs, weight, stride, padding, dilation = args[shift], args[1 + shift], *args[3 + shift : 6 + shift]
+    transposed, groups = bool(args[6 + shift]), int(args[8 + shift])
+    kernel = tuple(weight.shape[2:])
+    dense = groups == 1 and all(step == 1 for step in (*stride, *dilation))
     return {
-        "in_shape": tuple(args[shift].shape),
+        "in_shape": tuple(inputs.shape),
         "weight_shape": tuple(weight.shape),
         "stride": tuple(stride),
-        "groups": int(groups),
-        "transposed": bool(transposed),
+        "padding": tuple(padding),
+        "dilation": tuple(dilation),
+        "groups": groups,
+        "transposed": transposed,
+        "winograd": dense and kernel in ((3, 3), (5, 5)),
+        "fft": dense and len(kernel) == 2 and max(kernel) > 1 and max(inputs.shape[2:]) <= _MAX_FFT_SIZE,
     }

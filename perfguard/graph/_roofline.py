@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _MATRIX_KINDS = frozenset({"conv", "conv_backward", "matmul", "attention", "rnn"})
 _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
+_CUDNN_KINDS = frozenset({"conv", "conv_backward", "rnn"})
+"""In float32 these take TF32 where there is any (`torch.backends.cudnn.allow_tf32`); matrix products do not, by default."""
 
 
 _LANES = {"cpu": 16, "cuda": 8}
@@ -60,4 +62,4 @@ def _in_blocks(channels: int, lanes: int) -> float:
 def _rate(kind: str, dtype: str, device: Device) -> float:
     if kind not in _MATRIX_KINDS:
         return device.flops_per_s("fp32")
-    return device.flops_per_s(_ARITHMETIC_BY_DTYPE.get(dtype, "fp32"))
+    return device.flops_per_s(_ARITHMETIC_BY_DTYPE.get(dtype, "tf32" if kind in _CUDNN_KINDS else "fp32"))

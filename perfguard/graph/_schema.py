@@ -3,9 +3,9 @@
 The fields and their legal values, once and for all:
 
     ops[i]        the i-th kernel launch of the step. Views and other operators that move no data are left out.
-    storages[s]   one allocation. `birth` is the index of the operator that allocates it, -1 if it was there before the
-                  step. `death` is the index of the last operator before it is freed (the storage is alive while `ops[death]`
-                  runs), `len(ops)` if it outlives the step.
+    storages[s]   one allocation, in the order in which they were made. `birth` is the index of the operator that allocates
+                  it, -1 if it was there before the step. `death` is the index of the last operator before it is freed (the
+                  storage is alive while `ops[death]` runs), `len(ops)` if it outlives the step.
     ops[i].inputs / outputs   indices into `storages`; an operator that writes in place has the same index in both.
 """
 
@@ -71,7 +71,8 @@ class Op(NamedTuple):
     """Shape of the first output; empty for a scalar."""
     dtype: str
     attributes: Mapping[str, Any]
-    """Hyperparameters that decide the kernel: of a convolution groups, stride, kernel, transposed."""
+    """Hyperparameters that decide the kernel: of a convolution its shapes, stride, padding, dilation, groups,
+    transposed, and whether the algorithms "winograd" and "fft" are possible."""
 
 
 class Storage(NamedTuple):
@@ -120,6 +121,13 @@ class OpGraph:
     def peak_live_bytes(self) -> int:
         """Most bytes alive at once in the step."""
         return int(self.live_bytes.max())
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
+        from perfguard.graph._allocator import replay_allocator
+
+        return replay_allocator(self).reserved_bytes
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
         """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""

@@ -77,7 +77,8 @@ def test_every_feature_is_finite_and_every_column_has_a_name(workload: Workload,
 def test_the_physics_to_correct_is_the_replay_and_the_roofline(workload: Workload, device: Device) -> None:
     graph = trace(workload, target=device.kind)
     data = featurize(graph, device)
-    assert float(data.log_memory) == pytest.approx(math.log(graph.peak_live_bytes + device.context_bytes), rel=1e-5)
+    replayed = graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes
+    assert float(data.log_memory) == pytest.approx(math.log(replayed + device.context_bytes), rel=1e-5)
     assert float(data.log_time) == pytest.approx(math.log(roofline_s(graph, device).sum()), rel=1e-5)
 
 
@@ -99,11 +100,15 @@ def relabelled(graph: OpGraph, rng: random.Random) -> OpGraph:
 
 @settings(max_examples=20)
 @given(workloads(), devices, st.randoms(use_true_random=False))
-def test_features_do_not_depend_on_numbers_and_names(workload: Workload, device: Device, rng: random.Random) -> None:
+def test_features_do_not_depend_on_numbers_and_names_but_for_the_order_of_allocation(
+    workload: Workload, device: Device, rng: random.Random
+) -> None:
     graph = trace(workload, target=device.kind)
     data, other = featurize(graph, device), featurize(relabelled(graph, rng), device)
-    for key in ("x", "kind", "globals", "roofline", "log_memory", "log_time"):
+    for key in ("x", "kind", "globals", "roofline", "log_time"):
         torch.testing.assert_close(data[key], other[key])
+    tolerance = 0.0 if device.kind == "cpu" else 0.3  # the allocator's fragments depend on the order
+    assert abs(float(data.log_memory - other.log_memory)) <= tolerance
     assert set(map(tuple, data.edge_index.T.tolist())) == set(map(tuple, other.edge_index.T.tolist()))
 
 

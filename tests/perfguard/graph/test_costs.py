@@ -137,6 +137,22 @@ def test_views_launch_nothing() -> None:
     assert trace(Workload(model, (4, 8), mode="infer")).ops == ()
 
 
+@pytest.mark.parametrize(
+    ("layer", "winograd", "fft"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3), True, True),
+        (lambda: nn.Conv2d(8, 8, 7), False, True),
+        (lambda: nn.Conv2d(8, 8, 1), False, False),
+        (lambda: nn.Conv2d(8, 8, 3, stride=2), False, False),
+        (lambda: nn.Conv2d(8, 8, 3, groups=2), False, False),
+        (lambda: nn.Conv2d(8, 8, 3, dilation=2), False, False),
+    ],
+)
+def test_which_algorithms_with_large_workspaces_are_possible(layer: Callable[[], nn.Module], winograd: bool, fft: bool) -> None:
+    op = next(op for op in traced(layer(), (2, 8, 16, 16)).ops if op.kind == "conv")
+    assert (op.attributes["winograd"], op.attributes["fft"]) == (winograd, fft)
+
+
 def test_a_convolution_keeps_what_decides_its_kernel() -> None:
     graph = traced(nn.Sequential(Scale(), nn.Conv2d(8, 16, (3, 1), stride=(2, 1), groups=4)), (2, 8, 9, 9))
     by_kind = {op.kind: op for op in graph.ops}
@@ -145,8 +161,12 @@ def test_a_convolution_keeps_what_decides_its_kernel() -> None:
             "in_shape": (2, 8, 9, 9),
             "weight_shape": (16, 2, 3, 1),
             "stride": (2, 1),
+            "padding": (0, 0),
+            "dilation": (1, 1),
             "groups": 4,
             "transposed": False,
+            "winograd": False,
+            "fft": False,
         }
 
 

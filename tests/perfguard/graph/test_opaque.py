@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,3 +43,29 @@ def test_in_a_trace_its_outputs_are_described_and_its_inputs_get_gradients() -> 
 def test_example_outputs_must_be_tensors() -> None:
     with pytest.raises(TraceError, match=r"example_outputs of perfguard\.opaque must return a tensor"):
         trace(Workload(Selects(lambda x: 3), (32, 8), loss=lambda output: output.sum()))
+
+
+@pytest.fixture
+def extension() -> Iterator[Any]:
+    """A custom operator with a kernel for the CPU and none for meta, as a CUDA extension would be."""
+    library = torch.library.Library("perfguard_test_extension", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    yield torch.ops.perfguard_test_extension.twice
+    library._destroy()
+
+
+class Extended(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(8, 8), call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.linear(x))
+
+
+def test_an_extension_without_a_meta_kernel_is_named_and_opaque_mends_it(extension: Any) -> None:
+    with pytest.raises(TraceError, match=r"test_opaque\.py:\d+.*no kernel for the meta device.*perfguard\.opaque"):
+        trace(Workload(Extended(extension), (4, 8), loss=lambda output: output.sum()))
+    mended = opaque(extension.default, example_outputs=torch.empty_like)
+    assert trace(Workload(Extended(mended), (4, 8), loss=lambda output: output.sum())).ops
