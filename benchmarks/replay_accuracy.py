@@ -10,10 +10,7 @@ missing. Needs timm and torchvision.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
-import functools
-import gzip
 import random
 import statistics
 import sys
@@ -21,19 +18,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from perfguard import TensorSpec, Workload, resolve_device, trace
+from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import replay_allocator
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.zoo import timm_model
+from perfguard.tables import WorkloadRow, read_table, workload_of, workload_row
 
 
 class Compared(NamedTuple):
@@ -45,37 +38,14 @@ class Compared(NamedTuple):
     reserved: float
 
 
-def compare(row: dict[str, str]) -> Compared | str:
+def compare(row: WorkloadRow) -> Compared | str:
     """Trace one row of the table; a text if it cannot be traced."""
     try:
-        graph = trace(workload_of(row), target=resolve_device(row["gpu"]))
+        graph = trace(workload_of(row), target=resolve_device(row.gpu))
     except PerfGuardError as error:
-        return f"{row['model']}: {error}"
-    reserved = replay_allocator(graph).reserved_bytes
-    return Compared(row["family"], float(row["peak_memory_mib"]) * 2**20, graph.peak_live_bytes, reserved)
-
-
-def workload_of(row: dict[str, str]) -> Workload:
-    """The workload that a row of the table describes."""
-    batch, size = int(row["batch_size"]), int(row["img_size"])
-    with torch.device("meta"):
-        model = timm_model(row["model"], size)
-    train = row["mode"] == "train"
-    return Workload(
-        model,
-        inputs=(batch, 3, size, size),
-        targets=TensorSpec((batch,), "int64") if train else None,
-        loss=_cross_entropy if train else None,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9) if train else None,
-        mode="train" if train else "infer",
-        precision=row["precision"],  # type: ignore[arg-type]
-        layout=row["layout"],  # type: ignore[arg-type]
-        cudnn_benchmark=True,
-    )
-
-
-def _cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(output[0] if isinstance(output, (tuple, list)) else output, target)
+        return f"{row.model}: {error}"
+    assert row.peak_memory_bytes is not None
+    return Compared(row.family, row.peak_memory_bytes, graph.peak_live_bytes, graph.reserved_bytes)
 
 
 def errors(estimates: Iterable[float], rows: Sequence[Compared]) -> tuple[float, float]:
@@ -93,12 +63,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="a random sample of this many rows (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    with gzip.open(arguments.table, "rt") as file:
-        table = [
-            row
-            for row in csv.DictReader(file)
-            if row["gpu"] == arguments.gpu and row["mode"] == arguments.mode and row["status"] == "ok" and row["peak_memory_mib"]
-        ]
+    everything = map(workload_row, read_table(arguments.table)[1])
+    table = [
+        row
+        for row in everything
+        if (row.gpu, row.mode, row.status) == (arguments.gpu, arguments.mode, "ok") and row.peak_memory_bytes
+    ]
     random.Random(0).shuffle(table)
     table = table[: arguments.rows]
     with ProcessPoolExecutor(arguments.jobs) as pool:

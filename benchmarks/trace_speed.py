@@ -10,10 +10,8 @@ it is installed). Each tool and model has a process of its own, with a limit on 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import functools
-import gzip
 import importlib.util
 import json
 import platform
@@ -36,9 +34,7 @@ from torch import nn
 from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.graph import replay_allocator
 from perfguard.measure import PeakResidentSet
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.zoo import timm_model
+from perfguard.tables import read_table, timm_model, workload_row
 
 MODELS = (
     "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "densenet121", "regnety_032", "convnext_tiny",
@@ -114,12 +110,12 @@ def measured(table: Path | None) -> dict[tuple[str, int], float]:
     """(model, batch) → bytes that the driver of an A100 read."""
     if table is None:
         return {}
-    with gzip.open(table, "rt") as file:
-        return {
-            (row["model"], int(row["batch_size"])): float(row["peak_memory_mib"]) * 2**20
-            for row in csv.DictReader(file)
-            if row["gpu"] == "a100-pcie-40gb" and row["mode"] == "train" and row["status"] == "ok" and row["peak_memory_mib"]
-        }
+    rows = map(workload_row, read_table(table)[1])
+    return {
+        (row.model, row.batch_size): row.peak_memory_bytes
+        for row in rows
+        if (row.gpu, row.mode, row.status) == ("a100-pcie-40gb", "train", "ok") and row.peak_memory_bytes
+    }
 
 
 def main() -> None:

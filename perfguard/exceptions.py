@@ -7,6 +7,7 @@ PerfGuardError
 │   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
 │   └── TraceError                     the training step cannot be traced on the meta device
 ├── PredictorError                     no such predictor, or weights that are refused
+├── TableError                         a table of measured runs, or a row of it, that cannot be used
 └── LogError                           the measurement log
     ├── LogCorruptError                not a PerfGuard log, or a damaged one
     ├── LogVersionError                written by a newer PerfGuard
@@ -48,6 +49,10 @@ class TraceError(WorkloadError):
 
 class PredictorError(PerfGuardError):
     """No such predictor, or its weights are refused."""
+
+
+class TableError(PerfGuardError):
+    """A table of measured runs, or a row of it, that cannot be used."""
 
 
 class LogError(PerfGuardError):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard.graph import OpGraph, Phase, replay_allocator, trace
+from perfguard.tables import timm_model
 from perfguard.workload import TensorSpec, Workload
 from tests import zoo
 
@@ -50,7 +51,7 @@ def first_of(output: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:Mapping deprecated model name")
 def test_a_timm_model(timm_name: str) -> None:
     with torch.device("meta"):
-        model = zoo.timm_model(timm_name)
+        model = timm_model(timm_name)
     size = zoo.input_size(model)
     infer = trace(Workload(model, (2, *size), mode="infer"))
     check(infer)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from perfguard.exceptions import PerfGuardError
+from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
 
 __all__ = ["main"]
@@ -17,7 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 for an error that PerfGuard explains, 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.command == "gpus":
+        if arguments.command == "evaluate":
+            from perfguard.cli._evaluate import evaluate_table
+
+            evaluate_table(arguments)
+        elif arguments.command == "gpus":
             from perfguard.cli._gpus import show_gpus
 
             show_gpus(as_json=arguments.json)
@@ -48,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
     predict.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
     predict.add_argument("--json", action="store_true", help="data on standard output")
+
+    evaluate = commands.add_parser("evaluate", help="hold a predictor against a table of measured runs")
+    evaluate.add_argument("table", metavar="TABLE", help="a workload table, CSV, compressed or not")
+    evaluate.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
+    evaluate.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
+    evaluate.add_argument("--json", metavar="FILE.json", help="write the report as data")
 
     gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
     gpus.add_argument("--json", action="store_true", help="data on standard output")

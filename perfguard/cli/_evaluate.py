@@ -1,0 +1,93 @@
+"""``perfguard evaluate``: a predictor held against a table of measured runs."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from perfguard.exceptions import ConfigurationError
+from perfguard.predictor import load_predictor
+from perfguard.tables import PREDICTED, Evaluated, evaluate, read_table, report
+
+
+def evaluate_table(arguments: argparse.Namespace) -> None:
+    """Read, predict, write and print.
+
+    Raises:
+        PerfGuardError: for a table or a predictor that cannot be right.
+    """
+    columns, rows = read_table(arguments.table)
+    predictor = load_predictor(arguments.predictor)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
+        task = progress.add_task("rows", total=len(rows))
+        results = evaluate(columns, rows, predictor, on_row=lambda: progress.advance(task))
+    groups = report(results)
+    if arguments.out:
+        _write_predictions(arguments.out, columns, rows, results)
+    if arguments.json:
+        document = {"predictor": predictor.name, "table": Path(arguments.table).name, "groups": groups}
+        _write(arguments.json, json.dumps(document, indent=2) + "\n")
+    console.print(_as_table(predictor.name, groups))
+    errors = sum(bool(result.error) for result in results)
+    if errors:
+        first = next(result.error for result in results if result.error)
+        console.print(f"{errors} of {len(results)} rows could not be predicted; the first: {first}", markup=False)
+
+
+def _write_predictions(
+    path: str, columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]
+) -> None:
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*columns, *PREDICTED], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **result.columns()} for row, result in zip(rows, results, strict=True))
+    except OSError as error:
+        raise ConfigurationError(f"The predictions cannot be written to {path!r}: {error}") from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"The report cannot be written to {path!r}: {error}") from error
+
+
+def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"{predictor}: mean / median / 90th percentile of the relative error, coverage of the 90% interval")
+    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "OOM caught", "fitting pruned"):
+        table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")
+    for group in groups:
+        table.add_row(
+            group["source"],
+            group["mode"],
+            group["gpu"],
+            str(group["rows"]),
+            _score(group["memory"]),
+            _score(group["time"]),
+            _share(group["oom_caught"]),
+            _share(group["fitting_pruned"]),
+        )
+    return table
+
+
+def _score(score: Mapping[str, float] | None) -> str:
+    if score is None:
+        return "-"
+    return f"{score['mean']:.1%} / {score['median']:.1%} / {score['p90']:.1%}, {score['coverage']:.0%}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
