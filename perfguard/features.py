@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 FEATURE_VERSION = 2
+"""Columns are only ever added at the end within a version, so that older weights read the first of them."""
 NODE_FEATURES = (
     "log_flops", "log_bytes_read", "log_bytes_written", "log_roofline", "roofline_share", "launch_bound",
     "live_share", "kept_share", "forward", "backward", "optimizer", "log_batch", "log_channels", "log_positions",
     "conv_log_kernel", "conv_log_groups", "conv_log_in_channels", "conv_log_stride", "conv_transposed", "half",
-    "working_share", "log_padding_in", "log_padding_out",
+    "working_share", "log_padding_in", "log_padding_out", "conv_winograd", "conv_fft",
 )  # fmt: skip
 GRAPH_FEATURES = (
     "log_live_peak", "parameter_share", "gradient_share", "optimizer_share", "activation_share", "temporary_share",
     "largest_storage_share", "log_roofline_total", "log_flops", "log_num_ops", "launch_bound_share", "log_mean_op",
     "train", "half", "nhwc", "cpu", "log_device_flops", "log_device_bandwidth", "log_device_sms", "log_device_memory",
     "log_matrix_speedup", "log_working_peak", "small_share", "log_churn",
+    "cudnn_benchmark", "compiled", "log_reserved_share",
 )  # fmt: skip
 _HALF = ("float16", "bfloat16")
 _WORKSPACE_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
@@ -75,6 +77,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         np.array([op.dtype in _HALF for op in ops], dtype=np.float64),
         _working_bytes(graph, padding) / peak,
         *np.log(padding),
+        *(np.array([bool(op.attributes.get(name)) for op in ops], dtype=np.float64) for name in ("winograd", "fft")),
     ]
     kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
     return Data(
@@ -157,5 +160,8 @@ def _globals(
             math.log(max(float(_working_bytes(graph, padding).max(initial=0.0)) / peak, 1.0)),
             small / peak,
             math.log(max(churn / peak, 1.0)),
+            float("cudnn_benchmark" in graph.options),
+            float("compiled" in graph.options),
+            0.0 if device.kind == "cpu" else math.log(graph.reserved_bytes / peak),
         ]
     )

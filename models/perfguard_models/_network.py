@@ -37,14 +37,25 @@ class GuardNetwork(nn.Module):
         layers: rounds of message passing, each along and against the data flow.
         width: size of the embeddings on which a residual process may learn.
         dropout: share of each operator's state that is dropped while training.
+        num_node_features: how many of NODE_FEATURES it reads, the first ones.
+        num_graph_features: how many of GRAPH_FEATURES.
     """
 
-    def __init__(self, hidden: int = 48, layers: int = 2, width: int = 12, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden: int = 48,
+        layers: int = 2,
+        width: int = 12,
+        dropout: float = 0.0,
+        num_node_features: int = len(NODE_FEATURES),
+        num_graph_features: int = len(GRAPH_FEATURES),
+    ) -> None:
         super().__init__()
+        self._columns = num_node_features, num_graph_features
         self.dropout = nn.Dropout(dropout)
         self.kind = nn.Embedding(len(OP_KINDS), hidden)
-        self.encode_op = nn.Linear(len(NODE_FEATURES), hidden)
-        self.encode_graph = nn.Linear(len(GRAPH_FEATURES), hidden)
+        self.encode_op = nn.Linear(num_node_features, hidden)
+        self.encode_graph = nn.Linear(num_graph_features, hidden)
         self.along = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
         self.against = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
@@ -60,8 +71,9 @@ class GuardNetwork(nn.Module):
     def forward(self, data: Data | Batch) -> Correction:
         num_graphs = data.globals.shape[0]
         batch = data.batch if isinstance(data, Batch) else torch.zeros(len(data.x), dtype=torch.long)
-        context = self.encode_graph(data.globals)  # shape: (B, hidden)
-        state = torch.relu(self.encode_op(data.x) + self.kind(data.kind) + context[batch])
+        of_node, of_graph = self._columns
+        context = self.encode_graph(data.globals[:, :of_graph])  # shape: (B, hidden)
+        state = torch.relu(self.encode_op(data.x[:, :of_node]) + self.kind(data.kind) + context[batch])
         backwards = data.edge_index.flip(0)
         for along, against, norm in zip(self.along, self.against, self.norms, strict=True):
             message = norm(along(state, data.edge_index) + against(state, backwards))

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,9 +29,11 @@ from perfguard_models._network import Correction, GuardNetwork
 from perfguard_models._residual import ResidualPosterior, ResidualPrior, condition
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from perfguard.devices import Device
 
-_WEIGHTS = "guardnet"
+_SHIPPED = ("guardnet", "guardnet_gpu")
 _UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a device of a kind that the network has never seen: the driver's reading is within 10% of replay
 and context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
@@ -42,41 +44,62 @@ _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
 
 
+class Weights(NamedTuple):
+    """A trained network, and what is known of its errors."""
+
+    network: GuardNetwork
+    card: dict[str, Any]
+    priors: dict[str, ResidualPrior]
+
+
 def load(path: str | Path | None = None) -> GuardNet:
-    """GuardNet with the shipped weights, or those at ``path`` (without suffix: PATH.safetensors and PATH.json).
+    """GuardNet with the shipped weights: one network for CPUs, one for GPUs.
+
+    Args:
+        path: other weights, without suffix (PATH.safetensors and PATH.json), for the kind of device that their card names.
 
     Raises:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
+    if path is not None:
+        return GuardNet([_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))])
     folder = files("perfguard_models") / "weights"
+    return GuardNet(
+        [
+            _read(folder / f"{name}.safetensors", folder / f"{name}.json", name)
+            for name in _SHIPPED
+            if (folder / f"{name}.json").is_file()
+        ]
+    )
+
+
+def _read(tensors: Traversable, card_file: Traversable, name: str) -> Weights:
     try:
-        tensors_bytes = (Path(f"{path}.safetensors") if path else folder / f"{_WEIGHTS}.safetensors").read_bytes()
-        card = json.loads((Path(f"{path}.json") if path else folder / f"{_WEIGHTS}.json").read_text())
+        tensors_bytes = tensors.read_bytes()
+        card = json.loads(card_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PredictorError(f"GuardNet's weights cannot be read: {error}. Reinstall perfguard, or train them again.") from error
-    name = path or _WEIGHTS
     if card.get("feature_version") != FEATURE_VERSION:
         raise PredictorError(
-            f"The weights {str(name)!r} were made for features of version {card.get('feature_version')}, this PerfGuard has "
+            f"The weights {name!r} were made for features of version {card.get('feature_version')}, this PerfGuard has "
             f"version {FEATURE_VERSION}. Train them again with this version."
         )
     if card.get("sha256") != hashlib.sha256(tensors_bytes).hexdigest():
-        raise PredictorError(f"The weights {str(name)!r} do not match the hash in their card; the file is damaged or exchanged.")
+        raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
     try:
         network = GuardNetwork(**card["network"])
         network.load_state_dict(load_tensors(tensors_bytes))
-        return GuardNet(network.eval(), card)
+        priors = {target: ResidualPrior(**card["residual"][target]) for target in _TARGETS}
+        return Weights(network.eval(), card, priors)
     except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
-        raise PredictorError(f"The weights {str(name)!r} do not fit the network: {type(error).__name__}: {error}") from error
+        raise PredictorError(f"The weights {name!r} do not fit the network: {type(error).__name__}: {error}") from error
 
 
 class GuardNet:
     """See the module's docstring. Build it with :func:`load`."""
 
-    def __init__(self, network: GuardNetwork, card: dict[str, Any]) -> None:
-        self._network = network
-        self._card = card
-        self._priors = {target: ResidualPrior(**card["residual"][target]) for target in _TARGETS}
+    def __init__(self, weights: Sequence[Weights]) -> None:
+        self._weights = {item.card["device_kind"]: item for item in weights}
         self._posteriors: dict[tuple[str, str], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, Correction]] = WeakKeyDictionary()
@@ -90,14 +113,16 @@ class GuardNet:
     @property
     def name(self) -> str:
         """Name and version."""
-        return f"guardnet-{self._card['version']}"
+        return f"guardnet-{max(item.card['version'] for item in self._weights.values())}"
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
         correction = self._correct(graph, device)
-        trained = self._trained_on(device) or (device.id, "memory") in self._posteriors
-        memory = self._estimate("memory", correction, device)
-        step_time = self._estimate("time", correction, device)
+        trained = (device.id, "memory") in self._posteriors or (
+            self._trained_on(device) and all(self._knows(target, graph, device) for target in _TARGETS)
+        )
+        memory = self._estimate("memory", correction, graph, device)
+        step_time = self._estimate("time", correction, graph, device)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
         by_kind: dict[str, float] = {}
@@ -131,40 +156,58 @@ class GuardNet:
                 x = torch.cat([_embedding(correction, target) for correction in corrections])
                 predicted = torch.cat([_log_prediction(correction, target) for correction in corrections])
                 y = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64) - predicted
-                self._posteriors[device_id, target] = condition(self._prior(target, rows[0].device), x, y)
+                self._posteriors[device_id, target] = condition(self._prior(target, rows[0].graph, rows[0].device), x, y)
+
+    def _knows(self, target: str, graph: OpGraph, device: Device) -> bool:
+        """Whether the network has seen the like. Where it has not, physics answers: far outside its data a network invents.
+
+        The GPUs' memory was measured with cuDNN's benchmark mode on, their step time in half precision.
+        """
+        if device.kind not in self._weights:
+            return False
+        if device.kind == "cpu":
+            return self._trained_on(device)
+        return "cudnn_benchmark" in graph.options if target == "memory" else graph.precision != "fp32"
 
     def _trained_on(self, device: Device) -> bool:
-        return device.id in self._card["trained_devices"]
+        return device.kind in self._weights and device.id in self._weights[device.kind].card["trained_devices"]
 
-    def _prior(self, target: str, device: Device) -> ResidualPrior:
-        prior = self._priors[target]
-        if self._trained_on(device):
+    def _prior(self, target: str, graph: OpGraph, device: Device) -> ResidualPrior:
+        weights = self._weights.get(device.kind) or next(iter(self._weights.values()))
+        prior = weights.priors[target]
+        if self._knows(target, graph, device) and self._trained_on(device):
             return prior
-        wider = math.hypot(prior.bias, _UNTRAINED_LOG_SIGMA[target])
+        wider = math.hypot(prior.bias, _UNTRAINED_LOG_SIGMA[target] / (1 + self._knows(target, graph, device)))
         return ResidualPrior(wider, prior.linear, prior.local, prior.length, prior.noise)
 
-    def _estimate(self, target: str, correction: Correction, device: Device) -> Estimate:
+    def _estimate(self, target: str, correction: Correction, graph: OpGraph, device: Device) -> Estimate:
         x = _embedding(correction, target)
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = 0.0, float(self._prior(target, device).variance(x).sqrt())
+            mean, log_sigma = 0.0, float(self._prior(target, graph, device).variance(x).sqrt())
         else:
             means, log_sigmas = posterior.at(x)
             mean, log_sigma = float(means), float(log_sigmas)
         log_median = float(_log_prediction(correction, target)) + mean
-        return Estimate(math.exp(log_median), log_sigma * self._card["interval_scale"][target])
+        return Estimate(math.exp(log_median), log_sigma * self._interval_scale(target, device))
+
+    def _interval_scale(self, target: str, device: Device) -> float:
+        weights = self._weights.get(device.kind)
+        return 1.0 if weights is None else float(weights.card["interval_scale"][target])
 
     def _correct(self, graph: OpGraph, device: Device) -> Correction:
         of_graph = self._corrections.setdefault(graph, {})
         if (cached := of_graph.get(repr(device))) is not None:
             return cached
         data = featurize(graph, device)
+        weights = self._weights.get(device.kind) or next(iter(self._weights.values()))
         with torch.inference_mode():
-            correction: Correction = self._network(data)
-        if not self._trained_on(device):  # far outside its training data a network invents; physics does not
+            correction: Correction = weights.network(data)
+        if not self._knows("memory", graph, device):
+            correction = correction._replace(log_memory=data.log_memory)
+        if not self._knows("time", graph, device):
             op_time_s = data.roofline * _UNTRAINED_TIME_FACTOR
-            log_time = op_time_s.sum()[None].log()
-            correction = correction._replace(log_memory=data.log_memory, log_time=log_time, op_time_s=op_time_s)
+            correction = correction._replace(log_time=op_time_s.sum()[None].log(), op_time_s=op_time_s)
         of_graph[repr(device)] = correction
         return correction
 

@@ -225,6 +225,7 @@ def main() -> None:
         "feature_version": FEATURE_VERSION,
         "sha256": hashlib.sha256(tensors_bytes).hexdigest(),
         "network": _NETWORK,
+        "device_kind": "cpu",
         "trained_devices": ["cpu"],
         "rows": {"training": len(training), "held_out": len(held_out), "studies": sum(len(s.error["time"]) for s in studies)},
         "residual": {target: asdict(prior) for target, prior in priors.items()},

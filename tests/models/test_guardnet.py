@@ -118,7 +118,7 @@ def rewrite_tensors(weights: Path, data: bytes) -> None:
 def test_the_shipped_weights_load_and_make_a_predictor(net: GuardNet) -> None:
     assert isinstance(net, Predictor)
     assert net.name.startswith("guardnet-")
-    assert not any(module.training for module in net._network.modules())
+    assert not any(module.training for weights in net._weights.values() for module in weights.network.modules())
 
 
 def test_weights_from_elsewhere_predict_the_same(net: GuardNet, weights: Path) -> None:
