@@ -10,6 +10,7 @@ it is installed). Each tool and model has a process of its own, with a limit on 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import functools
 import importlib.util
@@ -60,13 +61,15 @@ def by_perfguard(model: nn.Module, batch: int) -> int:
 
 
 def by_mem_tracker(model: nn.Module, batch: int) -> int:
-    """Peak of PyTorch's MemTracker over two steps on fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Peak of PyTorch's MemTracker over two steps on fake tensors, the model's own turned into fake ones."""
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(model)
+    peak = 0
     with mode:
-        fake = timm_model(model.perfguard_name)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(fake.parameters(), lr=0.1, momentum=0.9)
         images, labels = torch.empty(batch, 3, SIZE, SIZE), torch.zeros(batch, dtype=torch.int64)
         tracker = MemTracker()
@@ -76,8 +79,10 @@ def by_mem_tracker(model: nn.Module, batch: int) -> int:
                 F.cross_entropy(fake(images), labels).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        snapshot = tracker.get_tracker_snapshot("peak")
-    return max(sum(size for kind, size in sizes.items() if str(kind) == "Total") for sizes in snapshot.values())
+                snapshot = tracker.get_tracker_snapshot("peak")
+                peak = max(peak, *(size for sizes in snapshot.values() for kind, size in sizes.items() if "Total" in str(kind)))
+                tracker.reset_mod_stats()
+    return peak
 
 
 def by_kitsune(model: nn.Module, batch: int) -> int:
@@ -95,8 +100,7 @@ def run_one(tool: str, name: str) -> None:
     """In a process of its own: print one JSON line a batch."""
     resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
     model = timm_model(name)
-    model.perfguard_name = name  # type: ignore[assignment]
-    ESTIMATORS[tool](timm_model("resnet10t"), 2) if tool != "MemTracker" else None  # imports are not counted
+    ESTIMATORS[tool](timm_model("resnet10t"), 2)  # imports are not counted
     for batch in BATCHES:
         memory = PeakResidentSet()
         memory.start()

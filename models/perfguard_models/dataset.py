@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.progress import track
 from torch_geometric.data import Data
@@ -64,7 +65,7 @@ def rows_of_table(table: Path, *, jobs: int = 2, cache: Path | None = None) -> l
     with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         traced = pool.map(_trace_group, groups, chunksize=2)
         progress = track(traced, total=len(groups), description="tracing", transient=True, disable=not sys.stderr.isatty())
-        stored = [row for group in progress for row in group]
+        stored = [_as_tensors(row) for group in progress for row in group]
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         torch.save(stored, place)
@@ -100,7 +101,16 @@ def _trace_group(rows: Sequence[WorkloadRow]) -> list[dict[str, Any]]:
                 stored.append(_labelled(row, data, device.memory_bytes))
         except PerfGuardError:
             pass
-    return stored
+    return [_as_arrays(item) for item in stored]
+
+
+def _as_arrays(item: dict[str, Any]) -> dict[str, Any]:
+    """Tensors would travel between processes as open files, of which there are not enough."""
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in item.items()}
+
+
+def _as_tensors(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in item.items()}
 
 
 def _labelled(row: WorkloadRow, data: Data, capacity_bytes: int) -> dict[str, Any]:
