@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from perfguard._random import random_numbers_kept
 from perfguard.exceptions import BuildError, WorkloadError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]):
+    with random_numbers_kept():
         try:
             with torch.device("meta"):
                 workload = build(params)

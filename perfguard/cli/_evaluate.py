@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -27,6 +28,8 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a table or a predictor that cannot be right.
     """
     columns, rows = read_table(arguments.table)
+    for path in filter(None, (arguments.out, arguments.json)):
+        _write(path, "")  # a wrong path is better known before an hour of work
     predictor = load_predictor(arguments.predictor)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
@@ -51,7 +54,9 @@ def _write_predictions(
 ) -> None:
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*columns, *PREDICTED], extrasaction="ignore")
+            writer = csv.DictWriter(
+                file, [*(column for column in columns if column not in PREDICTED), *PREDICTED], extrasaction="ignore"
+            )
             writer.writeheader()
             writer.writerows({**row, **result.columns()} for row, result in zip(rows, results, strict=True))
     except OSError as error:
@@ -62,7 +67,7 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"The report cannot be written to {path!r}: {error}") from error
+        raise ConfigurationError(f"The result cannot be written to {path!r}: {error}") from error
 
 
 def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
@@ -71,9 +76,7 @@ def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")
     for group in groups:
         table.add_row(
-            group["source"],
-            group["mode"],
-            group["gpu"],
+            *(escape(group[name]) for name in ("source", "mode", "gpu")),
             str(group["rows"]),
             _score(group["memory"]),
             _score(group["time"]),

@@ -9,23 +9,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.amp.autocast_mode
 import torch.cuda.amp.common
 import torch.nn.modules.transformer
 import torch.utils.checkpoint
 
 _lock = threading.Lock()
+_of_thread = threading.local()
 _num_inside = 0
 _ASK = object()
 """The answer of one who leaves it to the original."""
 _originals: list[tuple[Any, str, Any]] = []
 
 
+def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
+    """Autocast's cache of weights on meta, of this thread: (id, dtype) → the weight and its copy."""
+    if not hasattr(_of_thread, "casts"):
+        _of_thread.casts = {}
+    casts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = _of_thread.casts
+    return casts
+
+
 @contextmanager
-def as_on_device() -> Iterator[None]:
+def as_on_device(device_type: str) -> Iterator[None]:
     """Answer as on a GPU where the question is about meta tensors, or where this machine has no GPU to be asked about:
 
     - checkpointing asks which device's random state and autocast it must restore;
-    - autocast asks whether there is a GPU, and switches itself off if there is none;
+    - autocast asks whether there is a GPU, and switches itself off if there is none; the device "meta" it does not know; and it
+      clears its cache of weights, of which ours is a part;
     - torch's Transformer reads the values of a mask to see whether it is causal; on meta, a square one is taken to be;
     - Hugging Face's models read whether a padding mask hides anything (it is taken to), and whether positions show several
       sequences in one row (they are taken not to).
@@ -33,6 +44,7 @@ def as_on_device() -> Iterator[None]:
     Several threads may be inside at once; the last one out restores everything.
     """
     global _num_inside
+    _of_thread.device_type = device_type
     with _lock:
         if _num_inside == 0:
             _replace_all()
@@ -40,6 +52,7 @@ def as_on_device() -> Iterator[None]:
     try:
         yield
     finally:
+        cast_weights().clear()
         with _lock:
             _num_inside -= 1
             if _num_inside == 0:
@@ -59,6 +72,8 @@ def _replace_all() -> None:
     if not torch.cuda.is_available():
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         _replace(torch.cuda, "is_bf16_supported", lambda *_: True)
+    _replace(torch, "clear_autocast_cache", _clear_casts)
+    _rename_meta(torch.amp.autocast_mode.autocast)
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:
         _replace(masks, "is_tracing", lambda tensor=None: True if _is_meta(tensor) else _ASK)
@@ -77,6 +92,22 @@ def _replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
 
     _originals.append((owner, name, original))
     setattr(owner, name, replaced)
+
+
+def _clear_casts() -> object:
+    cast_weights().clear()
+    return _ASK
+
+
+def _rename_meta(autocast: Any) -> None:
+    """`torch.autocast(x.device.type)` of a tensor on meta means the target."""
+    original = autocast.__init__
+
+    def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, getattr(_of_thread, "device_type", "cuda") if device_type == "meta" else device_type, *args, **kwargs)
+
+    _originals.append((autocast, "__init__", original))
+    autocast.__init__ = renamed
 
 
 def _is_meta(value: Any) -> bool:

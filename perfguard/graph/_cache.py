@@ -2,12 +2,14 @@
 
 A study asks for the same network again and again, with another learning rate or another batch size. Equal structure and batch
 give the graph that was traced before. For another batch, every number of a graph (bytes, FLOPs, sizes) is usually an affine
-function of it; a template is made of three traces that agree in everything else and lie on one line, exactly, and is used only
-between the smallest and the largest batch that were traced. Where they do not agree, each batch is traced.
+function of it; a template is made of three traces that agree in everything else and lie on one line, exactly. It is used only
+between the smallest and the largest batch that were traced, and only for batches that are congruent to them (after 16, 32 and 64
+for multiples of 16: a network may pad). Where the traces do not agree, each batch is traced.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -67,7 +69,7 @@ class _Family:
 
     def at(self, batch: int) -> OpGraph | None:
         known = self._samples.get(batch)
-        if known is None and self._template is not None and self._template.low <= batch <= self._template.high:
+        if known is None and self._template is not None:
             known = self._template.at(batch)
             if known is not None:
                 self._samples[batch] = known
@@ -85,9 +87,12 @@ class _Family:
 class _Template:
     """A graph whose numbers are affine in the batch size."""
 
-    def __init__(self, low: int, high: int, first: OpGraph, at_low: npt.NDArray[Any], slope: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, low: int, high: int, stride: int, first: OpGraph, at_low: npt.NDArray[Any], slope: npt.NDArray[Any]
+    ) -> None:
         self.low = low
         self.high = high
+        self._stride = stride
         self._first = first
         self._at_low = at_low
         self._slope = slope  # of (high - low) steps, so that it stays an integer
@@ -107,9 +112,11 @@ class _Template:
         for batch, values in numbers.items():
             if not np.array_equal((values - numbers[low]) * (high - low), slope * (batch - low)):
                 return None
-        return cls(low, high, first, numbers[low], slope)
+        return cls(low, high, math.gcd(*(batch - low for batch in graphs)), first, numbers[low], slope)
 
     def at(self, batch: int) -> OpGraph | None:
+        if not self.low <= batch <= self.high or (batch - self.low) % self._stride:
+            return None
         scaled = self._slope * (batch - self.low)
         if (scaled % (self.high - self.low)).any():
             return None

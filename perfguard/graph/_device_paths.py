@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from perfguard.graph._as_on_device import cast_weights
 from perfguard.graph._attention import attention
 from perfguard.graph._rnn import FUSED_RNNS, fused_rnn
 from perfguard.graph._target import Target
@@ -28,6 +29,7 @@ _LOWER_PRECISION = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
     "prelu", "addmm", "addmv", "addr", "matmul", "__matmul__", "__rmatmul__", "einsum", "mm", "mv", "vecdot", "linear",
     "addbmm", "baddbmm", "bmm", "chain_matmul", "multi_dot", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "linalg_matmul", "linalg_multi_dot", "linalg_vecdot",
     "scaled_dot_product_attention", "_native_multi_head_attention", *FUSED_RNNS,
 })  # fmt: skip
 _FULL_PRECISION = frozenset({
@@ -37,9 +39,13 @@ _FULL_PRECISION = frozenset({
     "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_trilinear3d", "upsample_bicubic2d", "prod", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
-    "sum", "norm",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "rms_norm", "norm",
+    # what calls one of them inside:
+    "__rdiv__", "__rtruediv__", "square", "pairwise_distance", "linalg_norm", "special_log_softmax", "trapezoid",
 })  # fmt: skip
+# These compute in float32 by themselves; nothing is copied.
+_FULL_PRECISION_RESULT = frozenset({"prod", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"})
 _WIDEST = frozenset({"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put",
                      "tensordot", "scatter_add"})  # fmt: skip
 _OVERRIDABLE = ("torch.nn.functional", "torch.functional", "torch.autograd")
@@ -53,7 +59,6 @@ class DevicePaths(TorchFunctionMode):
         super().__init__()
         self._target = target
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
-        self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -62,12 +67,18 @@ class DevicePaths(TorchFunctionMode):
         before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         torch.set_autocast_enabled(device, True)
         torch.set_autocast_dtype(device, dtype)
+        torch.autocast_increment_nesting()
         try:
             yield
         finally:
             torch.set_autocast_enabled(device, before[0])
             torch.set_autocast_dtype(device, before[1])
-            self._cast_weights.clear()
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    @property
+    def _low(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self._autocast_device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -79,6 +90,8 @@ class DevicePaths(TorchFunctionMode):
                 return self._dropout(func, *args, **kwargs)
             inner = _without_overrides(func)
             if inner is None:
+                if torch.is_autocast_enabled(self._autocast_device):
+                    args, kwargs = self._cast(name, args, kwargs)
                 return func(*args, **kwargs)
             with self:  # what it calls comes back here
                 return inner(*args, **kwargs)
@@ -127,19 +140,28 @@ class DevicePaths(TorchFunctionMode):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        """Its parts are cast one by one: log_softmax and nll_loss in float32; of float16 logits no copy is made."""
-        if input.dtype is torch.float16 and not target.is_floating_point() and label_smoothing == 0 and not self._target.is_cpu:
-            log_probability = torch.ops.aten._log_softmax(input, 0 if input.dim() == 1 else 1, True)
-            return torch._C._nn.nll_loss_nd(log_probability, target, weight, reduction, ignore_index)  # type: ignore[arg-type]
-        return func(input.float(), target, weight, reduction, ignore_index, label_smoothing)
+        """It asks for log_softmax in the logits' dtype, and autocast leaves a dtype that was asked for; nll_loss is cast."""
+        if input.dtype not in _HALF or target.is_floating_point():
+            return func(input, target, weight, reduction, ignore_index, label_smoothing)
+        dim = 0 if input.dim() == 1 else 1
+        log_probability = torch.ops.aten._log_softmax(input, dim, False)
+        weight = None if weight is None else weight.float()
+        loss = torch._C._nn.nll_loss_nd(log_probability.float(), target, weight, reduction, ignore_index)  # type: ignore[arg-type]
+        if label_smoothing > 0:
+            smooth = log_probability.sum(dim, dtype=torch.float32).neg().masked_fill(target == ignore_index, 0.0)
+            loss = loss * (1 - label_smoothing) + (smooth if reduction == 0 else smooth.sum()) * label_smoothing
+        return loss
 
     def _cast(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         if name in _LOWER_PRECISION:
-            dtype = torch.get_autocast_dtype(self._autocast_device)
+            dtype = self._low
+        elif name in _FULL_PRECISION_RESULT:
+            half = args and isinstance(args[0], torch.Tensor) and args[0].is_meta and args[0].dtype in _HALF
+            return args, {**kwargs, "dtype": torch.float32} if half and kwargs.get("dtype") is None else kwargs
         elif name in _FULL_PRECISION:
             dtype = torch.float32
         elif name in _WIDEST:
-            dtype = torch.float32 if any(t.dtype is torch.float32 for t in _tensors((args, kwargs))) else torch.float16
+            dtype = torch.float32 if any(t.dtype is torch.float32 for t in _tensors((args, kwargs))) else self._low
         else:
             return args, kwargs
         return self._cast_all(args, dtype), self._cast_all(kwargs, dtype)
@@ -160,10 +182,11 @@ class DevicePaths(TorchFunctionMode):
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf
         if not cacheable or tensor._is_view() or not torch.is_autocast_cache_enabled():
             return tensor.to(dtype)
-        key = id(tensor)
-        if key not in self._cast_weights:
-            self._cast_weights[key] = tensor, tensor.to(dtype)
-        return self._cast_weights[key][1]
+        casts = cast_weights()
+        key = id(tensor), dtype
+        if key not in casts:
+            casts[key] = tensor, tensor.to(dtype)
+        return casts[key][1]
 
 
 def _grouped_product(func: Callable[..., Any], rows: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,13 @@ def model_on_meta(workload: Workload) -> nn.Module:
     return model
 
 
+def loss_on_meta(workload: Workload) -> Any:
+    """The loss; a module's own tensors (class weights) are replaced as the model's are."""
+    if not isinstance(workload.loss, nn.Module):
+        return workload.loss
+    return copy.deepcopy(workload.loss, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(workload.loss)})
+
+
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
@@ -66,10 +73,11 @@ def batch_on_meta(value: Any, workload: Workload) -> Any:
         return _cast(torch.empty(value.shape, dtype=_dtype_named(value.dtype), device=META), workload)
     if _is_shape(value):
         return batch_on_meta(TensorSpec(tuple(value)), workload)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: batch_on_meta(item, workload) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(batch_on_meta(item, workload) for item in value)
+        items = [batch_on_meta(item, workload) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -39,10 +39,11 @@ class OptimizerOnMeta:
             if fused:
                 group["fused"] = False
             # On meta PyTorch picks the for-loop form, on CUDA the foreach form.
-            if not target.is_cpu and group.get("foreach", False) is None:
+            by_tensor = isinstance(group.get("lr"), torch.Tensor)  # which the foreach form takes only when it is capturable
+            if not target.is_cpu and group.get("foreach", False) is None and not by_tensor:
                 group["foreach"] = True
         self._fill_state()
-        optimizer.step = self.step  # type: ignore[assignment, method-assign]
+        optimizer.step = self.step  # type: ignore[method-assign]
 
     def parameters(self) -> list[nn.Parameter]:
         """All that it trains."""
@@ -52,8 +53,16 @@ class OptimizerOnMeta:
         """Its state, on whatever device, each value with the parameter it belongs to."""
         return ((parameter, value) for parameter, state in self.optimizer.state.items() for value in state.values())
 
-    def step(self, *_: Any) -> None:
-        """What ``optimizer.step()`` launches."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """What ``optimizer.step()`` launches; a closure runs first, as the user's own code."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         with self._around_step(), HOST:
             if not any(self._fused):
                 self._own_step()
@@ -128,6 +137,12 @@ def _make(given: Any, live_model: nn.Module, model: nn.Module) -> torch.optim.Op
         raise WorkloadError(
             f"Workload.optimizer must be a torch.optim.Optimizer, its class or a functools.partial of it, "
             f"but calling it returned {type(optimizer).__name__}."
+        )
+    own = set(map(id, model.parameters()))
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise WorkloadError(  # never step an optimizer over somebody's real weights
+            "Workload.optimizer must make an optimizer over the parameters that it is called with, but the one that it returned "
+            "holds others. Give a class or a functools.partial, or a live optimizer over Workload.model's own parameters."
         )
     return optimizer
 

@@ -82,6 +82,13 @@ class Recorder(TorchDispatchMode):
                 if self._kinds[index] is None:
                     self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
 
+    def forget(self, tensor: Any) -> None:
+        """Something that was adopted turned out not to be there."""
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            index = self._index_by_address.get(tensor.untyped_storage()._cdata)
+            if index is not None and self._births[index] == -1:
+                self._bytes[index] = 0
+
     def storages(self) -> tuple[Storage, ...]:
         """What was recorded; storages that are still alive outlive the step."""
         end = len(self.ops)

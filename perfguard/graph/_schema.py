@@ -188,7 +188,7 @@ class OpGraph:
                     f"A stored graph has schema {document['schema']}, this PerfGuard reads up to {SCHEMA_VERSION}. "
                     f"Update perfguard."
                 )
-            return OpGraph(
+            graph = OpGraph(
                 ops=tuple(_op_from_json(row) for row in document["ops"]),
                 storages=tuple(Storage(n, StorageKind(kind), b, d, module) for n, kind, b, d, module in document["storages"]),
                 mode=document["mode"],
@@ -197,7 +197,13 @@ class OpGraph:
                 options=tuple(document.get("options", ())),  # since schema 2
                 unmodelled=tuple(document["unmodelled"]),
             )
-        except (zlib.error, ValueError, KeyError, TypeError) as error:
+            known, end = range(len(graph.storages)), len(graph.ops)
+            if any(index not in known for op in graph.ops for index in (*op.inputs, *op.outputs)) or any(
+                not (-1 <= storage.birth <= end and -1 <= storage.death <= end) for storage in graph.storages
+            ):
+                raise ValueError("an index is out of range")
+            return graph
+        except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
 
     @cached_property
@@ -209,5 +215,16 @@ class OpGraph:
 def _op_from_json(row: list[Any]) -> Op:
     name, kind, phase, flops, read, written, inputs, outputs, module, shape, dtype, attributes = row
     return Op(
-        name, kind, Phase(phase), flops, read, written, tuple(inputs), tuple(outputs), module, tuple(shape), dtype, attributes
+        name,
+        kind,
+        Phase(phase),
+        flops,
+        read,
+        written,
+        tuple(inputs),
+        tuple(outputs),
+        module,
+        tuple(shape),
+        dtype,
+        dict(attributes),
     )

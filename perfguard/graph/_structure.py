@@ -19,6 +19,7 @@ from perfguard.workload import TensorSpec, Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
+_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
 _BATCH = "batch"
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
@@ -52,12 +53,15 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
             elif field.name not in ("inputs", "targets") and field.name not in _NOT_COST:
                 parts.append(describe(value))
         return Structure(tuple(parts), batch)
-    except (_Indescribable, RecursionError):
+    except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
         return None
 
 
 def _ambient() -> Hashable:
     """Switches of PyTorch that the trace looks at."""
+    hooks = torch.nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
+        raise _Indescribable
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
 
@@ -98,7 +102,7 @@ def _optimizer(value: Any, describe: _Describer) -> Hashable:
     """Of an optimizer's numbers it matters only whether they are zero: lr and betas change no kernel."""
     if isinstance(value, Mapping):
         return tuple((path, _optimizer(item, describe)) for path, item in value.items())
-    if isinstance(value, functools.partial):
+    if isinstance(value, functools.partial) and isinstance(value.func, type) and issubclass(value.func, torch.optim.Optimizer):
         numbers = tuple((key, _kind_of(item, describe)) for key, item in sorted(value.keywords.items()))
         return describe(value.func), describe(value.args), numbers
     if isinstance(value, torch.optim.Optimizer):
@@ -127,6 +131,7 @@ class _Describer:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._classes: set[type] = set()
 
     def __call__(self, value: Any) -> Hashable:
         kind = type(value)
@@ -149,11 +154,11 @@ class _Describer:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
-            return type(value), self._items(vars(value))
+            return self._module(value)
         if isinstance(value, (tuple, list)):
-            return type(value), tuple(map(self, value))
+            return type(value), tuple(map(self, value)), self._state(value)
         if isinstance(value, Mapping):
-            return type(value), self._items(value)
+            return type(value), self._items(value), self._state(value)
         if isinstance(value, (set, frozenset)):
             if not all(isinstance(item, _PLAIN) for item in value):
                 raise _Indescribable
@@ -164,9 +169,10 @@ class _Describer:
             return type(value), value
         if isinstance(value, types.FunctionType):
             cells = tuple(self(cell.cell_contents) for cell in value.__closure__ or ())
-            return value.__code__, self(value.__defaults__), self(value.__kwdefaults__), cells
+            state = self(value.__dict__) if value.__dict__ else None
+            return value.__code__, self(value.__defaults__), self(value.__kwdefaults__), cells, state
         if isinstance(value, types.MethodType):
-            return value.__func__.__code__, self(value.__self__)
+            return types.MethodType, self(value.__func__), self(value.__self__)
         if isinstance(value, functools.partial):
             return functools.partial, self(value.func), self(value.args), self(value.keywords)
         if isinstance(value, weakref.ref):
@@ -174,15 +180,65 @@ class _Describer:
         if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, torch._ops.OpOverload)):
             return value
         if is_dataclass(value) or type(value).__module__ not in ("builtins", "_io", "_thread", "threading"):
-            state = getattr(value, "__dict__", None)
-            if state is not None:
-                return type(value), self._items(state)
+            return type(value), self._state(value)
         raise _Indescribable
+
+    def _module(self, module: nn.Module) -> Hashable:
+        """Parameters and buffers by their shapes, which is all that a trace sees of them; everything else by value."""
+        state = vars(module)
+        tensors = tuple(
+            (name, None if tensor is None else self._known_tensor(tensor))
+            for kind in ("_parameters", "_buffers")
+            for name, tensor in state[kind].items()
+        )
+        rest = [(key, self(item)) for key, item in state.items() if key not in ("_parameters", "_buffers")]
+        return type(module), self._class_attributes(type(module)), tensors, tuple(rest)
+
+    def _class_attributes(self, cls: type) -> Hashable:
+        """Plain values that a class of the user's own holds for all its instances: they may have been changed."""
+        if cls in self._classes:
+            return None
+        self._classes.add(cls)
+        return tuple(
+            (name, value)
+            for base in cls.__mro__
+            if not base.__module__.startswith(("torch.", "builtins"))
+            for name, value in vars(base).items()
+            if type(value) in _EXACTLY_PLAIN
+        )
+
+    def _state(self, value: Any) -> Hashable:
+        """Attributes of an object that is no plain container, wherever it keeps them."""
+        kind = type(value)
+        if kind in _CONTAINERS:
+            return None
+        parts: list[Hashable] = []
+        for base in kind.__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    parts.append((name, self(getattr(value, name))))
+        state = getattr(value, "__dict__", None)
+        if state is None and not parts and not isinstance(value, (tuple, list, Mapping)):
+            raise _Indescribable
+        return (*parts, self._items(state or {}))
+
+    def _known_tensor(self, tensor: torch.Tensor) -> Hashable:
+        if id(tensor) in self._seen:
+            return "again", self._seen[id(tensor)]
+        self._seen[id(tensor)] = len(self._seen)
+        self._kept.append(tensor)
+        return self._tensor_key(tensor)
 
     def _items(self, value: Mapping[Any, Any]) -> Hashable:
         return tuple([(key if type(key) is str else self(key), self(item)) for key, item in value.items()])
 
     def _tensor(self, value: torch.Tensor) -> Hashable:
+        if not value.is_meta:  # its values may be read
+            raise _Indescribable
+        return self._tensor_key(value)
+
+    def _tensor_key(self, value: torch.Tensor) -> Hashable:
         if value.grad_fn is not None or type(value) not in (torch.Tensor, nn.Parameter):
             raise _Indescribable
         return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PerfGuardError, TraceError
 from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
-from perfguard.graph._meta import META, batch_on_meta, model_on_meta
+from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
@@ -76,9 +77,24 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
         TraceError: if the step cannot be traced; the message names the module, the line and what to do.
         WorkloadError: if the description itself is wrong.
     """
+    traced_for = target_of(target)
     # A guard must not move the user's random numbers, and a tensor that forward makes without a device belongs on meta.
-    with torch.random.fork_rng(devices=[]), as_on_device(), META:
-        return _Tracer(workload, target_of(target)).run()
+    with random_numbers_kept(), _as_at_the_top(), as_on_device("cpu" if traced_for.is_cpu else "cuda"), META:
+        return _Tracer(workload, traced_for).run()
+
+
+@contextmanager
+def _as_at_the_top() -> Iterator[None]:
+    """Whatever contexts the caller is in, the step is traced as if it were in none."""
+    with ExitStack() as stack:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                torch.set_autocast_enabled(device, False)
+                stack.callback(torch.set_autocast_enabled, device, True)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        yield
 
 
 class _Tracer:
@@ -91,6 +107,9 @@ class _Tracer:
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
         self._model = model_on_meta(workload)
+        self._loss_of = loss_on_meta(workload)
+        self._reached: set[int] = set()
+        """Ids of the parameters that got a gradient."""
 
     def run(self) -> OpGraph:
         model = self._model
@@ -133,15 +152,16 @@ class _Tracer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buckets = _buckets(trained) if workload.ddp else []
         averages = [torch.empty_like(parameter) for parameter in trained] if workload.ema else []
-        recorder.adopt((("ddp.bucket", bucket[0]) for bucket in buckets), StorageKind.GRADIENT)
+        recorder.adopt((("ddp.bucket", bucket[0][1]) for bucket in buckets), StorageKind.GRADIENT)
         recorder.adopt((("ema", average) for average in averages), StorageKind.BUFFER)
         if not workload.set_to_none:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
             recorder.adopt(((name, parameter.grad) for name, parameter in model.named_parameters()), StorageKind.GRADIENT)
-        with self._recorded():
+        with self._recorded(), self._noting_gradients(trained):
             if workload.step is not None:
                 self._own_step(inputs, targets, optimizers)
+                self._forget_the_untrained(optimizers)
                 return
             if not workload.set_to_none:
                 recorder.phase = Phase.OPTIMIZER
@@ -157,8 +177,8 @@ class _Tracer:
                 self._guarded(loss.backward)
                 del loss
             gradients: list[torch.Tensor] = [parameter.grad for parameter in trained if parameter.grad is not None]
-            if buckets and len(gradients) == len(trained):
-                _average_over_processes(buckets, gradients)
+            if buckets:
+                _average_over_processes(buckets)
             recorder.phase = Phase.OPTIMIZER
             if scale is not None:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), scale.reciprocal())
@@ -166,6 +186,25 @@ class _Tracer:
                 optimizer.step()
             if averages:
                 torch._foreach_lerp_(averages, list(trained), 1e-3)
+            self._forget_the_untrained(optimizers)
+
+    @contextmanager
+    def _noting_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for parameter in parameters:
+                note = parameter.register_post_accumulate_grad_hook(lambda tensor: self._reached.add(id(tensor)))
+                stack.callback(note.remove)
+            yield
+
+    def _forget_the_untrained(self, optimizers: Mapping[str, OptimizerOnMeta]) -> None:
+        """A parameter that no loss reaches has neither a gradient nor any state in its optimizer."""
+        for optimizer in optimizers.values():
+            for parameter, value in optimizer.state_tensors():
+                if id(parameter) not in self._reached:
+                    self._recorder.forget(value)
+            for parameter in optimizer.parameters():
+                if id(parameter) not in self._reached:
+                    self._recorder.forget(parameter.grad)
 
     def _own_step(self, inputs: Any, targets: Any, optimizers: Mapping[str, OptimizerOnMeta]) -> None:
         """The user's ``step(model, inputs, targets, optimizer)``."""
@@ -216,8 +255,8 @@ class _Tracer:
         return self._guarded(lambda: model(inputs))
 
     def _loss(self, output: Any, targets: Any) -> torch.Tensor:
-        if self._workload.loss is not None:
-            make = self._workload.loss
+        if self._loss_of is not None:
+            make = self._loss_of
             loss = self._guarded(lambda: make(output) if targets is None else make(output, targets))
         elif isinstance(output, Mapping):
             loss = output.get("loss")
@@ -269,37 +308,41 @@ class _Tracer:
             yield
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
-    """DDP's gradient buckets as lists of flat views, one for each parameter, in reverse order; the first bucket is small."""
-    buckets: list[list[torch.Tensor]] = []
-    open_by_dtype: dict[torch.dtype, list[int]] = {}
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[tuple[nn.Parameter, torch.Tensor]]]:
+    """DDP's gradient buckets as lists of parameters with their flat views, in reverse order; the first bucket is small."""
+    buckets: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
+    open_by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
 
     def close(dtype: torch.dtype) -> None:
-        sizes = open_by_dtype.pop(dtype)
-        buckets.append(list(torch.empty(sum(sizes), dtype=dtype).split(sizes)))
+        members = open_by_dtype.pop(dtype)
+        sizes = [parameter.numel() for parameter in members]
+        buckets.append(list(zip(members, torch.empty(sum(sizes), dtype=dtype).split(sizes), strict=True)))
 
     first, other = _DDP_BUCKET_BYTES
     for parameter in reversed(parameters):
-        sizes = open_by_dtype.setdefault(parameter.dtype, [])
-        sizes.append(parameter.numel())
-        if sum(sizes) * parameter.element_size() >= (other if buckets else first):
+        members = open_by_dtype.setdefault(parameter.dtype, [])
+        members.append(parameter)
+        if sum(member.numel() for member in members) * parameter.element_size() >= (other if buckets else first):
             close(parameter.dtype)
     for dtype in list(open_by_dtype):
         close(dtype)
     return buckets
 
 
-def _average_over_processes(buckets: Sequence[Sequence[torch.Tensor]], gradients: Sequence[torch.Tensor]) -> None:
+def _average_over_processes(buckets: Sequence[Sequence[tuple[nn.Parameter, torch.Tensor]]]) -> None:
     """Into the buckets, and back after the all-reduce."""
-    views = [view for bucket in buckets for view in bucket]
-    flat = [gradient.flatten() for gradient in reversed(gradients)]
-    torch._foreach_copy_(views, flat)
-    torch._foreach_copy_(flat, views)
+    pairs = [(view, parameter.grad.flatten()) for bucket in buckets for parameter, view in bucket if parameter.grad is not None]
+    if pairs:
+        views, flat = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(views, flat)
+        torch._foreach_copy_(flat, views)
 
 
 def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator[str]:
     if workload.precision in _AUTOCAST and target.is_cpu:
         yield "autocast on the CPU: traced with CUDA's lists of operators"
+    if workload.precision in _AUTOCAST and workload.step is not None:
+        yield "a step of your own: autocast is only where the step itself enters it"
     if workload.compiled:
         yield "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
     if workload.ddp:

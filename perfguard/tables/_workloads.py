@@ -6,6 +6,7 @@ import csv
 import functools
 import gzip
 import io
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
 COLUMNS = ("model", "mode", "gpu", "batch_size", "img_size")
 """What a workload table must have."""
 _MIB = 2**20
+_OPTIMIZERS: dict[str, Any] = {
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}
 _MAX_BYTES = 2**30
 
 
@@ -66,10 +74,13 @@ def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
             raise TableError(f"{path} is larger than {_MAX_BYTES} bytes; it is refused.")
         reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
         rows = list(reader)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise TableError(f"{path} cannot be read as a CSV table: {error}") from error
     if not reader.fieldnames:
         raise TableError(f"{path} is empty.")
+    twice = {column for column in reader.fieldnames if reader.fieldnames.count(column) > 1}
+    if twice:
+        raise TableError(f"{path} has the column {', '.join(sorted(twice))} twice.")
     return list(reader.fieldnames), rows
 
 
@@ -88,12 +99,12 @@ def workload_row(row: Mapping[str, str]) -> WorkloadRow:
         precision=_one_of(row, "precision", get_args(Precision), "fp32"),
         layout=_one_of(row, "layout", get_args(Layout), "nchw"),
         compiled=(row.get("compiled") or "").lower() in ("true", "1"),
-        optimizer=row.get("optimizer") or "",
+        optimizer=_one_of(row, "optimizer", tuple(_OPTIMIZERS), "sgd-momentum"),
         batch_size=_positive(row, "batch_size"),
         img_size=_positive(row, "img_size"),
         step_time_s=None if (value := _number(row, "step_time_ms")) is None else value / 1e3,
         peak_memory_bytes=None if (value := _number(row, "peak_memory_mib")) is None else value * _MIB,
-        status=row.get("status") or "ok",
+        status=(row.get("status") or "ok").lower(),
     )
 
 
@@ -111,13 +122,12 @@ def workload_of(row: WorkloadRow, model: nn.Module | None = None) -> Workload:
         with torch.device("meta"):
             model = timm_model(row.model, row.img_size)
     train = row.mode == "train"
-    momentum = 0.9 if row.optimizer in ("", "sgd-momentum") else 0.0
     return Workload(
         model,
         inputs=(row.batch_size, 3, row.img_size, row.img_size),
         targets=TensorSpec((row.batch_size,), "int64") if train else None,
         loss=_cross_entropy if train else None,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum) if train else None,
+        optimizer=_OPTIMIZERS[row.optimizer] if train else None,
         mode=row.mode,
         precision=row.precision,
         layout=row.layout,

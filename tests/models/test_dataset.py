@@ -28,7 +28,7 @@ COLUMNS = ["source", "model", "family", "mode", "gpu", "precision", "layout", "b
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("table") / "table.csv"
-    rows = [
+    rows: list[list[object]] = [
         ["ours", model, model[:6], "train", "a100-pcie-40gb", "fp32", "nchw", batch, 64, "", 900 + 10 * batch, "ok"]
         for model in ("resnet10t", "mobilenetv3_small_050")
         for batch in (2, 4, 8, 16, 32)

@@ -161,6 +161,20 @@ def test_a_weight_used_twice_is_cast_once() -> None:
     assert casts.count("bfloat16") == 3  # the input, the weight, the bias
 
 
+def test_half_precision_copies_of_weights_do_not_outlive_autocast() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                return self.layer(x)
+
+    once, twice = (forward(trace(Workload(Casts(), (4, 8), loss=total, accumulation=n)), "_to_copy") for n in (1, 2))
+    assert len(twice) == 2 * len(once)
+
+
 def test_a_region_without_autocast_is_respected() -> None:
     def plain(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", enabled=False):
@@ -178,21 +192,20 @@ def test_a_model_that_enters_autocast_itself_gets_it_without_a_gpu() -> None:
     assert not torch.is_autocast_enabled("cuda")
 
 
-@pytest.mark.parametrize(("precision", "copies"), [("amp-fp16", 0), ("amp-bf16", 1)])
-def test_cross_entropy_of_fp16_logits_makes_no_copy_in_full_precision(precision: Any, copies: int) -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 1000)
+@pytest.mark.parametrize("ambient", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_the_contexts_of_the_caller_do_not_matter(ambient: Callable[[], Any]) -> None:
+    workload = Workload(nn.Linear(8, 8), (4, 8), loss=total)
+    expected = trace(workload, target="cpu").to_bytes()
+    with ambient():
+        assert trace(workload, target="cpu").to_bytes() == expected
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.layer(x)
 
-    workload = Workload(Head(), (64, 8), TensorSpec((64,), "int64"), F.cross_entropy, precision=precision)
+def test_cross_entropy_keeps_half_precision_probabilities_and_one_full_copy() -> None:
+    workload = Workload(nn.Linear(8, 1000), (64, 8), TensorSpec((64,), "int64"), F.cross_entropy, precision="amp-bf16")
     graph = trace(workload)
-    assert forward(graph, "_log_softmax") == ["float32"]
+    assert forward(graph, "_log_softmax") == ["bfloat16"]
     to_full = [op for op in graph.ops if op.name == "_to_copy" and op.shape == (64, 1000) and op.phase is Phase.FORWARD]
-    assert len(to_full) == copies
+    assert len(to_full) == 1
 
 
 def test_gradients_are_scaled_and_unscaled_in_fp16_only() -> None:

@@ -130,3 +130,67 @@ def test_the_buckets_of_ddp_are_one_more_copy_of_the_gradients() -> None:
     plain, distributed = traced(O.SGD), traced(O.SGD, ddp=True)
     assert distributed.peak_live_bytes == plain.peak_live_bytes + PARAMETER_BYTES
     assert any("all-reduce" in text for text in distributed.unmodelled)
+
+
+def test_an_optimizer_over_other_parameters_is_refused_and_touches_none() -> None:
+    model = nn.Linear(4, 4)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(WorkloadError, match="the one that it returned holds others"):
+        trace(Workload(model, (2, 4), loss=total, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameters_that_no_loss_reaches_have_no_state() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(1000, 1000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    for options in ({}, {"set_to_none": False}):
+        graph = trace(Workload(Unused(), (2, 4), loss=total, optimizer=O.Adam, **options))  # type: ignore[arg-type]
+        assert state_bytes(graph) == 2 * 4 * (4 * 4 + 4)
+        assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) == 4 * (4 * 4 + 4)
+
+
+def test_a_closure_runs_as_part_of_the_step() -> None:
+    def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = total(model(x))
+            loss.backward()
+            return 0.0
+
+        assert optimizer.step(closure) == 0.0
+
+    graph = trace(Workload(nn.Linear(4, 4), (2, 4), step=step))
+    assert [op.phase for op in graph.ops if op.name in ("addmm", "mm", "_foreach_add_")] == list(Phase)
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    assert traced(functools.partial(O.Adam, lr=torch.tensor(1e-3))).ops
+
+
+def test_ddp_with_parameters_of_two_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[2](self.layers[1](self.layers[0](x).double()).float())  # type: ignore[no-any-return]
+
+    assert trace(Workload(Mixed(), (2, 4), loss=total, ddp=True)).ops
+
+
+def test_a_loss_module_with_weights_is_traced_on_meta() -> None:
+    from perfguard.workload import TensorSpec
+
+    loss = nn.CrossEntropyLoss(weight=torch.ones(4))
+    assert trace(Workload(nn.Linear(4, 4), (2, 4), TensorSpec((2,), "int64"), loss)).ops
+    assert not loss.weight.is_meta  # type: ignore[union-attr]
