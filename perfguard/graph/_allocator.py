@@ -24,8 +24,9 @@ _LARGE_SEGMENT = 20 * 2**20
 _MIN_LARGE_REQUEST = 10 * 2**20
 """kMinLargeAlloc: from here a segment is as large as its request, rounded up to 2 MiB."""
 _ROUND_LARGE = 2 * 2**20
-_STEPS = 3
-"""The first step makes the optimizer's state in the middle, the second finds the cache as it left it, the third shows no more."""
+_MOST_STEPS = 4
+"""The first step makes the optimizer's state in the middle, the second finds the cache as it left it; a step that takes nothing
+more from the driver is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,15 @@ class CachingAllocator:
         """A block of at least ``num_bytes``; None for none."""
         if num_bytes <= 0:
             return None
-        size = max(_MIN_BLOCK, -(-num_bytes // _MIN_BLOCK) * _MIN_BLOCK)
+        size = -(-num_bytes // _MIN_BLOCK) * _MIN_BLOCK
         pool = self._pools[0 if size <= _SMALL_REQUEST else 1]
         block = self._best_fit(pool, size) or self._new_block(pool, size)
-        if self._should_split(block, size):
+        if block.size != size and self._should_split(block, size):
             self._split(block, size)
         block.allocated = True
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, block: Block | None) -> None:
@@ -238,7 +240,8 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
                 allocator.free(blocks.pop(index))
 
     allocate(lasting)
-    for step in range(_STEPS if graph.mode == "train" else 2):
+    for step in range(_MOST_STEPS):
+        reserved = allocator.reserved_bytes
         before = [blocks.pop(index) for index in inputs if index in blocks]
         allocate(inputs)  # the next batch is there before the name of the last one is bound to it
         for block in before:
@@ -252,4 +255,6 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
             allocate(births[i])
             release(deaths[i])
         allocate(births[end])
+        if step and allocator.reserved_bytes == reserved:
+            break
     return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)

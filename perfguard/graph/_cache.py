@@ -46,10 +46,12 @@ class TraceCache:
         if structure is None:
             return trace(workload, target=target)
         with self._lock:
-            family = self._families.setdefault(structure.key, _Family())
-            self._families.move_to_end(structure.key)
-            if len(self._families) > _MOST_STRUCTURES:
-                self._families.popitem(last=False)
+            family = self._families.get(structure.key)
+            if family is None:
+                family = self._families[structure.key] = _Family(structure.key)
+                if len(self._families) > _MOST_STRUCTURES:
+                    self._families.popitem(last=False)
+            self._families.move_to_end(family.key)  # the same object: comparing two keys takes a millisecond
             known = family.at(structure.batch)
         if known is not None:
             return known
@@ -62,7 +64,8 @@ class TraceCache:
 class _Family:
     """The graphs of one structure by batch size."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
         self._samples: OrderedDict[int, OpGraph] = OrderedDict()
         self._template: _Template | None = None
         self._is_affine = True

@@ -191,7 +191,15 @@ class _Describer:
             for kind in ("_parameters", "_buffers")
             for name, tensor in state[kind].items()
         )
-        rest = [(key, self(item)) for key, item in state.items() if key not in ("_parameters", "_buffers")]
+        rest: list[Hashable] = []
+        for key, item in state.items():  # most are numbers, and hooks that nobody registered: no call for those
+            kind = type(item)
+            if kind in _EXACTLY_PLAIN:
+                rest.append((key, kind, item))
+            elif (kind is dict or kind is OrderedDict) and not item:
+                rest.append((key, kind))
+            elif key not in ("_parameters", "_buffers"):
+                rest.append((key, self(item)))
         return type(module), self._class_attributes(type(module)), tensors, tuple(rest)
 
     def _class_attributes(self, cls: type) -> Hashable:
