@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from perfguard.graph._as_on_device import cast_weights
 from perfguard.graph._attention import attention
+from perfguard.graph._rms_norm import fused_rms_norm
 from perfguard.graph._rnn import FUSED_RNNS, fused_rnn
 from perfguard.graph._target import Target
 
@@ -105,6 +106,8 @@ class DevicePaths(TorchFunctionMode):
             return _grouped_product(func, *args, **kwargs)
         if name in _SOFTMAX:
             return self._softmax(func, name, args, kwargs)
+        if name == "rms_norm" and not self._target.is_cpu and _is_meta(args[0]):
+            return fused_rms_norm(*args, **kwargs)
         if name in FUSED_RNNS and not self._target.is_cpu and _is_meta(args[0]):
             return fused_rnn(name, *args, **kwargs)
         return func(*args, **kwargs)

@@ -218,3 +218,15 @@ def test_autocast_needs_less_memory_for_activations_and_more_for_weights() -> No
     layers = [nn.Linear(256, 256) for _ in range(6)]
     full, half = (trace(Workload(nn.Sequential(*layers), (4096, 256), loss=total, precision=p)) for p in ("fp32", "amp-bf16"))
     assert half.peak_live_bytes < 0.85 * full.peak_live_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
+def test_rms_norm_is_one_kernel_each_way_and_keeps_no_more_than_layer_norm(precision: Any) -> None:
+    def step(norm: nn.Module) -> OpGraph:
+        layers = [nn.Sequential(norm, nn.Linear(64, 64)) for _ in range(4)]
+        return trace(Workload(nn.Sequential(*layers), (1024, 64), loss=total, precision=precision))
+
+    rms, layer = step(nn.RMSNorm(64)), step(nn.LayerNorm(64))
+    assert [op.kind for op in rms.ops if "rms" in op.name].count("norm_backward") == 4
+    assert sum(op.kind == "norm" for op in rms.ops) == 4
+    assert rms.peak_live_bytes <= layer.peak_live_bytes
