@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _SHIPPED = ("guardnet", "guardnet_gpu")
-_UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
+UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a device of a kind that the network has never seen: the driver's reading is within 10% of replay
 and context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
 _UNTRAINED_TIME_FACTOR = 2.0
@@ -177,7 +177,7 @@ class GuardNet:
         prior = weights.priors[target]
         if self._knows(target, graph, device) and self._trained_on(device):
             return prior
-        wider = math.hypot(prior.bias, _UNTRAINED_LOG_SIGMA[target] / (1 + self._knows(target, graph, device)))
+        wider = math.hypot(prior.bias, UNTRAINED_LOG_SIGMA[target] / (1 + self._knows(target, graph, device)))
         return ResidualPrior(wider, prior.linear, prior.local, prior.length, prior.noise)
 
     def _estimate(self, target: str, correction: Correction, graph: OpGraph, device: Device) -> Estimate:

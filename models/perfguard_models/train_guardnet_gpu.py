@@ -31,6 +31,7 @@ from perfguard.features import FEATURE_VERSION, GRAPH_FEATURES, NODE_FEATURES
 from perfguard_models._network import GuardNetwork
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import TableRow, rows_of_table, split_by_family
+from perfguard_models.guardnet import UNTRAINED_LOG_SIGMA
 from perfguard_models.train_guardnet import VERSION, Residuals, fit_prior
 
 _NETWORK: dict[str, Any] = {
@@ -50,6 +51,7 @@ _HUBER = 0.1
 _BOUND_WEIGHT = 0.3
 _COVERAGE = 0.9
 _Z_90 = 1.6449
+_FEWEST_ROWS = 20
 _CHECKPOINT_SUFFIX = ".checkpoint.pt"
 
 
@@ -148,12 +150,17 @@ def residuals_of(network: GuardNetwork, rows: Sequence[TableRow]) -> list[Residu
 
 
 def prior_of(residuals: Sequence[Residuals], target: str) -> ResidualPrior:
-    """The residual process over families, each an independent draw; a family counts with at most sixty rows."""
+    """The residual process over families, each an independent draw; a family counts with at most sixty rows.
+
+    Too few held-out rows cannot say how wrong the network is: then it is taken to be as uncertain as physics.
+    """
     some = [
         Residuals(r.family, {target: r.embedding[target][:60]}, {target: r.error[target][:60]})
         for r in residuals
         if len(r.error[target]) > 1
     ]
+    if sum(len(r.error[target]) for r in some) < _FEWEST_ROWS:
+        return ResidualPrior(UNTRAINED_LOG_SIGMA[target], linear=0.1, local=0.1, length=0.3, noise=0.1)
     return fit_prior(some, target)
 
 
@@ -164,6 +171,8 @@ def conformal_scale(residuals: Sequence[Residuals], target: str, prior: Residual
         for r in residuals
         for score in (r.error[target].abs() / prior.variance(r.embedding[target]).sqrt() if len(r.error[target]) else [])
     )
+    if len(scores) < _FEWEST_ROWS:
+        return 1.0
     rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * _COVERAGE) - 1)
     return scores[rank] / _Z_90
 
