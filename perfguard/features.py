@@ -7,7 +7,6 @@ Every quantity is a logarithm or a share, so that a network corrects physics by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +35,7 @@ GRAPH_FEATURES = (
     "cudnn_benchmark", "compiled", "log_reserved_share",
 )  # fmt: skip
 _HALF = ("float16", "bfloat16")
+_NUM_SIZES, _NUM_FLAGS = 10, 5
 _WORKSPACE_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
 _SMALL_STORAGE_BYTES = 32 * 2**20
 """glibc keeps freed blocks below this size in its heap (M_MMAP_THRESHOLD's upper bound); CUDA's caching allocator splits them."""
@@ -56,28 +56,22 @@ def featurize(graph: OpGraph, device: Device) -> Data:
     peak = max(graph.peak_live_bytes, 1)
     total_s = max(float(roofline.sum()), 1e-9)
     launch_bound = roofline <= device.launch_overhead_s
+    sizes = np.array([_sizes(op) for op in ops], dtype=np.float64).reshape(len(ops), _NUM_SIZES)
+    flags = np.array([_flags(op) for op in ops], dtype=np.float64).reshape(len(ops), _NUM_FLAGS)
+    logs = np.log1p(sizes) / 10
     columns = [
-        _log(op.flops for op in ops),
-        _log(op.bytes_read for op in ops),
-        _log(op.bytes_written for op in ops),
+        *logs[:, :3].T,
         np.log(np.maximum(roofline, 1e-9)) / 4 + 3,
         roofline / total_s,
         launch_bound.astype(np.float64),
         graph.live_bytes[1:] / peak,
         _kept_bytes(graph) / peak,
-        *(np.array([op.phase is phase for op in ops], dtype=np.float64) for phase in Phase),
-        _log(op.shape[0] if op.shape else 1 for op in ops),
-        _log(op.shape[1] if len(op.shape) > 1 else 1 for op in ops),
-        _log(math.prod(op.shape[2:]) for op in ops),
-        _log(math.prod(_conv(op, "weight_shape", (1, 1))[2:]) for op in ops),
-        _log(op.attributes.get("groups", 1) for op in ops),
-        _log(_conv(op, "in_shape", (1, 1))[1] for op in ops),
-        _log(max(_conv(op, "stride", (1,)), default=1) for op in ops),
-        np.array([bool(op.attributes.get("transposed", False)) for op in ops], dtype=np.float64),
-        np.array([op.dtype in _HALF for op in ops], dtype=np.float64),
+        *(flags[:, 0] == phase for phase in Phase),
+        *logs[:, 3:].T,
+        *flags[:, 1:3].T,
         _working_bytes(graph, padding) / peak,
         *np.log(padding),
-        *(np.array([bool(op.attributes.get(name)) for op in ops], dtype=np.float64) for name in ("winograd", "fft")),
+        *flags[:, 3:].T,
     ]
     kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
     return Data(
@@ -92,12 +86,28 @@ def featurize(graph: OpGraph, device: Device) -> Data:
     )
 
 
-def _log(values: Iterable[float]) -> npt.NDArray[np.float64]:
-    return np.asarray(np.log1p(np.fromiter(values, dtype=np.float64)) / 10)
+def _sizes(op: Op) -> tuple[float, ...]:
+    """What is seen as a logarithm, in the order of the columns."""
+    shape, attributes = op.shape, op.attributes
+    weight = attributes.get("weight_shape", (1, 1))
+    return (
+        op.flops,
+        op.bytes_read,
+        op.bytes_written,
+        shape[0] if shape else 1,
+        shape[1] if len(shape) > 1 else 1,
+        math.prod(shape[2:]),
+        math.prod(weight[2:]),
+        attributes.get("groups", 1),
+        attributes.get("in_shape", (1, 1))[1],
+        max(attributes.get("stride", (1,)), default=1),
+    )
 
 
-def _conv(op: Op, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(op.attributes.get(name, default))
+def _flags(op: Op) -> tuple[float, ...]:
+    """The phase, and what is true or false, in the order of the columns."""
+    get = op.attributes.get
+    return op.phase, bool(get("transposed")), op.dtype in _HALF, bool(get("winograd")), bool(get("fft"))
 
 
 def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:

@@ -131,7 +131,13 @@ class OpGraph:
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
         """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
-        index = self.peak_index if at is None else at
+        return dict(self._bytes_by_kind_at_peak) if at is None else self._bytes_by_kind(at)
+
+    @cached_property
+    def _bytes_by_kind_at_peak(self) -> dict[StorageKind, int]:
+        return self._bytes_by_kind(self.peak_index)
+
+    def _bytes_by_kind(self, index: int) -> dict[StorageKind, int]:
         totals = dict.fromkeys(StorageKind, 0)
         for storage in self.storages:
             if storage.birth <= index <= storage.death:
