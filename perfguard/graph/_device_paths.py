@@ -60,6 +60,7 @@ class DevicePaths(TorchFunctionMode):
         super().__init__()
         self._target = target
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
+        self._expanding: set[Callable[..., Any]] = set()
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -90,12 +91,16 @@ class DevicePaths(TorchFunctionMode):
             if func is F.dropout and not self._target.is_cpu:
                 return self._dropout(func, *args, **kwargs)
             inner = _without_overrides(func)
-            if inner is None:
+            if inner is None or func in self._expanding:  # a helper of the function checks in its name
                 if torch.is_autocast_enabled(self._autocast_device):
                     args, kwargs = self._cast(name, args, kwargs)
                 return func(*args, **kwargs)
-            with self:  # what it calls comes back here
-                return inner(*args, **kwargs)
+            self._expanding.add(func)
+            try:
+                with self:  # what it calls comes back here
+                    return inner(*args, **kwargs)
+            finally:
+                self._expanding.discard(func)
         if torch.is_autocast_enabled(self._autocast_device):
             if name == "cross_entropy_loss":
                 return self._cross_entropy(func, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -56,16 +57,23 @@ def timm_model(name: str, size: int | None = None) -> nn.Module:
     Raises:
         TableError: if timm is missing, or does not know the model or the size.
     """
+    try:
+        return _created(name, size)
+    except Exception as error:
+        retired = re.search(r"Invalid pretrained tag \(.*\) for ([\w.]+)\.", str(error))
+        if retired:  # weights that timm no longer has, of an architecture that it still has
+            return _created(retired[1], size)
+        raise TableError(f"timm cannot make the model {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _created(name: str, size: int | None) -> nn.Module:
     create = _timm().create_model
     model: nn.Module
-    try:
-        if size is not None:
-            try:
-                model = create(name, img_size=size)
-                return model
-            except TypeError:  # a convolutional network takes any size
-                pass
-        model = create(name)
-    except Exception as error:
-        raise TableError(f"timm cannot make the model {name!r}: {type(error).__name__}: {error}") from error
+    if size is not None:
+        try:
+            model = create(name, img_size=size)
+            return model
+        except TypeError:  # a convolutional network takes any size
+            pass
+    model = create(name)
     return model

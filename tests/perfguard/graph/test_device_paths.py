@@ -119,6 +119,11 @@ def test_an_odd_head_width_is_padded_for_flash_attention() -> None:
     assert forward(graph, "constant_pad_nd") == ["bfloat16"] * 3
 
 
+def test_a_function_of_torch_whose_helper_checks_in_its_name() -> None:
+    grid = traced(lambda x: x.sum() + torch.stack(torch.meshgrid(x[0], x[0], indexing="ij")).sum(), (4, 8))
+    assert any(op.name == "stack" for op in grid.ops)
+
+
 def test_dropout_keeps_a_mask_of_one_byte_on_a_gpu() -> None:
     def kept(target: Any) -> int:
         graph = traced(lambda x: F.dropout(x, 0.1), (64, 1024), target=target)
