@@ -56,6 +56,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
     peak = max(graph.peak_live_bytes, 1)
     total_s = max(float(roofline.sum()), 1e-9)
     launch_bound = roofline <= device.launch_overhead_s
+    working = _working_bytes(graph, padding)
     sizes = np.array([_sizes(op) for op in ops], dtype=np.float64).reshape(len(ops), _NUM_SIZES)
     flags = np.array([_flags(op) for op in ops], dtype=np.float64).reshape(len(ops), _NUM_FLAGS)
     logs = np.log1p(sizes) / 10
@@ -69,7 +70,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         *(flags[:, 0] == phase for phase in Phase),
         *logs[:, 3:].T,
         *flags[:, 1:3].T,
-        _working_bytes(graph, padding) / peak,
+        working / peak,
         *np.log(padding),
         *flags[:, 3:].T,
     ]
@@ -78,7 +79,7 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         x=torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)),
         kind=torch.tensor([kind_index[op.kind] for op in ops], dtype=torch.long),
         edge_index=torch.from_numpy(graph.edges),
-        globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, padding)[None].astype(np.float32)),
+        globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, working)[None].astype(np.float32)),
         roofline=torch.from_numpy(roofline.astype(np.float32)),
         log_memory=torch.tensor([math.log(device.context_bytes + (peak if device.kind == "cpu" else graph.reserved_bytes))]),
         log_time=torch.tensor([math.log(total_s)]),
@@ -134,7 +135,7 @@ def _globals(
     device: Device,
     roofline: npt.NDArray[np.float64],
     launch_bound: npt.NDArray[np.bool_],
-    padding: npt.NDArray[np.float64],
+    working: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     peak = max(graph.peak_live_bytes, 1)
     by_kind = graph.bytes_by_kind()
@@ -167,7 +168,7 @@ def _globals(
             math.log(device.num_sms) / 4,
             math.log(device.memory_bytes / 2**30) / 4,
             math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
-            math.log(max(float(_working_bytes(graph, padding).max(initial=0.0)) / peak, 1.0)),
+            math.log(max(float(working.max(initial=0.0)) / peak, 1.0)),
             small / peak,
             math.log(max(churn / peak, 1.0)),
             float("cudnn_benchmark" in graph.options),

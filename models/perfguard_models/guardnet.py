@@ -169,12 +169,15 @@ class GuardNet:
             return self._trained_on(device)
         return "cudnn_benchmark" in graph.options if target == "memory" else graph.precision != "fp32"
 
+    def _weights_for(self, device: Device) -> Weights:
+        """Those of its kind; for a kind without any, others, for their embedding of the graph."""
+        return self._weights.get(device.kind) or next(iter(self._weights.values()))
+
     def _trained_on(self, device: Device) -> bool:
         return device.kind in self._weights and device.id in self._weights[device.kind].card["trained_devices"]
 
     def _prior(self, target: str, graph: OpGraph, device: Device) -> ResidualPrior:
-        weights = self._weights.get(device.kind) or next(iter(self._weights.values()))
-        prior = weights.priors[target]
+        prior = self._weights_for(device).priors[target]
         if self._knows(target, graph, device) and self._trained_on(device):
             return prior
         wider = math.hypot(prior.bias, UNTRAINED_LOG_SIGMA[target] / (1 + self._knows(target, graph, device)))
@@ -200,9 +203,8 @@ class GuardNet:
         if (cached := of_graph.get(repr(device))) is not None:
             return cached
         data = featurize(graph, device)
-        weights = self._weights.get(device.kind) or next(iter(self._weights.values()))
         with torch.inference_mode():
-            correction: Correction = weights.network(data)
+            correction: Correction = self._weights_for(device).network(data)
         if not self._knows("memory", graph, device):
             correction = correction._replace(log_memory=data.log_memory)
         if not self._knows("time", graph, device):

@@ -183,6 +183,11 @@ def interval_scale(residuals: Sequence[Residuals], target: str, prior: ResidualP
                 means, deviations = condition(prior, x[start:index], y[start:index]).at(x[index : index + 1])
                 mean, deviation = float(means), float(deviations)
             scores.append(abs(float(y[index]) - mean) / deviation)
+    return conformal_factor(scores)
+
+
+def conformal_factor(scores: Sequence[float]) -> float:
+    """By how much to widen intervals so that the central 90% holds; ``scores`` are |error| / predicted standard deviation."""
     rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * _COVERAGE) - 1)
     return sorted(scores)[rank] / _Z_90
 
@@ -205,6 +210,17 @@ def report(residuals: Sequence[Residuals]) -> dict[str, Any]:
     return table
 
 
+def write_weights(out: Path, network: GuardNetwork, card: dict[str, Any]) -> None:
+    """Write OUT.safetensors, and OUT.json: ``card`` after the versions and the hash that bind it to the tensors. Prints it."""
+    tensors_bytes = save_tensors({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
+    sha256 = hashlib.sha256(tensors_bytes).hexdigest()
+    text = json.dumps({"version": VERSION, "feature_version": FEATURE_VERSION, "sha256": sha256, **card}, indent=1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".safetensors").write_bytes(tensors_bytes)
+    out.with_suffix(".json").write_text(text + "\n")
+    print(text)
+
+
 def main() -> None:
     """Train, fit, write PATH.safetensors and PATH.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -219,11 +235,7 @@ def main() -> None:
     network = train(training, epochs=arguments.epochs, seed=arguments.seed)
     studies = residuals_of(network, [row for row in rows if row.family.startswith(STUDY)])
     priors = {target: fit_prior(studies, target) for target in ("memory", "time")}
-    tensors_bytes = save_tensors({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
     card = {
-        "version": VERSION,
-        "feature_version": FEATURE_VERSION,
-        "sha256": hashlib.sha256(tensors_bytes).hexdigest(),
         "network": _NETWORK,
         "device_kind": "cpu",
         "trained_devices": ["cpu"],
@@ -233,10 +245,7 @@ def main() -> None:
         "held_out_error": report(residuals_of(network, held_out)),
         "study_error": report(studies),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".safetensors").write_bytes(tensors_bytes)
-    arguments.out.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n")
-    print(json.dumps(card, indent=1))
+    write_weights(arguments.out, network, card)
 
 
 if __name__ == "__main__":

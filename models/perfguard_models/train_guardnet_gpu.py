@@ -9,8 +9,6 @@ step times. The scale of the intervals is conformal on the held-out families.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import random
 import statistics
@@ -23,16 +21,15 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from safetensors.torch import save as save_tensors
 from torch import nn
 from torch_geometric.data import Batch, Data
 
-from perfguard.features import FEATURE_VERSION, GRAPH_FEATURES, NODE_FEATURES
+from perfguard.features import GRAPH_FEATURES, NODE_FEATURES
 from perfguard_models._network import GuardNetwork
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import TableRow, rows_of_table, split_by_family
 from perfguard_models.guardnet import UNTRAINED_LOG_SIGMA
-from perfguard_models.train_guardnet import VERSION, Residuals, fit_prior
+from perfguard_models.train_guardnet import Residuals, conformal_factor, fit_prior, write_weights
 
 _NETWORK: dict[str, Any] = {
     "hidden": 48,
@@ -49,8 +46,6 @@ _LEARNING_RATE = 3e-3
 _WEIGHT_DECAY = 1e-2
 _HUBER = 0.1
 _BOUND_WEIGHT = 0.3
-_COVERAGE = 0.9
-_Z_90 = 1.6449
 _FEWEST_ROWS = 20
 _CHECKPOINT_SUFFIX = ".checkpoint.pt"
 
@@ -166,15 +161,14 @@ def prior_of(residuals: Sequence[Residuals], target: str) -> ResidualPrior:
 
 def conformal_scale(residuals: Sequence[Residuals], target: str, prior: ResidualPrior) -> float:
     """The factor that makes 90% intervals hold on families that the network has not seen, before it has learnt of them."""
-    scores = sorted(
+    scores = [
         float(score)
         for r in residuals
         for score in (r.error[target].abs() / prior.variance(r.embedding[target]).sqrt() if len(r.error[target]) else [])
-    )
+    ]
     if len(scores) < _FEWEST_ROWS:
         return 1.0
-    rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * _COVERAGE) - 1)
-    return scores[rank] / _Z_90
+    return conformal_factor(scores)
 
 
 def report(network: GuardNetwork, rows: Sequence[TableRow]) -> dict[str, Any]:
@@ -224,11 +218,7 @@ def main() -> None:
     network = train(training, epochs=arguments.epochs, seed=arguments.seed, checkpoint=checkpoint)
     unseen = residuals_of(network, held_out)
     priors = {target: prior_of(unseen, target) for target in ("memory", "time")}
-    tensors_bytes = save_tensors({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
     card = {
-        "version": VERSION,
-        "feature_version": FEATURE_VERSION,
-        "sha256": hashlib.sha256(tensors_bytes).hexdigest(),
         "network": _NETWORK,
         "device_kind": "cuda",
         "trained_devices": sorted({row.gpu for row in training}),
@@ -237,11 +227,8 @@ def main() -> None:
         "interval_scale": {target: conformal_scale(unseen, target, prior) for target, prior in priors.items()},
         "held_out_error": report(network, held_out),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".safetensors").write_bytes(tensors_bytes)
-    arguments.out.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n")
+    write_weights(arguments.out, network, card)
     checkpoint.unlink(missing_ok=True)
-    print(json.dumps(card, indent=1))
 
 
 if __name__ == "__main__":

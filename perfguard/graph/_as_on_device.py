@@ -14,6 +14,8 @@ import torch.cuda.amp.common
 import torch.nn.modules.transformer
 import torch.utils.checkpoint
 
+from perfguard.graph._nest import is_meta
+
 _lock = threading.Lock()
 _of_thread = threading.local()
 _num_inside = 0
@@ -63,11 +65,11 @@ def as_on_device(device_type: str) -> Iterator[None]:
 
 def _replace_all() -> None:
     checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
-    _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(_is_meta, args)) else _ASK)
+    _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _ASK)
     _replace(
         transformer,
         "_detect_is_causal_mask",
-        lambda mask, is_causal=None, size=None: _is_square(mask) if _is_meta(mask) and is_causal is None else _ASK,
+        lambda mask, is_causal=None, size=None: _is_square(mask) if is_meta(mask) and is_causal is None else _ASK,
     )
     if not torch.cuda.is_available():
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -76,8 +78,8 @@ def _replace_all() -> None:
     _rename_meta(torch.amp.autocast_mode.autocast)
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:
-        _replace(masks, "is_tracing", lambda tensor=None: True if _is_meta(tensor) else _ASK)
-        _replace(masks, "find_packed_sequence_indices", lambda positions: None if _is_meta(positions) else _ASK)
+        _replace(masks, "is_tracing", lambda tensor=None: True if is_meta(tensor) else _ASK)
+        _replace(masks, "find_packed_sequence_indices", lambda positions: None if is_meta(positions) else _ASK)
 
 
 def _replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
@@ -108,10 +110,6 @@ def _rename_meta(autocast: Any) -> None:
 
     _originals.append((autocast, "__init__", original))
     autocast.__init__ = renamed
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _is_square(mask: torch.Tensor) -> bool:

@@ -8,9 +8,9 @@ the call that the target would make instead, so that autograd keeps for the back
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from perfguard.graph._as_on_device import cast_weights
 from perfguard.graph._attention import attention
+from perfguard.graph._nest import is_meta, tensors_in
 from perfguard.graph._rms_norm import fused_rms_norm
 from perfguard.graph._rnn import FUSED_RNNS, fused_rnn
 from perfguard.graph._target import Target
 
-T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
 
 # aten/src/ATen/autocast_mode.h of PyTorch 2.13, by the name under which Python sees the function.
@@ -105,15 +105,15 @@ class DevicePaths(TorchFunctionMode):
             if name == "cross_entropy_loss":
                 return self._cross_entropy(func, *args, **kwargs)
             args, kwargs = self._cast(name, args, kwargs)
-        if name == "scaled_dot_product_attention" and args and _is_meta(args[0]):
+        if name == "scaled_dot_product_attention" and args and is_meta(args[0]):
             return attention(self._target, func, *args, **kwargs)
-        if name in ("grouped_mm", "_grouped_mm") and _is_meta(args[0]) and args[0].dtype is not torch.bfloat16:
+        if name in ("grouped_mm", "_grouped_mm") and is_meta(args[0]) and args[0].dtype is not torch.bfloat16:
             return _grouped_product(func, *args, **kwargs)
         if name in _SOFTMAX:
             return self._softmax(func, name, args, kwargs)
-        if name == "rms_norm" and not self._target.is_cpu and _is_meta(args[0]):
+        if name == "rms_norm" and not self._target.is_cpu and is_meta(args[0]):
             return fused_rms_norm(*args, **kwargs)
-        if name in FUSED_RNNS and not self._target.is_cpu and _is_meta(args[0]):
+        if name in FUSED_RNNS and not self._target.is_cpu and is_meta(args[0]):
             return fused_rnn(name, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -121,7 +121,7 @@ class DevicePaths(TorchFunctionMode):
         self, func: Callable[..., Any], input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         """CUDA keeps a mask of one byte an element; the decomposition keeps one of the input's dtype."""
-        if not training or p <= 0 or p >= 1 or inplace or not _is_meta(input):
+        if not training or p <= 0 or p >= 1 or inplace or not is_meta(input):
             return func(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
@@ -132,7 +132,7 @@ class DevicePaths(TorchFunctionMode):
         if dtype is None and torch.is_autocast_enabled(self._autocast_device):
             dtype = torch.float32
         source: Any = args[0] if args else None
-        if not _is_meta(source) or dim is None:
+        if not is_meta(source) or dim is None:
             return func(*args, **kwargs)
         if dtype is torch.float32 and source.dtype is torch.float16 and not self._target.is_cpu:
             return _SOFTMAX[name](source, dim, True)
@@ -169,7 +169,7 @@ class DevicePaths(TorchFunctionMode):
         elif name in _FULL_PRECISION:
             dtype = torch.float32
         elif name in _WIDEST:
-            dtype = torch.float32 if any(t.dtype is torch.float32 for t in _tensors((args, kwargs))) else self._low
+            dtype = torch.float32 if any(t.dtype is torch.float32 for t in tensors_in((args, kwargs))) else self._low
         else:
             return args, kwargs
         return self._cast_all(args, dtype), self._cast_all(kwargs, dtype)
@@ -202,21 +202,6 @@ def _grouped_product(func: Callable[..., Any], rows: torch.Tensor, weights: torc
     if rows.dim() == 2 and weights.dim() == 3:
         return rows @ weights[0]
     return func(rows, weights, *args, **kwargs)
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)
 
 
 _clones: dict[types.FunctionType, types.FunctionType | None] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
+from perfguard.graph._nest import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
 from perfguard.graph._shape_rules import SHAPE_RULES, Rule
 
@@ -120,19 +121,12 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         if operator.is_view:
             return out
-        inputs: list[torch.Tensor] = []
-        outputs: list[torch.Tensor] = []
-        _collect(args, inputs)
-        if kwargs:
-            _collect(kwargs, inputs)
-        _collect(out, outputs)
+        inputs, outputs = _meta_tensors((args, kwargs)), _meta_tensors(out)
         if not inputs and not outputs:
             return out
         read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
         written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
-        mutated: list[torch.Tensor] = []
-        for position, name in operator.writes:
-            _collect(args[position] if position < len(args) else kwargs.get(name), mutated)
+        mutated = _meta_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
         if not operator.launches or (written and not mutated and set(written) <= set(read)):
             return out
         phase, module = self._where()
@@ -201,17 +195,8 @@ class Recorder(TorchDispatchMode):
         return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    """Append the meta tensors in a nest of tuples, lists and dicts to ``found``."""
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
+def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.is_meta]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

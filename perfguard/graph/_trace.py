@@ -20,6 +20,7 @@ from perfguard.exceptions import PerfGuardError, TraceError
 from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
 from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
+from perfguard.graph._nest import tensors_in
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
@@ -229,8 +230,8 @@ class _Tracer:
         inputs, targets = batch_on_meta(workload.inputs, workload), batch_on_meta(workload.targets, workload)
         recorder.adopt(model.named_parameters(), StorageKind.PARAMETER)
         recorder.adopt(model.named_buffers(), StorageKind.BUFFER)
-        recorder.adopt((("inputs", tensor) for tensor in _tensors(inputs)), StorageKind.INPUT)
-        recorder.adopt((("targets", tensor) for tensor in _tensors(targets)), StorageKind.INPUT)
+        recorder.adopt((("inputs", tensor) for tensor in tensors_in(inputs)), StorageKind.INPUT)
+        recorder.adopt((("targets", tensor) for tensor in tensors_in(targets)), StorageKind.INPUT)
         return inputs, targets
 
     @property
@@ -370,15 +371,3 @@ def _where(error: BaseException, model: nn.Module) -> str:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a nest of tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

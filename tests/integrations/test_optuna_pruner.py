@@ -15,7 +15,7 @@ import torch
 from optuna.trial import FrozenTrial, TrialState
 from torch import nn
 
-from perfguard import Device, Estimate, MeasurementStore, Observation, OpGraph, Prediction, Predictor, Workload
+from perfguard import MeasurementStore, Predictor, Workload
 from perfguard.exceptions import (
     ConfigurationError,
     LogCorruptError,
@@ -26,29 +26,12 @@ from perfguard.exceptions import (
 )
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, record_of
+from tests.doubles import ReplayPredictor
 
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-
-
-class ReplayPredictor:
-    """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""
-
-    name = "replay-1"
-
-    def __init__(self) -> None:
-        self.learnt: list[Observation] = []
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        step_time = Estimate(0.01, 0.01)
-        total_time = None if steps is None else step_time.scaled(steps)
-        memory = Estimate(float(graph.peak_live_bytes), 0.01)
-        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
-
-    def fine_tune(self, observations: Sequence[Observation]) -> None:
-        self.learnt = list(observations)
 
 
 def workload(width: int, *, steps: int | None = None) -> Workload:

@@ -21,32 +21,15 @@ from optuna.trial import TrialState
 from torch import nn
 
 import perfguard_optuna
-from perfguard import Device, Estimate, MeasurementStore, Observation, OpGraph, Prediction, Run, Workload, resolve_device
+from perfguard import MeasurementStore, Run, Workload, resolve_device
 from perfguard.exceptions import UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
+from tests.doubles import ReplayPredictor
 
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
-
-
-class ReplayPredictor:
-    """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""
-
-    name = "replay-1"
-
-    def __init__(self) -> None:
-        self.learnt: list[Observation] = []
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        step_time = Estimate(0.01, 0.01)
-        total_time = None if steps is None else step_time.scaled(steps)
-        memory = Estimate(float(graph.peak_live_bytes), 0.01)
-        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
-
-    def fine_tune(self, observations: Sequence[Observation]) -> None:
-        self.learnt = list(observations)
 
 
 def build(params: Mapping[str, Any]) -> Workload:
