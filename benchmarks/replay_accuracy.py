@@ -26,7 +26,7 @@ from rich.table import Table
 
 from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.tables import WorkloadRow, read_table, workload_of, workload_row
+from perfguard.tables import WorkloadRow, model_on_meta, read_table, workload_row
 
 
 class Compared(NamedTuple):
@@ -41,7 +41,9 @@ class Compared(NamedTuple):
 def compare(row: WorkloadRow) -> Compared | str:
     """Trace one row of the table; a text if it cannot be traced."""
     try:
-        graph = trace(workload_of(row), target=resolve_device(row.gpu))
+        model = model_on_meta(row)
+        assert model is not None
+        graph = trace(row.workload(model), target=resolve_device(row.gpu))
     except PerfGuardError as error:
         return f"{row.model}: {error}"
     assert row.peak_memory_bytes is not None

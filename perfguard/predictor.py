@@ -78,6 +78,10 @@ class Prediction:
     """Breakdown of the replay's peak by kind of storage, bytes."""
     time_by_kind_s: Mapping[str, float] = field(default_factory=dict)
     """Breakdown of the step's time by kind of operator, seconds."""
+    gpu_util: float | None = None
+    """Share of the time in which a kernel runs, 0 to 1, as the driver reports it; None if the predictor cannot say."""
+    sm_active: float | None = None
+    """Share of the multiprocessors' time in which they have work, 0 to 1; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
     """What the trace could not account for, in words."""
 

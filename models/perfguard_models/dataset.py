@@ -1,144 +1,284 @@
-"""A workload table as rows that a network can learn from: traced once, cached, split by family.
+"""Tables of measured runs as rows that a predictor can learn from: traced once, seen in one or several ways, split.
 
-Nothing of a table is kept but features and labels; the cache is a file of tensors, read with `weights_only`.
+    table → rows → cached OpGraphs (graphs.py) → views (arrays that a predictor reads) → folds
+
+A view is cached beside the graphs, by the table's content and by the source code that made it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
+import inspect
 import math
 import random
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from rich.progress import track
-from torch_geometric.data import Data
 
-from perfguard.devices import resolve_device
+from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
-from perfguard.features import FEATURE_VERSION, GRAPH_FEATURES, NODE_FEATURES, featurize
-from perfguard.graph import TraceCache
-from perfguard.tables import WorkloadRow, read_table, timm_model, workload_of, workload_row
+from perfguard.graph import OpGraph
+from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
+from perfguard_models import layers, operators, sums
+from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_groups
 
+Arrays = dict[str, npt.NDArray[Any]]
+TARGETS = ("memory", "time", "gpu_util", "sm_active")
+"""What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
 _STATUSES = ("ok", "oom")
-_FIELDS = ("x", "kind", "edge_index", "globals", "roofline", "log_memory", "log_time")
 
 
-class TableRow(NamedTuple):
-    """One measured run, ready for a network.
+class Run(NamedTuple):
+    """One measured run, as a predictor meets it."""
 
-    ``data`` has, beside the features, ``label_memory`` and ``label_time`` (1,), logarithms of bytes and seconds, NaN where they
-    were not measured, and ``bound`` and ``bound_sign`` (1,): log bytes of the card's memory, and +1 if the run needed more, -1 if
-    less, 0 if its memory was measured.
-    """
-
+    table: str
+    """Kind of the table: "workload", "operator", "transformer" or "perceptron"."""
+    source: str
     family: str
+    model: str
     gpu: str
     mode: str
-    data: Data
+    variant: str
+    """Precision, layout and "compiled", for reports by group."""
+    structure: str
+    """What runs share that differ in nothing but the batch and the GPU; runs under another framework are others."""
+    batch_size: int
+    labels: dict[str, float]
+    """Of TARGETS, those that were measured."""
+    capacity_bytes: int
+    fits: bool
+    view: Arrays
 
 
-def rows_of_table(table: Path, *, jobs: int = 2, cache: Path | None = None) -> list[TableRow]:
-    """Every row that ran or ran out of memory and can be traced.
+class View(NamedTuple):
+    """A way to see a graph on a device, as arrays."""
+
+    name: str
+    see: Callable[[OpGraph, Device], Arrays]
+    module: ModuleType
+    """Whose source decides whether a cached view is still good."""
+
+
+VIEWS = {
+    "layers": View("layers", lambda graph, device: layers.layers_of(graph, device)._asdict(), layers),
+    "operators": View("operators", operators.operators_of, operators),
+    "sums": View("sums", lambda graph, device: {"sums": sums.sums_of(graph, device)}, sums),
+}
+
+
+class Dataset(NamedTuple):
+    """The runs of one or several tables, and what was left out, each with its reason."""
+
+    runs: list[Run]
+    rejected: list[str]
+
+    def rejections(self) -> str:
+        """A sentence for a person: how many rows were left out, and the commonest reasons."""
+        if not self.rejected:
+            return "No row was left out."
+        common = Counter(self.rejected).most_common(3)
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in common)
+        return f"{len(self.rejected)} rows were left out: {reasons}{'; ...' if len(set(self.rejected)) > 3 else ''}"
+
+
+def dataset_of(
+    tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
+) -> Dataset:
+    """The runs of ``tables``, seen as ``view`` (one of VIEWS, or several).
 
     Args:
-        table: a workload table.
-        jobs: processes that trace.
-        cache: a folder for what was traced; found again by the table's content and the features' version.
+        tables: workload, operator, transformer or perceptron tables.
+        view: what the predictor reads.
+        cache: a folder for graphs and views.
+        jobs: processes that trace and look.
+        most_operators: rows of an operator table that are taken, drawn with ``seed``; they are many and alike.
+        seed: of that draw.
 
     Raises:
-        TableError: if the table cannot be read.
+        TableError: if a table cannot be read or is of no known kind.
     """
-    place = None if cache is None else cache / f"{_fingerprint(table)}.pt"
-    if place is not None and place.is_file():
-        return [_row(stored) for stored in torch.load(place, weights_only=True)]
-    rows = [row for row in _readable(read_table(table)[1]) if row.status in _STATUSES]
-    rows.sort(key=lambda row: (str(row.structure), row.gpu, row.batch_size))
-    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.structure)]
-    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        traced = pool.map(_trace_group, groups, chunksize=2)
-        progress = track(traced, total=len(groups), description="tracing", transient=True, disable=not sys.stderr.isatty())
-        stored = [_as_tensors(row) for group in progress for row in group]
-    if place is not None:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(stored, place)
-    return [_row(item) for item in stored]
+    runs: list[Run] = []
+    rejected: list[str] = []
+    names = (view,) if isinstance(view, str) else tuple(view)
+    for table in tables:
+        columns, raw = read_table(table)
+        parse = parser_of(columns, table)
+        rows: list[MeasuredRow] = []
+        seen: set[str] = set()
+        for item in raw:
+            try:
+                row = parse(item)
+            except PerfGuardError as error:
+                rejected.append(str(error))
+                continue
+            text = repr(row)
+            if text in seen:
+                rejected.append("the same row twice")
+            elif row.status not in _STATUSES:
+                rejected.append(f"status {row.status!r}")
+            elif row.status == "ok" and (reason := _absurd(row)):
+                rejected.append(reason)
+            else:
+                seen.add(text)
+                rows.append(row)
+        if "op" in columns and len(rows) > most_operators:
+            rows = random.Random(seed).sample(rows, most_operators)
+        found = _seen(kind_of_table(columns), rows, names, cache, jobs)
+        runs += [run for run in found if isinstance(run, Run)]
+        rejected += [reason for reason in found if isinstance(reason, str)]
+    return Dataset(runs, rejected)
 
 
-def _fingerprint(table: Path) -> str:
-    digest = hashlib.sha256(table.read_bytes())
-    digest.update(repr((FEATURE_VERSION, NODE_FEATURES, GRAPH_FEATURES)).encode())
-    return digest.hexdigest()[:16]
+def _absurd(row: MeasuredRow) -> str:
+    """Why a reading cannot be: a unit that is off by 1,024, say."""
+    if row.peak_memory_bytes is not None and not 2**20 <= row.peak_memory_bytes <= 2**40:
+        return "a peak below a mebibyte or above a tebibyte"
+    if row.step_time_s is not None and not 1e-6 <= row.step_time_s <= 3600:
+        return "a step below a microsecond or above an hour"
+    return ""
 
 
-def _readable(raw: Sequence[dict[str, str]]) -> Iterator[WorkloadRow]:
-    for row in raw:
-        try:
-            yield workload_row(row)
-        except PerfGuardError:
+def _seen(kind: str, rows: Sequence[MeasuredRow], names: Sequence[str], cache: Path, jobs: int) -> list[Run | str]:
+    groups = groups_of(rows, cache / "graphs")
+    places = {name: cache / f"{name}-{_fingerprint(groups, name)}.pt" for name in names}
+    missing = tuple(name for name in names if not places[name].is_file())
+    if missing:
+        trace_groups(groups, jobs=jobs)
+        look = functools.partial(_look, names=missing)
+        made: dict[str, list[Any]] = {name: [] for name in missing}
+        for found in mapped(look, groups, jobs=jobs, description="looking"):
+            for item in found:
+                for name in missing:
+                    made[name].append(item if isinstance(item, str) else _as_tensors(item[name]))
+        cache.mkdir(parents=True, exist_ok=True)
+        for name in missing:
+            torch.save(made[name], places[name])
+    ordered = [row for group in groups for row in group.rows]
+    stored = zip(*(torch.load(places[name], weights_only=True) for name in names), strict=True)
+    return [_run(kind, row, views) for row, views in zip(ordered, stored, strict=True)]
+
+
+def _fingerprint(groups: Sequence[Group], name: str) -> str:
+    rows = [
+        (group.archive.name, [(row.gpu, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
+    ]
+    return hashlib.sha256(repr((inspect.getsource(VIEWS[name].module), rows)).encode()).hexdigest()[:16]
+
+
+def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
+    found: list[dict[str, Arrays] | str] = []
+    previous: tuple[OpGraph, dict[str, Arrays]] | None = None
+    for _, device, graph in read_group(group):
+        if isinstance(graph, str):
+            found.append(graph)
             continue
+        if previous is None or previous[0] is not graph:
+            previous = graph, {name: VIEWS[name].see(graph, device) for name in names}
+        found.append(previous[1])
+    return found
 
 
-def _trace_group(rows: Sequence[WorkloadRow]) -> list[dict[str, Any]]:
-    """Rows of one structure: the network is made once, and of its batches only some are traced."""
-    stored: list[dict[str, Any]] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with torch.device("meta"):
-                model = timm_model(rows[0].model, rows[0].img_size)
-            traces = TraceCache()
-            for row in rows:
-                device = resolve_device(row.gpu)
-                data = featurize(traces.trace(workload_of(row, model), target=device), device)
-                stored.append(_labelled(row, data, device.memory_bytes))
-        except PerfGuardError:
-            pass
-    return [_as_arrays(item) for item in stored]
+def _as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
 
 
-def _as_arrays(item: dict[str, Any]) -> dict[str, Any]:
-    """Tensors would travel between processes as open files, of which there are not enough."""
-    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in item.items()}
-
-
-def _as_tensors(item: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in item.items()}
-
-
-def _labelled(row: WorkloadRow, data: Data, capacity_bytes: int) -> dict[str, Any]:
+def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Run | str:
+    arrays: Arrays = {}
+    for view in views:
+        if isinstance(view, str):
+            return view
+        arrays |= {name: value.numpy() for name, value in view.items()}
     fits = row.status == "ok"
-    measured = fits and row.peak_memory_bytes is not None
-    item: dict[str, Any] = {name: data[name] for name in _FIELDS}
-    item["x"] = item["x"].half()
-    item["edge_index"] = item["edge_index"].int()
-    return item | {
-        "family": row.family,
-        "gpu": row.gpu,
-        "mode": row.mode,
-        "label_memory": torch.tensor([math.log(row.peak_memory_bytes) if measured and row.peak_memory_bytes else math.nan]),
-        "label_time": torch.tensor([math.log(row.step_time_s) if fits and row.step_time_s else math.nan]),
-        "bound": torch.tensor([math.log(capacity_bytes)]),
-        "bound_sign": torch.tensor([0.0 if measured else -1.0 if fits else 1.0]),
+    labels = {
+        "memory": _log(row.peak_memory_bytes),
+        "time": _log(row.step_time_s),
+        "gpu_util": _logit(row.gpu_util),
+        "sm_active": _logit(row.sm_active),
     }
+    return Run(
+        table=table,
+        source=row.source,
+        family=row.family,
+        model=row.model,
+        gpu=row.gpu,
+        mode=row.mode,
+        variant=_variant(row),
+        structure=f"{row.structure} {row.framework}",
+        batch_size=row.batch_size,
+        labels={name: value for name, value in labels.items() if value is not None} if fits else {},
+        capacity_bytes=resolve_device(row.gpu).memory_bytes,
+        fits=fits,
+        view=arrays,
+    )
 
 
-def _row(stored: dict[str, Any]) -> TableRow:
-    tensors = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
-    data = Data(**tensors, num_nodes=len(stored["x"]))
-    return TableRow(stored["family"], stored["gpu"], stored["mode"], data)
+def _variant(row: MeasuredRow) -> str:
+    words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
+    return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
 
 
-def split_by_family(rows: Sequence[TableRow], *, held_out: float, seed: int) -> tuple[list[TableRow], list[TableRow]]:
-    """Training rows, and rows of families that share nothing with them."""
-    families = sorted({row.family for row in rows})
-    random.Random(seed).shuffle(families)
-    unseen = set(families[: round(held_out * len(families))])
-    return [row for row in rows if row.family not in unseen], [row for row in rows if row.family in unseen]
+def _log(value: float | None) -> float | None:
+    return None if value is None else math.log(value)
+
+
+def _logit(share: float | None) -> float | None:
+    if share is None:
+        return None
+    inside = min(max(share, 1e-3), 1 - 1e-3)
+    return math.log(inside / (1 - inside))
+
+
+class Fold(NamedTuple):
+    """A named split: indices of what is learnt from and of what is judged."""
+
+    name: str
+    learn: list[int]
+    judge: list[int]
+
+
+def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
+    """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
+    GPU likewise) or "random".
+
+    Raises:
+        ValueError: for another name.
+    """
+    if split == "gpu":
+        gpus = sorted({run.gpu for run in runs})
+        return [_fold(f"without {gpu}", [run.gpu == gpu for run in runs]) for gpu in gpus] if len(gpus) > 1 else []
+    if split == "random":
+        order = list(range(len(runs)))
+        random.Random(seed).shuffle(order)
+        part = {index: position % number for position, index in enumerate(order)}
+        return [_fold(f"random {k + 1}", [part[i] == k for i in range(len(runs))]) for k in range(number)]
+    if split == "family":
+        part_of = _parts_of_families(runs, number, seed)
+        made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
+        return [fold for fold in made if fold.learn and fold.judge]
+    raise ValueError(f"A split is 'family', 'gpu' or 'random', not {split!r}.")
+
+
+def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tuple[str, str], int]:
+    """To which of ``number`` parts each family of each table goes: the largest first, to the part that has least of its table."""
+    part_of: dict[tuple[str, str], int] = {}
+    for table in sorted({run.table for run in runs}):
+        sizes = Counter(run.family for run in runs if run.table == table)
+        families = sorted(sizes)
+        random.Random(seed).shuffle(families)
+        load = [0] * number
+        for family in sorted(families, key=lambda family: -sizes[family]):
+            part = load.index(min(load))
+            part_of[table, family] = part
+            load[part] += sizes[family]
+    return part_of
+
+
+def _fold(name: str, judged: Sequence[bool]) -> Fold:
+    return Fold(name, [i for i, held in enumerate(judged) if not held], [i for i, held in enumerate(judged) if held])

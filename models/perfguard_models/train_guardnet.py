@@ -1,7 +1,7 @@
 r"""Train GuardNet's shipped weights on a corpus of measured runs.
 
     python -m perfguard_models.train_guardnet corpus_1.jsonl.gz corpus_2.jsonl.gz studies.jsonl.gz \
-        --out models/perfguard_models/weights/guardnet
+        --out models/perfguard_models/weights/guardnet_cpu
 
 A quarter of the rows, and all rows of studies, are held out; the network is trained on the rest. How much and how smoothly a new
 study differs (the residual process), and the scale of the intervals, are fitted on the studies.

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
 from perfguard.exceptions import PerfGuardError
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
 
-__all__ = ["main"]
+__all__ = ["COMMANDS_GROUP", "main"]
+
+COMMANDS_GROUP = "perfguard.commands"
+"""Entry-point group for further commands: a function of the words after the command's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 for an error that PerfGuard explains, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    installed = {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
     try:
+        if words and words[0] in installed:
+            installed[words[0]].load()(words[1:])
+            return 0
+        arguments = _parser(installed.values()).parse_args(words)
         if arguments.command == "evaluate":
             from perfguard.cli._evaluate import evaluate_table
 
@@ -38,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="perfguard", description="Know before a trial starts what it will cost.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -55,11 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--json", action="store_true", help="data on standard output")
 
     evaluate = commands.add_parser("evaluate", help="hold a predictor against a table of measured runs")
-    evaluate.add_argument("table", metavar="TABLE", help="a workload table, CSV, compressed or not")
+    evaluate.add_argument("table", metavar="TABLE", help="a table of measured runs, CSV, compressed or not")
     evaluate.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
     evaluate.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
     evaluate.add_argument("--json", metavar="FILE.json", help="write the report as data")
 
     gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
     gpus.add_argument("--json", action="store_true", help="data on standard output")
+
+    for point in installed:  # listed here; they read their own words
+        commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser

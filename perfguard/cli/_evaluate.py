@@ -18,7 +18,7 @@ from rich.table import Table
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import load_predictor
-from perfguard.tables import PREDICTED, Evaluated, evaluate, read_table, report
+from perfguard.tables import Evaluated, evaluate, predicted_columns, read_table, report
 
 
 def evaluate_table(arguments: argparse.Namespace) -> None:
@@ -35,7 +35,7 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
         task = progress.add_task("rows", total=len(rows))
-        results = evaluate(columns, rows, predictor, on_row=lambda: progress.advance(task))
+        results = evaluate(columns, rows, arguments.table, predictor, on_row=lambda: progress.advance(task))
     groups = report(results)
     if arguments.out:
         _write_predictions(arguments.out, columns, rows, results)
@@ -52,11 +52,10 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
 def _write_predictions(
     path: str, columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]
 ) -> None:
+    added = predicted_columns(columns)
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, [*(column for column in columns if column not in PREDICTED), *PREDICTED], extrasaction="ignore"
-            )
+            writer = csv.DictWriter(file, [*(column for column in columns if column not in added), *added], extrasaction="ignore")
             writer.writeheader()
             writer.writerows({**row, **result.columns()} for row, result in zip(rows, results, strict=True))
     except OSError as error:
@@ -72,7 +71,7 @@ def _write(path: str, text: str) -> None:
 
 def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=f"{predictor}: mean / median / 90th percentile of the relative error, coverage of the 90% interval")
-    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "OOM caught", "fitting pruned"):
+    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "GPU utilisation", "OOM caught", "fitting pruned"):
         table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")
     for group in groups:
         table.add_row(
@@ -80,6 +79,7 @@ def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
             str(group["rows"]),
             _score(group["memory"]),
             _score(group["time"]),
+            _score(group["gpu_util"]),
             _share(group["oom_caught"]),
             _share(group["fitting_pruned"]),
         )
@@ -89,7 +89,8 @@ def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
 def _score(score: Mapping[str, float] | None) -> str:
     if score is None:
         return "-"
-    return f"{score['mean']:.1%} / {score['median']:.1%} / {score['p90']:.1%}, {score['coverage']:.0%}"
+    text = f"{score['mean']:.1%} / {score['median']:.1%}"
+    return text if "p90" not in score else f"{text} / {score['p90']:.1%}, {score['coverage']:.0%}"
 
 
 def _share(value: float | None) -> str:

@@ -86,6 +86,8 @@ _KIND_BY_FRAGMENT = (
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh",
                    "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
 _MAX_FFT_SIZE = 256
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
+"""Where the left factor of a matrix product is among the arguments; the right one follows."""
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
 
@@ -170,12 +172,15 @@ _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
 }
 
 
-def attributes_of(kind: str, args: Sequence[Any]) -> dict[str, Any]:
+def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
     """Hyperparameters that decide which kernel runs, and which of cuDNN's algorithms with large workspaces are possible.
 
     Winograd's needs 3 x 3 (or 5 x 5) kernels, both it and FFT need stride, dilation and groups of one (cuDNN's developer guide,
     tables of `cudnnConvolutionForward`).
     """
+    if (first := _FIRST_FACTOR.get(name)) is not None:
+        left, right = args[first].shape, args[first + 1].shape
+        return {"product": (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])}
     if kind not in ("conv", "conv_backward"):
         return {}
     shift = 0 if kind == "conv" else 1

@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
                 module=module,
                 shape=tuple(outputs[0].shape) if outputs else (),
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
-                attributes=attributes_of(operator.kind, args),
+                attributes=attributes_of(operator.name, operator.kind, args),
             )
         )
         return out

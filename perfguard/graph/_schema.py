@@ -72,7 +72,7 @@ class Op(NamedTuple):
     dtype: str
     attributes: Mapping[str, Any]
     """Hyperparameters that decide the kernel: of a convolution its shapes, stride, padding, dilation, groups,
-    transposed, and whether the algorithms "winograd" and "fft" are possible."""
+    transposed, and whether the algorithms "winograd" and "fft" are possible; of a matrix product "product", (batch, m, n, k)."""
 
 
 class Storage(NamedTuple):

@@ -6,6 +6,7 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,11 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
 def _as_at_the_top() -> Iterator[None]:
     """Whatever contexts the caller is in, the step is traced as if it were in none."""
     with ExitStack() as stack:
+        if (
+            gc.isenabled()
+        ):  # thousands of small objects are made, none in cycles that matter; and a storage dies with its last name
+            gc.disable()
+            stack.callback(gc.enable)
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
                 torch.set_autocast_enabled(device, False)

@@ -1,20 +1,29 @@
 """Tables of measured runs: reading them, and holding a predictor against them."""
 
-from perfguard.tables._evaluate import PREDICTED, Evaluated, Score, evaluate, report
-from perfguard.tables._workloads import COLUMNS, WorkloadRow, read_table, workload_of, workload_row
+from perfguard.tables._csv import read_table
+from perfguard.tables._evaluate import PREDICTED, Evaluated, Score, evaluate, predicted_columns, report
+from perfguard.tables._kinds import kind_of_table, parser_of
+from perfguard.tables._operators import OperatorRow
+from perfguard.tables._rows import MeasuredRow, model_on_meta
+from perfguard.tables._workloads import COLUMNS, WorkloadRow, workload_row
 from perfguard.tables._zoo import prepare_torchvision, timm_model
 
 __all__ = [
     "COLUMNS",
     "PREDICTED",
     "Evaluated",
+    "MeasuredRow",
+    "OperatorRow",
     "Score",
     "WorkloadRow",
     "evaluate",
+    "kind_of_table",
+    "model_on_meta",
+    "parser_of",
+    "predicted_columns",
     "prepare_torchvision",
     "read_table",
     "report",
     "timm_model",
-    "workload_of",
     "workload_row",
 ]

@@ -5,74 +5,88 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from perfguard.devices import Device, resolve_device
-from perfguard.exceptions import PerfGuardError, TableError
+from perfguard.exceptions import PerfGuardError
 from perfguard.graph import TraceCache
 from perfguard.predictor import Prediction, Predictor
-from perfguard.tables._workloads import COLUMNS, WorkloadRow, workload_of, workload_row
-from perfguard.tables._zoo import timm_model
+from perfguard.tables._kinds import kind_of_table, parser_of
+from perfguard.tables._rows import MIB, MeasuredRow, model_on_meta
 
-PREDICTED = (
-    "pred_peak_memory_mib", "pred_memory_low_mib", "pred_memory_high_mib", "p_oom",
-    "pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms", "error",
-)  # fmt: skip
-"""The columns that an evaluation adds."""
-_MIB = 2**20
+_MEMORY = ("pred_peak_memory_mib", "pred_memory_low_mib", "pred_memory_high_mib", "p_oom")
+_TIME = ("pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms")
+_UTILISATION = ("pred_gpu_util", "pred_sm_active")
+_LATENCY = ("pred_latency_ms", "pred_latency_low_ms", "pred_latency_high_ms")
+_PREDICTED = {
+    "workload": (*_MEMORY, *_TIME, "error"),
+    "transformer": (*_MEMORY, *_TIME, "error"),
+    "perceptron": (*_MEMORY, *_TIME, *_UTILISATION, "error"),
+    "operator": (*_LATENCY, "error"),
+}
+PREDICTED = _PREDICTED["workload"]
+
+
+def predicted_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """The columns that an evaluation adds to a table that has ``columns``."""
+    return _PREDICTED[kind_of_table(columns)]
 
 
 class Evaluated(NamedTuple):
     """One row with its prediction; one of the two, or the row, is None where ``error`` says why."""
 
-    row: WorkloadRow | None
+    row: MeasuredRow | None
     prediction: Prediction | None
     device: Device | None
     error: str = ""
 
     def columns(self) -> dict[str, str]:
-        """What is added to the row."""
+        """What can be added to the row, whatever its table."""
         if self.prediction is None or self.device is None:
-            return dict.fromkeys(PREDICTED, "") | {"error": self.error}
+            return {"error": self.error}
         memory, time = self.prediction.peak_memory, self.prediction.step_time
-        values = (
-            memory.median / _MIB,
-            *(bound / _MIB for bound in memory.interval()),
+        times = [bound * 1e3 for bound in (time.median, *time.interval())]
+        values = [
+            *(bound / MIB for bound in (memory.median, *memory.interval())),
             self.prediction.p_oom(self.device.memory_bytes),
-            time.median * 1e3,
-            *(bound * 1e3 for bound in time.interval()),
-        )
-        return dict(zip(PREDICTED, (*(f"{value:.6g}" for value in values), ""), strict=True))
+            *times,
+            *times,
+            None if self.prediction.gpu_util is None else self.prediction.gpu_util * 100,
+            self.prediction.sm_active,
+        ]
+        names = (*_MEMORY, *_TIME, *_LATENCY, *_UTILISATION)
+        return {name: "" if value is None else f"{value:.6g}" for name, value in zip(names, values, strict=True)} | {"error": ""}
 
 
 def evaluate(
     columns: Sequence[str],
     rows: Sequence[Mapping[str, str]],
+    path: str | Path,
     predictor: Predictor,
     *,
     on_row: Callable[[], None] = lambda: None,
 ) -> list[Evaluated]:
-    """Predict every row of a workload table, in the order of the table. A row that cannot be done has its ``error``.
+    """Predict every row of a table, in the order of the table. A row that cannot be done has its ``error``.
 
     Args:
         columns: of the table.
         rows: as `read_table` gives them.
+        path: where the table came from; what belongs to it lies beside it.
         predictor: what to hold against them.
         on_row: called after each row, for a progress bar.
 
     Raises:
         TableError: if the table is of no known kind.
     """
-    missing = [column for column in COLUMNS if column not in columns]
-    if missing:
-        raise TableError(f"This is no workload table: it lacks the columns {', '.join(missing)}. It has {', '.join(columns)}.")
+    parse = parser_of(columns, path)
     results: list[Evaluated | None] = [None] * len(rows)
-    readable: list[tuple[int, WorkloadRow]] = []
+    readable: list[tuple[int, MeasuredRow]] = []
     for index, raw in enumerate(rows):
         try:
-            readable.append((index, workload_row(raw)))
+            readable.append((index, parse(raw)))
         except PerfGuardError as error:
             results[index] = Evaluated(None, None, None, str(error))
             on_row()
@@ -91,18 +105,21 @@ class _Maker:
     def __init__(self) -> None:
         self._structure: tuple[Any, ...] | None = None
         self._model: torch.nn.Module | None = None
+        self._failure: PerfGuardError | None = None
         self._traces = TraceCache()
 
-    def evaluate(self, row: WorkloadRow, predictor: Predictor) -> Evaluated:
+    def evaluate(self, row: MeasuredRow, predictor: Predictor) -> Evaluated:
         try:
             device = resolve_device(row.gpu)
             if row.structure != self._structure:
-                self._structure, self._model, self._traces = row.structure, None, TraceCache()
-                with torch.device("meta"):
-                    self._model = timm_model(row.model, row.img_size)
-            if self._model is None:
-                raise TableError(f"timm cannot make the model {row.model!r}")
-            graph = self._traces.trace(workload_of(row, self._model), target=device)
+                self._structure, self._traces, self._failure = row.structure, TraceCache(), None
+                try:
+                    self._model = model_on_meta(row)
+                except PerfGuardError as failure:
+                    self._failure = failure
+            if self._failure is not None:
+                raise self._failure
+            graph = row.graph(self._model, self._traces, device)
             return Evaluated(row, predictor.predict(graph, device), device)
         except Exception as error:  # a row that cannot be done is a row with an error
             text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
@@ -160,12 +177,21 @@ def _group_report(key: tuple[str, str, str], group: Sequence[Evaluated], thresho
         if row.status == "ok" and row.step_time_s is not None:
             time.append((row.step_time_s, prediction.step_time))
     caught, lost = (sum(flags) / len(flags) if flags else None for flags in (pruned["oom"], pruned["ok"]))
+    utilisation = [
+        (row.gpu_util, prediction.gpu_util)
+        for row, prediction, _, _ in group
+        if row is not None and prediction is not None and row.gpu_util and prediction.gpu_util is not None
+    ]
+    errors = [abs(predicted / measured - 1) for measured, predicted in utilisation]
     scores = {"memory": score(memory), "time": score(time)}
     return {
         **dict(zip(("source", "mode", "gpu"), key, strict=True)),
         "rows": len(group),
         "errors": sum(bool(result.error) for result in group),
         **{name: None if value is None else value._asdict() for name, value in scores.items()},
+        "gpu_util": {"rows": len(errors), "mean": statistics.fmean(errors), "median": statistics.median(errors)}
+        if errors
+        else None,
         "oom_rows": len(pruned["oom"]),
         "oom_caught": caught,
         "fitting_pruned": lost,

@@ -49,14 +49,17 @@ def prepare_torchvision() -> None:
         _declared.append(library)  # it lasts as long as somebody holds it
 
 
-def timm_model(name: str, size: int | None = None) -> nn.Module:
+def timm_model(name: str, size: int | None = None, *, fused_attention: bool = True) -> nn.Module:
     """The timm model ``name``, without weights, for square images of ``size`` pixels (None: its own).
 
-    Make it under ``torch.device("meta")`` and it costs no memory.
+    Make it under ``torch.device("meta")`` and it costs no memory. Without ``fused_attention`` it multiplies its matrices one by
+    one, as everybody did before PyTorch 2.
 
     Raises:
         TableError: if timm is missing, or does not know the model or the size.
     """
+    timm = _timm()
+    timm.layers.set_fused_attn(fused_attention)
     try:
         return _created(name, size)
     except Exception as error:
@@ -64,6 +67,8 @@ def timm_model(name: str, size: int | None = None) -> nn.Module:
         if retired:  # weights that timm no longer has, of an architecture that it still has
             return _created(retired[1], size)
         raise TableError(f"timm cannot make the model {name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        timm.layers.set_fused_attn(True)
 
 
 def _created(name: str, size: int | None) -> nn.Module:

@@ -1,33 +1,44 @@
-"""From a workload table to weights: traced rows, splits by family, training that goes on where it was killed."""
+"""From tables to runs: traced once, seen in several ways, split."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from perfguard.devices import resolve_device
-from perfguard_models import guardnet, train_guardnet_gpu
-from perfguard_models.dataset import TableRow, rows_of_table, split_by_family
+from perfguard.exceptions import TableError
+from perfguard_models import graphs
+from perfguard_models.dataset import Dataset, Run, dataset_of, folds
+from perfguard_models.ensemble import bracketed
 from tests import zoo
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # fork in a process with threads
-]
+needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 COLUMNS = ["source", "model", "family", "mode", "gpu", "precision", "layout", "batch_size", "img_size", "step_time_ms",
            "peak_memory_mib", "status"]  # fmt: skip
+OPERATORS = ["op", "gpu", "latency_ms", "kernel", "b", "h", "m", "n", "k", "c_in", "c_out", "img", "stride", "padding"]
+
+
+def write(path: Path, columns: list[str], rows: list[list[object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "table.csv"
+    start: list[object] = ["ours", "resnet10t", "resnet", "train"]
     rows: list[list[object]] = [
         ["ours", model, model[:6], "train", "a100-pcie-40gb", "fp32", "nchw", batch, 64, "", 900 + 10 * batch, "ok"]
         for model in ("resnet10t", "mobilenetv3_small_050")
@@ -35,67 +46,102 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     rows += [
         ["ours", "resnet10t", "resnet", "infer", "rtx3090", "amp-fp16", "nhwc", 64, 64, 5.0, "", "ok"],
-        ["ours", "resnet10t", "resnet", "train", "rtx3090", "amp-fp16", "nhwc", 8192, 64, "", "", "oom"],
-        ["ours", "resnet10t", "resnet", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "noisy"],
-        ["ours", "no_such_model", "no", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 4096, 64, 7.0, "", "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 8192, 64, "", "", "oom"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "noisy"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 920, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900 * 2**20, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "nan", 900, "ok"],
+        ["ours", "no_such_model", "no", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900, "ok"],
     ]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows(rows)
-    return path
+    return write(tmp_path_factory.mktemp("table") / "table.csv", COLUMNS, rows)
 
 
-def test_rows_have_labels_or_bounds_and_are_found_again(table: Path, tmp_path: Path) -> None:
-    rows = rows_of_table(table, jobs=1, cache=tmp_path)
-    assert len(rows) == 12
-    again = rows_of_table(table, jobs=1, cache=tmp_path)
-    assert all(torch.equal(a.data.x, b.data.x) for a, b in zip(rows, again, strict=True))
-    (oom,) = [row for row in rows if row.data.bound_sign > 0]
-    assert float(oom.data.bound) == pytest.approx(math.log(resolve_device("rtx3090").memory_bytes))
-    assert oom.data.label_memory.isnan()
-    (timed,) = [row for row in rows if not row.data.label_time.isnan()]
-    assert (timed.gpu, timed.mode, float(timed.data.bound_sign)) == ("rtx3090", "infer", -1.0)
-    assert float(timed.data.label_time.exp()) == pytest.approx(0.005)
+@pytest.fixture(scope="module")
+def operators(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows: list[list[object]] = [["add", gpu, 0.01 * h, "", 4, h, *[""] * 8] for gpu in ("t4", "p4") for h in range(1, 21)]
+    return write(tmp_path_factory.mktemp("table") / "operators.csv", OPERATORS, rows)
 
 
-def test_families_are_held_out_whole(table: Path) -> None:
-    rows = rows_of_table(table, jobs=1)
-    training, held_out = split_by_family(rows, held_out=0.5, seed=0)
-    assert training
-    assert held_out
-    assert not {row.family for row in training} & {row.family for row in held_out}
+@pytest.fixture(scope="module")
+def dataset(table: Path, operators: Path, cache: Path) -> Dataset:
+    return dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
 
 
-class Killed(Exception):
-    pass
+@needs_timm
+def test_every_row_is_a_run_or_a_reason(dataset: Dataset) -> None:
+    workloads = [run for run in dataset.runs if run.table == "workload"]
+    assert len(workloads) == 13
+    assert len(dataset.runs) == 13 + 40
+    assert len(dataset.rejected) == 5
+    sentence = dataset.rejections()
+    assert sentence.startswith("5 rows were left out: ")
+    for reason in ("status 'noisy'", "the same row twice", "a peak below a mebibyte", "'step_time_ms'", "no_such_model"):
+        assert any(reason in text for text in dataset.rejected), reason
+    (failed,) = [run for run in workloads if not run.fits]
+    assert failed.labels == {}
+    assert failed.capacity_bytes == resolve_device("rtx3090").memory_bytes
+    (timed,) = [run for run in workloads if run.mode == "infer"]
+    assert timed.labels == {"time": pytest.approx(math.log(0.005))}
 
 
-def test_a_killed_training_goes_on_and_its_weights_predict(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@needs_timm
+def test_what_was_traced_and_seen_is_found_again(
+    table: Path, operators: Path, cache: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "weights"
-    monkeypatch.setattr(sys, "argv", ["train", str(table), "--out", str(out), "--epochs", "3", "--jobs", "1"])
-    monkeypatch.setattr(train_guardnet_gpu, "_HELD_OUT", 0.5)
-    save, saved = torch.save, []
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
 
-    def save_once(state: dict[str, object], path: Path) -> None:
-        save(state, path)
-        saved.append(state["epoch"])
-        if len(saved) == 1:
-            raise Killed
+    monkeypatch.setattr(graphs, "_trace", fail)
+    again = dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
+    assert again.rejected == dataset.rejected
+    for first, second in zip(dataset.runs, again.runs, strict=True):
+        assert first._replace(view={}) == second._replace(view={})
+        assert all(np.array_equal(first.view[name], second.view[name]) for name in first.view)
 
-    monkeypatch.setattr(torch, "save", save_once)
-    with pytest.raises(Killed):
-        train_guardnet_gpu.main()
-    train_guardnet_gpu.main()
-    assert saved == [1, 2, 3]
-    card = json.loads(out.with_suffix(".json").read_text())
-    assert card["device_kind"] == "cuda"
-    assert not out.with_suffix(".checkpoint.pt").exists()
-    assert "epoch 3" in capsys.readouterr().err
 
-    net = guardnet.load(out)
-    rows: list[TableRow] = rows_of_table(table, jobs=1)
-    assert len(rows) == 12
-    assert net.name.startswith("guardnet-")
+@needs_timm
+def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
+    for run in dataset.runs:
+        for name, values in run.view.items():
+            assert np.isfinite(values.astype(np.float64)).all(), name
+        assert run.view["count"].min() >= 1
+        assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
+        total = float((run.view["count"] * run.view["roofline"]).sum())
+        from perfguard_models.sums import SUMS
+
+        assert total == pytest.approx(math.exp(run.view["sums"][SUMS.index("log_roofline")]), rel=1e-3)
+
+
+@needs_timm
+def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
+    runs = dataset.runs
+
+    def names(indices: list[int], attribute: str) -> set[str]:
+        return {getattr(runs[index], attribute) for index in indices}
+
+    for split in ("family", "gpu", "random"):
+        made = folds(runs, split, number=2)
+        judged = sorted(index for fold in made for index in fold.judge)
+        assert judged == list(range(len(runs))), split
+        assert all(not set(fold.learn) & set(fold.judge) for fold in made)
+        assert made == folds(runs, split, number=2)
+        if split != "random":
+            assert all(not names(fold.learn, split) & names(fold.judge, split) for fold in made)
+    with pytest.raises(ValueError, match="'family', 'gpu' or 'random'"):
+        folds(runs, "model")
+
+
+@needs_timm
+def test_a_card_is_bracketed_by_the_largest_batch_that_fits_and_the_smallest_that_does_not(dataset: Dataset) -> None:
+    runs: list[Run] = dataset.runs
+    (failed,) = [index for index, run in enumerate(runs) if not run.fits]
+    ok, also_failed = bracketed(runs)[runs[failed].gpu, runs[failed].structure]
+    assert also_failed == failed
+    assert ok is not None
+    assert (runs[ok].batch_size, runs[failed].batch_size) == (4096, 8192)
+
+
+def test_a_table_of_no_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="lacks the columns"):
+        dataset_of([write(tmp_path / "t.csv", ["a", "b"], [[1, 2]])], "sums", cache=tmp_path)

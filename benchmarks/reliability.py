@@ -1,0 +1,91 @@
+"""Do the intervals hold? Coverage of what was held out, by a calibration that has not seen it either.
+
+    python benchmarks/reliability.py TABLE... --cache .perfguard-cache --plot docs/images/reliability.png
+
+Uses the folds that `perfguard train` or `perfguard leaderboard` left in the cache, or makes them. For each fold by family the
+calibration is fitted to the other folds, and the runs are counted that lie within their central intervals, from 10% to 98%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from perfguard_models.calibration import calibrated
+from perfguard_models.leaderboard import group_of as name_of
+from perfguard_models.leaderboard import predictions
+from perfguard_models.served import group_of
+from perfguard_models.training import errors_of
+
+_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+
+
+def main() -> None:
+    """Print the coverage of 90% intervals by group, and draw the diagram."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--predictor", default="guardnet")
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--most-operators", type=int, default=60_000)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    runs, found = predictions(
+        arguments.tables, {arguments.predictor: {}}, ["family"], cache=arguments.cache, jobs=arguments.jobs,
+        most_operators=arguments.most_operators,
+    )  # fmt: skip
+    parts = found["family", arguments.predictor]
+    scores: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for index, (fold, predicted) in enumerate(parts):
+        others = {("family", arguments.predictor): [part for at, part in enumerate(parts) if at != index]}
+        calibration = calibrated(errors_of(runs, others))
+        for position, at in enumerate(fold.judge):
+            run = runs[at]
+            group = "operator" if run.table == "operator" else group_of(run.gpu, run.mode)
+            for target in ("memory", "time"):
+                if target in run.labels:
+                    sigma = calibration.log_sigma(target, group, float(predicted[f"spread {target}"][position]))
+                    z = abs(run.labels[target] - float(predicted[target][position])) / sigma
+                    scores[target, name_of(run)].append((z, sigma))
+    table = Table(title=f"{arguments.predictor}, families held out, {datetime.date.today()}: intervals of 90%")
+    for heading in ("quantity", "runs", "rows", "coverage", "median width"):
+        table.add_column(heading, justify="right" if heading in ("rows", "coverage", "median width") else "left")
+    for (target, name), values in sorted(scores.items()):
+        inside = np.mean([z <= 1.645 for z, _ in values])
+        width = statistics.median(math.exp(1.645 * sigma) - math.exp(-1.645 * sigma) for _, sigma in values)
+        table.add_row(target, name, f"{len(values):,}", f"{inside:.1%}", f"{width:.1%}")
+    Console(width=110).print(table)
+    if arguments.plot is not None:
+        draw(scores, arguments.plot)
+
+
+def draw(scores: dict[tuple[str, str], list[tuple[float, float]]], path: Path) -> None:
+    """Share of the runs within the central interval against the share that it promises."""
+    from matplotlib.figure import Figure
+
+    normal = statistics.NormalDist()
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", label="as promised")
+    for target, colour in (("memory", "tab:blue"), ("time", "tab:orange")):
+        z = np.array([value for (name, _), values in scores.items() if name == target for value, _ in values])
+        if len(z):
+            shares = [float(np.mean(z <= normal.inv_cdf(0.5 + level / 2))) for level in _LEVELS]
+            axes.plot(_LEVELS, shares, marker="o", color=colour, label=f"{target}, {len(z):,} runs")
+    axes.set(xlabel="share that the interval promises", ylabel="share of runs within it", xlim=(0, 1), ylim=(0, 1))
+    axes.set_title("Families that were held out")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What GuardNet asks of its weights, for each kind of device: a correction of physics, how unsure it is, and where it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+
+from perfguard.exceptions import PredictorError
+from perfguard.features import FEATURE_VERSION, featurize
+from perfguard.graph import OpGraph, roofline_s
+from perfguard_models._network import Correction, GuardNetwork
+from perfguard_models._residual import ResidualPrior
+from perfguard_models.learner import predict_with_spread
+from perfguard_models.served import Trained, as_run, group_of
+from perfguard_models.sums import SUMS, sums_of
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from perfguard.devices import Device
+
+TARGETS = ("memory", "time")
+UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
+"""How far bare physics is from a run that is unlike all that was learnt: the driver's reading is within 10% of replay and
+context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
+_UNTRAINED_TIME_FACTOR = 2.0
+_HALF = ("fp16", "bf16", "amp-fp16", "amp-bf16")
+_CONVOLUTIONS = ("conv", "conv_backward")
+_BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
+"""Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
+squares add up to one."""
+_EMBEDDED = (
+    ("log_reserved", 22.5, 2.0), ("log_roofline", -2.0, 2.0),
+    ("log_operators", 6.5, 1.0), ("log_batch", 4.0, 2.0), ("log_parameters", 18.0, 2.0), ("share_activation", 0.5, 0.5),
+    ("conv_pointwise", 0.25, 0.25), ("conv_depthwise", 0.1, 0.2), ("time_matmul", 0.3, 0.4),
+    ("train", 0.5, 0.5), ("half", 0.5, 0.5),
+)  # fmt: skip
+"""Sums that the residual process sees: name, middle and width."""
+
+
+class Answer(NamedTuple):
+    """What weights say of a graph on a device. By target: "memory" in log bytes, "time" in log seconds of a step."""
+
+    log_value: dict[str, float]
+    op_time_s: torch.Tensor  # shape: (num_ops,)
+    embedding: dict[str, torch.Tensor]  # shapes: (1, d)
+    prior: dict[str, ResidualPrior]
+    """What is left unexplained before anything was measured on the device."""
+    known: dict[str, bool]
+    """Whether the like was learnt from. Where it was not, the value and its prior are those of physics: far outside its data a
+    network invents."""
+
+
+class Engine(Protocol):
+    """Weights for one kind of device."""
+
+    version: int
+
+    def trained_on(self, device: Device) -> bool:
+        """Whether runs on this very device were learnt from."""
+
+    def answer(self, graph: OpGraph, device: Device) -> Answer:
+        """What they say."""
+
+    def interval_scale(self, target: str) -> float:
+        """By how much intervals are widened so that they hold."""
+
+
+class CpuEngine:
+    """A graph network, trained on processors.
+
+    Raises:
+        PredictorError: if the files are missing, damaged, of another version, or do not belong together.
+    """
+
+    def __init__(self, tensors: Traversable, card_file: Traversable, name: str) -> None:
+        try:
+            tensors_bytes = tensors.read_bytes()
+            card = json.loads(card_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PredictorError(
+                f"GuardNet's weights cannot be read: {error}. Reinstall perfguard, or train them again."
+            ) from error
+        if card.get("feature_version") != FEATURE_VERSION:
+            raise PredictorError(
+                f"The weights {name!r} were made for features of version {card.get('feature_version')}, this PerfGuard has "
+                f"version {FEATURE_VERSION}. Train them again with this version."
+            )
+        if card.get("sha256") != hashlib.sha256(tensors_bytes).hexdigest():
+            raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
+        try:
+            network = GuardNetwork(**card["network"])
+            network.load_state_dict(load_tensors(tensors_bytes))
+            self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
+            self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
+            self._devices = frozenset(card["trained_devices"])
+            self.version = int(card["version"])
+        except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
+            raise PredictorError(f"The weights {name!r} do not fit the network: {type(error).__name__}: {error}") from error
+        self._network = network.eval()
+
+    def trained_on(self, device: Device) -> bool:
+        return device.id in self._devices
+
+    def answer(self, graph: OpGraph, device: Device) -> Answer:
+        with torch.inference_mode():
+            correction: Correction = self._network(featurize(graph, device))
+        answer = Answer(
+            {"memory": float(correction.log_memory), "time": float(correction.log_time)},
+            correction.op_time_s,
+            {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
+            self._priors,
+            dict.fromkeys(TARGETS, True),
+        )
+        return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
+
+    def interval_scale(self, target: str) -> float:
+        return self._scales[target]
+
+
+class GpuEngine:
+    """Networks and trees (`ensemble`), trained on tables of GPUs. Their memory was measured with cuDNN's benchmark mode on,
+    their step time in half precision, or forward alone in float32."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self.version = int(trained.card.get("version", 1))
+
+    def trained_on(self, device: Device) -> bool:
+        return device.id in self._trained.card["trained_devices"]
+
+    def answer(self, graph: OpGraph, device: Device) -> Answer:
+        roofline = torch.from_numpy(roofline_s(graph, device)).float()
+        unknown = [target for target in TARGETS if not _knows(target, graph)]
+        if len(unknown) == len(TARGETS):  # nothing to ask
+            embedding = _embedding(sums_of(graph, device))
+            sigma = UNTRAINED_LOG_SIGMA
+            value = dict.fromkeys(TARGETS, 0.0)
+        else:
+            run = as_run(self._trained.learner, graph, device)
+            predicted, spread = predict_with_spread(self._trained.learner, [run])
+            value = {target: float(predicted[target][0]) for target in TARGETS}
+            unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
+            value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
+            embedding = _embedding(run.view["sums"])
+            known_gpu, group = self.trained_on(device), group_of(device.id, graph.mode)
+            sigma = {
+                target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
+                for target in TARGETS
+            }
+        answer = Answer(
+            value,
+            roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
+            dict.fromkeys(TARGETS, embedding),
+            {target: _prior(sigma[target]) for target in TARGETS},
+            dict.fromkeys(TARGETS, True),
+        )
+        return by_physics(answer, graph, device, unknown)
+
+    def interval_scale(self, target: str) -> float:
+        return 1.0
+
+
+def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence[str]) -> Answer:
+    """``answer`` with the values of ``targets`` from replay and roofline, and as unsure as those are."""
+    for target in targets:
+        if target == "memory":
+            num_bytes = graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes
+            value, op_time_s = math.log(max(num_bytes, 1) + device.context_bytes), answer.op_time_s
+        else:
+            op_time_s = torch.from_numpy(roofline_s(graph, device)).float() * _UNTRAINED_TIME_FACTOR
+            value = math.log(max(float(op_time_s.sum()), 1e-12))
+        answer = answer._replace(
+            log_value=answer.log_value | {target: value},
+            op_time_s=op_time_s,
+            prior=answer.prior | {target: _prior(UNTRAINED_LOG_SIGMA[target])},
+            known=answer.known | {target: False},
+        )
+    return answer
+
+
+def _knows(target: str, graph: OpGraph) -> bool:
+    if target == "memory":
+        return "cudnn_benchmark" in graph.options or not any(op.kind in _CONVOLUTIONS for op in graph.ops)
+    return graph.precision in _HALF or graph.mode == "infer"
+
+
+def _prior(sigma: float) -> ResidualPrior:
+    """A residual of standard deviation ``sigma``, most of which runs on one machine have in common."""
+    return ResidualPrior(bias=_BIAS * sigma, linear=_LINEAR * sigma, local=_LOCAL * sigma, length=1.0, noise=_NOISE * sigma)
+
+
+def _embedding(sums: Any) -> torch.Tensor:
+    """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
+    columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
+    return torch.tensor([columns], dtype=torch.float64)

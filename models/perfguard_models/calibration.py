@@ -1,0 +1,77 @@
+"""How far a predictor is off, by group: split-conformal intervals for what it has not seen.
+
+A score is |measured - predicted| over a difficulty, in logarithms; the difficulty is how far the predictor's members are apart.
+The quantile of the scores of runs that were held out whole makes intervals that hold for exchangeable runs (Vovk et al. 2005;
+Lei et al. 2018, section 5.2, for scores over a difficulty). Groups are quantity, GPU and mode where there are enough runs, and
+quantity alone for others; a GPU that was never seen has a group of its own, from folds in which one was held out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+COVERAGE = 0.9
+_Z = 1.6448536269514722
+_FEWEST = 100
+NEW_GPU = "new gpu"
+
+
+class Error(NamedTuple):
+    """One prediction of a run that was held out."""
+
+    target: str
+    group: str
+    residual: float
+    """log(measured / predicted)"""
+    spread: float
+    """Standard deviation between the predictor's members, in logarithms."""
+
+
+def difficulty(spread: float, floor: float) -> float:
+    """What a residual is divided by; ``floor`` keeps members that agree by chance from being believed."""
+    return math.hypot(spread, floor)
+
+
+class Calibration(NamedTuple):
+    """What turns a spread into a standard deviation."""
+
+    floor: Mapping[str, float]
+    """By target."""
+    scale: Mapping[str, float]
+    """By "target", "target/group" and "target/new gpu"."""
+
+    def log_sigma(self, target: str, group: str, spread: float, *, known_gpu: bool = True) -> float:
+        """The standard deviation whose central 90% holds."""
+        keys = (f"{target}/{group}", target) if known_gpu else (f"{target}/{NEW_GPU}", target)
+        scale = next((self.scale[key] for key in keys if key in self.scale), 1.0)
+        return scale * difficulty(spread if math.isfinite(spread) else 0.0, self.floor.get(target, 0.1))
+
+
+def calibrated(errors: Iterable[Error]) -> Calibration:
+    """From runs that were held out. Errors whose group is NEW_GPU count for no other."""
+    by_target: defaultdict[str, list[Error]] = defaultdict(list)
+    for error in errors:
+        if math.isfinite(error.residual) and math.isfinite(error.spread):
+            by_target[error.target].append(error)
+    floor: dict[str, float] = {}
+    scale: dict[str, float] = {}
+    for target, found in by_target.items():
+        spreads = sorted(error.spread for error in found)
+        floor[target] = max(spreads[len(spreads) // 2], 0.01)
+        groups: defaultdict[str, list[float]] = defaultdict(list)
+        for error in found:
+            score = abs(error.residual) / difficulty(error.spread, floor[target])
+            groups[f"{target}/{error.group}"].append(score)
+            if error.group != NEW_GPU:
+                groups[target].append(score)
+        scale |= {name: quantile_scale(scores) for name, scores in groups.items() if len(scores) >= _FEWEST or name == target}
+    return Calibration(floor, scale)
+
+
+def quantile_scale(scores: list[float]) -> float:
+    """The conformal quantile of the scores, as standard deviations of a normal distribution."""
+    rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * COVERAGE) - 1)
+    return sorted(scores)[rank] / _Z

@@ -1,0 +1,137 @@
+"""Ensembles of regression trees as plain arrays: trained by scikit-learn, kept in safetensors, walked by numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perfguard_models.learner import State
+
+_ROWS_AT_ONCE = 1024
+_FIELDS = ("roots", "feature", "threshold", "left", "right", "value")
+
+
+class Forest(NamedTuple):
+    """A sum of trees. Node i is a leaf if ``left[i] == i``; elsewhere a row goes left if its feature is at most the threshold."""
+
+    roots: npt.NDArray[np.int32]  # shape: (trees,)
+    feature: npt.NDArray[np.int16]  # shape: (nodes,)
+    threshold: npt.NDArray[np.float32]
+    left: npt.NDArray[np.int32]
+    right: npt.NDArray[np.int32]
+    value: npt.NDArray[np.float32]
+    base: float
+
+    def predict(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """The sum of the leaves that each row of ``x`` (n, features) reaches, and the base. Shape: (n,)."""
+        x = np.asarray(x, dtype=np.float32)
+        out = np.empty(len(x))
+        for start in range(0, len(x), _ROWS_AT_ONCE):
+            rows = x[start : start + _ROWS_AT_ONCE]
+            at = np.broadcast_to(self.roots, (len(rows), len(self.roots))).copy()
+            line = np.arange(len(rows))[:, None]
+            while True:
+                goes_left = rows[line, self.feature[at]] <= self.threshold[at]
+                following = np.where(goes_left, self.left[at], self.right[at])
+                if np.array_equal(following, at):
+                    break
+                at = following
+            out[start : start + _ROWS_AT_ONCE] = self.value[at].sum(axis=1, dtype=np.float64)
+        return out + self.base
+
+    def tensors(self, prefix: str) -> State:
+        """For a weight file."""
+        named = {field: torch.from_numpy(np.ascontiguousarray(getattr(self, field))) for field in _FIELDS}
+        return {f"{prefix}.{field}": value for field, value in named.items()} | {
+            f"{prefix}.base": torch.tensor([self.base], dtype=torch.float64)
+        }
+
+    @staticmethod
+    def from_tensors(tensors: State, prefix: str) -> Forest:
+        """The inverse of :meth:`tensors`.
+
+        Raises:
+            KeyError: if one is missing.
+            ValueError: if an index would lead outside, or round in a circle.
+        """
+        arrays = [tensors[f"{prefix}.{field}"].numpy() for field in _FIELDS]
+        forest = Forest(**dict(zip(_FIELDS, arrays, strict=True)), base=float(tensors[f"{prefix}.base"][0]))
+        nodes = np.arange(len(forest.left))
+        leaf = forest.left == nodes
+        children = np.stack([forest.left, forest.right])
+        if (
+            any(len(array) != len(nodes) for array in arrays[1:])
+            or (children >= len(nodes)).any()
+            or (children[:, ~leaf] <= nodes[~leaf]).any()
+            or (forest.right[leaf] != nodes[leaf]).any()
+            or not ((forest.roots >= 0) & (forest.roots < max(len(nodes), 1))).all()
+            or (forest.feature < 0).any()
+        ):
+            raise ValueError(f"the trees {prefix!r} are damaged")
+        return forest
+
+
+def forest_of_boosting(model: Any) -> Forest:
+    """The trees of a fitted `HistGradientBoostingRegressor` without categorical features."""
+    trees = [stage[0].nodes for stage in model._predictors]
+    return _joined(
+        [
+            (
+                nodes["feature_idx"],
+                nodes["num_threshold"],
+                nodes["left"].astype(np.int64),
+                nodes["right"].astype(np.int64),
+                nodes["value"],
+                nodes["is_leaf"].astype(bool),
+            )
+            for nodes in trees
+        ],
+        float(np.ravel(model._baseline_prediction)[0]),
+    )
+
+
+def forest_of_bagging(model: Any) -> Forest:
+    """The mean of the trees of a fitted `RandomForestRegressor` or `ExtraTreesRegressor`."""
+    trees = [estimator.tree_ for estimator in model.estimators_]
+    return _joined(
+        [
+            (
+                np.maximum(tree.feature, 0),
+                tree.threshold,
+                tree.children_left,
+                tree.children_right,
+                tree.value[:, 0, 0] / len(trees),
+                tree.children_left < 0,
+            )
+            for tree in trees
+        ],
+        0.0,
+    )
+
+
+def _joined(trees: Sequence[tuple[npt.NDArray[Any], ...]], base: float) -> Forest:
+    columns: list[list[npt.NDArray[Any]]] = [[] for _ in range(5)]
+    roots, offset = [], 0
+    for feature, threshold, left, right, value, is_leaf in trees:
+        nodes = np.arange(len(feature))
+        columns[0].append(feature)
+        columns[1].append(np.where(is_leaf, 0, threshold))
+        columns[2].append(np.where(is_leaf, nodes, left) + offset)
+        columns[3].append(np.where(is_leaf, nodes, right) + offset)
+        columns[4].append(value)
+        roots.append(offset)
+        offset += len(feature)
+    feature, threshold, left, right, value = (np.concatenate(column) for column in columns)
+    return Forest(
+        np.array(roots, dtype=np.int32),
+        feature.astype(np.int16),
+        threshold.astype(np.float32),
+        left.astype(np.int32),
+        right.astype(np.int32),
+        value.astype(np.float32),
+        base,
+    )

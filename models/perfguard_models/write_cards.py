@@ -1,0 +1,74 @@
+r"""Write a model card for each set of weights that `perfguard train` made, from what it noted beside them.
+
+python -m perfguard_models.write_cards
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from perfguard_models.registry import learner_class
+
+_HERE = Path(__file__).parent
+_WIDTH = 130
+_SOURCES = {
+    "gpumemnet": "GPUMemNet (itu-rad/GPUMemNet, CC-BY-4.0)",
+    "gpumemnet-mlp": "GPUMemNet's perceptrons (itu-rad/GPUMemNet, CC-BY-4.0)",
+    "timm-benchmark": "timm's benchmark results (huggingface/pytorch-image-models, Apache-2.0)",
+    "operators": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
+    "neusight-e2e": "NeuSight's transformers (sitar-lab/NeuSight, MIT)",
+}
+_LIMITS = """
+Memory of GPUs other than the A100 was never read: of the RTX 3090 and 4090 it is only known which batches fitted. All of it ran
+with cuDNN's benchmark mode on. Times are of half precision (RTX 3090 and 4090), or of float32 forward alone (single operators,
+transformers); nothing was measured of float32 training of convolutional networks, of multi-GPU steps, or of recurrent networks.
+Do not use it to compare GPUs that are not in the list, nor for billing.
+"""
+
+
+def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
+    """The text."""
+    about = (importlib.import_module(learner_class(card["predictor"]).__module__).__doc__ or "").strip()
+    lines = [f"# {name}", "", about, "", "## Data", ""]
+    for what, number in card["rows"].items():
+        table, *source, gpu, mode = what.split(" ")
+        lines.append(
+            f"- {number:,} runs on {gpu}, {mode} ({table}): {_SOURCES.get(' '.join(source), ' '.join(source) or 'ours')}"
+        )
+    lines += ["", *textwrap.wrap(card["left_out"], _WIDTH), "", "## Errors on what was held out", ""]
+    lines += [
+        "By family: a predictor that has seen no run of the family. By GPU: one that has seen no run on the GPU. Mean ± spread"
+    ]
+    lines += ["over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference).", ""]
+    lines += ["| split | runs | quantity | rows | mean | median | 90th |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for line in card["errors"]:
+        values = f"{line['mean']:.1%} ± {line['spread']:.1%} | {line['median']:.1%} | {line['p90']:.1%}"
+        lines.append(f"| {line['split']} | {line['group']} | {line['quantity']} | {line['rows']:,} | {values} |")
+    if card["fits"]:
+        lines += ["", "What fits, by the predicted median against the card's memory:", ""]
+        lines += ["| split | runs | failed | caught | fitting | pruned | pairs | balanced accuracy |", "| --- " * 8 + "|"]
+        for fit in card["fits"]:
+            shares = [("-" if fit[key] is None else f"{fit[key]:.1%}") for key in ("caught", "pruned", "balanced")]
+            numbers = [f"{fit[key]:,}" for key in ("failed", "fitting", "pairs")]
+            cells = [numbers[0], shares[0], numbers[1], shares[1], numbers[2], shares[2]]
+            lines.append(f"| {fit['split']} | {fit['group']} | {' | '.join(cells)} |")
+    lines += ["", "## What it must not be used for", "", _LIMITS.strip(), "", "## How it was made", ""]
+    lines += [f"    {card['command']}", "", f"{card['made']} (without folds that were in the cache); {num_bytes / 1e6:.1f} MB."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write cards/NAME.md for each weights/NAME.json."""
+    for path in sorted((_HERE / "weights").glob("*.json")):
+        card = json.loads(path.read_text(encoding="utf-8"))
+        if "format" in card:
+            size = path.with_suffix(".safetensors").stat().st_size
+            (_HERE / "cards" / f"{path.stem}.md").write_text(card_of(path.stem, card, size), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""CSV files, and the columns of their rows, checked."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perfguard.exceptions import TableError
+
+Row = Mapping[str, str]
+_MAX_BYTES = 2**30
+
+
+def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a CSV file, compressed or not.
+
+    Raises:
+        TableError: if it cannot be read or is no table.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            with gzip.open(io.BytesIO(data)) as file:
+                data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise TableError(f"{path} is larger than {_MAX_BYTES} bytes; it is refused.")
+        reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+        rows = list(reader)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise TableError(f"{path} cannot be read as a CSV table: {error}") from error
+    if not reader.fieldnames:
+        raise TableError(f"{path} is empty.")
+    twice = {column for column in reader.fieldnames if reader.fieldnames.count(column) > 1}
+    if twice:
+        raise TableError(f"{path} has the column {', '.join(sorted(twice))} twice.")
+    return list(reader.fieldnames), rows
+
+
+def text(row: Row, column: str) -> str:
+    """What must not be empty."""
+    if not row.get(column):
+        raise TableError(f"column {column!r} is empty")
+    return row[column]
+
+
+def one_of(row: Row, column: str, allowed: tuple[str, ...], default: str | None = None) -> Any:
+    """One of ``allowed``; ``default`` where the column is empty or missing."""
+    value = row.get(column) or default
+    if value not in allowed:
+        raise TableError(f"column {column!r} must be one of {', '.join(allowed)}, but is {value!r}")
+    return value
+
+
+def number(row: Row, column: str) -> float | None:
+    """A positive number; None where it was not measured."""
+    written = row.get(column)
+    if not written:
+        return None
+    try:
+        value = float(written)
+    except ValueError:
+        raise TableError(f"column {column!r} must be a number, but is {written!r}") from None
+    if not 0 < value < float("inf"):
+        raise TableError(f"column {column!r} must be positive and finite, but is {written!r}")
+    return value
+
+
+def positive(row: Row, column: str) -> int:
+    """A positive integer, which must be there."""
+    value = number(row, column)
+    if value is None or value != int(value):
+        raise TableError(f"column {column!r} must be a positive integer, but is {row.get(column)!r}")
+    return int(value)
+
+
+def share(row: Row, column: str, whole: float = 1.0) -> float | None:
+    """A number between nothing and ``whole``, as a share of it; None where it was not measured."""
+    written = row.get(column)
+    if not written:
+        return None
+    try:
+        value = float(written) / whole
+    except ValueError:
+        raise TableError(f"column {column!r} must be a number, but is {written!r}") from None
+    if not 0 <= value <= 1:
+        raise TableError(f"column {column!r} must lie between 0 and {whole:g}, but is {written!r}")
+    return value
+
+
+def scaled(row: Row, column: str, unit: float) -> float | None:
+    """A positive number in units of ``unit``; None where it was not measured."""
+    value = number(row, column)
+    return None if value is None else value * unit

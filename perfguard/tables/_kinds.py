@@ -1,0 +1,55 @@
+"""Which kind a table is of, by its columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from perfguard.exceptions import TableError
+from perfguard.tables import _mlps, _operators, _transformers, _workloads
+from perfguard.tables._csv import Row
+from perfguard.tables._rows import MeasuredRow
+
+Parser = Callable[[Row], MeasuredRow]
+_NEEDED = {
+    "workload": _workloads.COLUMNS,
+    "operator": _operators.COLUMNS,
+    "transformer": _transformers.COLUMNS,
+    "perceptron": _mlps.COLUMNS,
+}
+
+
+def kind_of_table(columns: Sequence[str]) -> str:
+    """ "workload", "operator", "transformer" or "perceptron".
+
+    Raises:
+        TableError: if it is none of them, with what the nearest one lacks.
+    """
+    lacking = {kind: [column for column in needed if column not in columns] for kind, needed in _NEEDED.items()}
+    for kind, missing in lacking.items():
+        if not missing:
+            return kind
+    nearest = min(lacking, key=lambda kind: len(lacking[kind]) / len(_NEEDED[kind]))
+    raise TableError(
+        f"This is no table of measured runs that is known here: for {'an' if nearest == 'operator' else 'a'} {nearest} table "
+        f"it lacks the columns {', '.join(lacking[nearest])}. It has {', '.join(columns)}."
+    )
+
+
+def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
+    """What reads a row of the table at ``path``; it raises TableError for a row that cannot be right.
+
+    Raises:
+        TableError: if the table is of no known kind.
+    """
+    kind = kind_of_table(columns)
+    if kind == "transformer":
+        configurations = _transformers.read_configurations(Path(path))
+        return functools.partial(_transformers.transformer_row, configurations=configurations)
+    parsers: dict[str, Parser] = {
+        "workload": _workloads.workload_row,
+        "operator": _operators.operator_row,
+        "perceptron": _mlps.mlp_row,
+    }
+    return parsers[kind]
