@@ -49,7 +49,7 @@ def main() -> None:
         calibration = calibrated(errors_of(runs, others))
         for position, at in enumerate(fold.judge):
             run = runs[at]
-            group = "operator" if run.table == "operator" else group_of(run.gpu, run.mode)
+            group = group_of(run)
             for target in ("memory", "time"):
                 if target in run.labels:
                     sigma = calibration.log_sigma(target, group, float(predicted[f"spread {target}"][position]))

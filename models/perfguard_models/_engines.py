@@ -150,7 +150,7 @@ class GpuEngine:
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
             embedding = _embedding(run.view["sums"])
-            known_gpu, group = self.trained_on(device), group_of(device.id, graph.mode)
+            known_gpu, group = self.trained_on(device), group_of(run)
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
                 for target in TARGETS

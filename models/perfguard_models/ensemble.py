@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _FEWEST_ROWS = 50
+_HALF_GPUS = "half_gpus"
 _ROUNDS = 2
 _LIMIT = "limit"
 """Forests of memory that have heard only what fitted a card and what did not."""
@@ -87,11 +88,15 @@ class GuardEnsemble:
         self._networks: list[OperatorNetwork] = []
         self._forests: dict[str, list[Forest]] = {}
         self._constant = 0.0
+        self._half_gpus: list[str] = []
+        """GPUs whose steps in half precision were timed."""
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_models.learner.Learner`."""
         whole = [run for run in runs if not is_single(run)]
         self._constant = _constant_of(whole)
+        half = column(whole, "half") > 0 if whole else ()
+        self._half_gpus = sorted({run.gpu for run, is_half in zip(whole, half, strict=True) if is_half and "time" in run.labels})
         for target in TARGETS if whole else ():
             measured = labels_of(whole, target) - self._start(whole, target)
             self._fit_forests(target, whole, _Interval(measured, measured))
@@ -183,16 +188,22 @@ class GuardEnsemble:
         return self.combine(self.parts(runs), runs)
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Run]) -> Predicted:
-        """The weighted mean of networks and forests. Of single operators and of float32 only the networks know the time."""
+        """The weighted mean of networks and forests.
+
+        Of single operators and of float32 only the networks know the time; of half precision on a GPU that was not timed, the
+        forests: from two cards a network learns the cards, not what their figures mean.
+        """
         number = len(self._networks)
         alone = np.array([is_single(run) for run in runs]) | (column(runs, "half") == 0)
+        new = ~alone & np.array([run.gpu not in self._half_gpus for run in runs])
         combined: Predicted = {}
         for target in TARGETS:
             combined[target] = np.mean([part[target] for part in parts[number:]], axis=0)
             if target in _WEIGHT and number:
                 networks = np.mean([part[target] for part in parts[:number]], axis=0)
                 both = _WEIGHT[target] * networks + (1 - _WEIGHT[target]) * combined[target]
-                combined[target] = np.where((target == "time") & alone | np.isnan(both), networks, both)
+                kept = np.where(new & ~np.isnan(combined[target]), combined[target], both)
+                combined[target] = np.where(alone | np.isnan(kept), networks, kept)
         return combined
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
@@ -203,12 +214,13 @@ class GuardEnsemble:
         for target, forests in self._forests.items():
             for index, forest in enumerate(forests):
                 tensors |= forest.tensors(f"{target}{index}")
-        return tensors, self.settings
+        return tensors, self.settings | {_HALF_GPUS: self._half_gpus}
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         """See :class:`perfguard_models.learner.Learner`."""
-        made = cls(**settings)
+        made = cls(**{key: value for key, value in settings.items() if key != _HALF_GPUS})
+        made._half_gpus = list(settings[_HALF_GPUS])
         made._constant = float(tensors["constant"][0])
         for index in range(settings["networks"]):
             prefix = f"network{index}."

@@ -108,26 +108,40 @@ def as_run(learner: Learner, graph: OpGraph, device: Device) -> Run:
     view: dict[str, Any] = {}
     for name in learner.views:
         view |= VIEWS[name].see(graph, device)
+    return as_setting(graph, device)._replace(view=view)
+
+
+def as_setting(graph: OpGraph, device: Device) -> Run:
+    """``graph`` on ``device`` as a run that nobody has looked at yet."""
+    has_convolution = any(op.kind == "conv" for op in graph.ops)
+    words = [
+        graph.precision,
+        *([graph.layout] if has_convolution else []),
+        *(["compiled"] if "compiled" in graph.options else []),
+    ]
+    table = "operator" if len(graph.ops) == 1 else "workload" if has_convolution else "perceptron"
     return Run(
-        "operator" if len(graph.ops) == 1 else "workload",
-        "",
-        "",
-        "",
-        device.id,
-        graph.mode,
-        "",
-        "",
-        1,
-        {},
-        device.memory_bytes,
-        True,
-        view,
+        table=table,
+        source="",
+        family="",
+        model="",
+        gpu=device.id,
+        mode=graph.mode,
+        variant=" ".join(words),
+        structure="",
+        batch_size=1,
+        labels={},
+        capacity_bytes=device.memory_bytes,
+        fits=True,
+        view={},
     )
 
 
-def group_of(device_id: str, mode: str) -> str:
-    """The group that a run is calibrated with."""
-    return f"{device_id} {mode}"
+def group_of(run: Run) -> str:
+    """The group that a run is calibrated with: what can be told from its graph and its device."""
+    if run.table == "operator":
+        return "operator"
+    return f"{run.gpu} {run.mode} {run.variant}{' with convolutions' if run.table == 'workload' else ''}"
 
 
 class Served:
@@ -193,7 +207,7 @@ class Served:
                 value = math.log(max(float(roofline_s(graph, device).sum()), 1e-9))
             return value, _UNKNOWN_LOG_SIGMA
         known = device.id in self._trained.card["trained_devices"]
-        group = group_of(device.id, graph.mode)
+        group = group_of(as_setting(graph, device))
         return value, self._trained.calibration.log_sigma(target, group, float(spreads[target][0]), known_gpu=known)
 
     def _estimate(self, target: str, graph: OpGraph, device: Device) -> Estimate:

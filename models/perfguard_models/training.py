@@ -91,7 +91,7 @@ def errors_of(runs: Sequence[Run], found: Found) -> list[Error]:
         for fold, predicted in parts:
             for position, index in enumerate(fold.judge):
                 run = runs[index]
-                group = NEW_GPU if split == "gpu" else "operator" if run.table == "operator" else group_of(run.gpu, run.mode)
+                group = NEW_GPU if split == "gpu" else group_of(run)
                 for target in _CALIBRATED:
                     if target in run.labels:
                         residual = run.labels[target] - float(predicted[target][position])
