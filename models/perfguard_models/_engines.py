@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 TARGETS = ("memory", "time")
+_SHARES = ("gpu_util", "sm_active")
+"""Measured of perceptrons alone."""
 UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a run that is unlike all that was learnt: the driver's reading is within 10% of replay and
 context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
@@ -53,6 +55,8 @@ class Answer(NamedTuple):
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
     prior: dict[str, ResidualPrior]
     """What is left unexplained before anything was measured on the device."""
+    shares: dict[str, float]
+    """"gpu_util" and "sm_active", 0 to 1, where the weights can say."""
     known: dict[str, bool]
     """Whether the like was learnt from. Where it was not, the value and its prior are those of physics: far outside its data a
     network invents."""
@@ -117,6 +121,7 @@ class CpuEngine:
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
             self._priors,
+            {},
             dict.fromkeys(TARGETS, True),
         )
         return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
@@ -143,6 +148,7 @@ class GpuEngine:
             embedding = _embedding(sums_of(graph, device))
             sigma = UNTRAINED_LOG_SIGMA
             value = dict.fromkeys(TARGETS, 0.0)
+            shares: dict[str, float] = {}
         else:
             run = as_run(self._trained.learner, graph, device)
             predicted, spread = predict_with_spread(self._trained.learner, [run])
@@ -150,6 +156,8 @@ class GpuEngine:
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
             embedding = _embedding(run.view["sums"])
+            logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
+            shares = {name: 1 / (1 + math.exp(-logit)) for name, logit in logits.items() if math.isfinite(logit)}
             known_gpu, group = self.trained_on(device), group_of(run)
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
@@ -160,6 +168,7 @@ class GpuEngine:
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
             dict.fromkeys(TARGETS, embedding),
             {target: _prior(sigma[target]) for target in TARGETS},
+            shares,
             dict.fromkeys(TARGETS, True),
         )
         return by_physics(answer, graph, device, unknown)
@@ -187,8 +196,10 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
 
 
 def _knows(target: str, graph: OpGraph) -> bool:
+    if not any(op.kind in _CONVOLUTIONS for op in graph.ops):
+        return True
     if target == "memory":
-        return "cudnn_benchmark" in graph.options or not any(op.kind in _CONVOLUTIONS for op in graph.ops)
+        return "cudnn_benchmark" in graph.options
     return graph.precision in _HALF or graph.mode == "infer"
 
 

@@ -103,6 +103,8 @@ class GuardNet:
             trained_on_device=trained,
             bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
             time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
+            gpu_util=answer.shares.get("gpu_util"),
+            sm_active=answer.shares.get("sm_active"),
             unmodelled=graph.unmodelled,
         )
 

@@ -20,6 +20,9 @@ from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import load_predictor
 from perfguard.tables import Evaluated, evaluate, predicted_columns, read_table, report
 
+_WIDTH = 160
+"""Where nobody looks at a terminal, columns need not be broken."""
+
 
 def evaluate_table(arguments: argparse.Namespace) -> None:
     """Read, predict, write and print.
@@ -31,7 +34,7 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.out, arguments.json)):
         _write(path, "")  # a wrong path is better known before an hour of work
     predictor = load_predictor(arguments.predictor)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
         task = progress.add_task("rows", total=len(rows))

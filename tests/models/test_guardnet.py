@@ -280,6 +280,19 @@ def test_on_a_gpu_it_answers_what_the_tables_taught(
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
 
 
+def test_of_a_perceptron_it_says_how_busy_the_gpu_is(net: GuardNet) -> None:
+    device = resolve_device("a100")
+    small, large = (net.predict(perceptron(width, width, batch=batch), device) for width, batch in ((64, 16), (4096, 4096)))
+    for prediction in (small, large):
+        assert prediction.gpu_util is not None
+        assert prediction.sm_active is not None
+        assert 0 < prediction.sm_active < 1
+    assert large.gpu_util is not None
+    assert small.gpu_util is not None
+    assert large.gpu_util > small.gpu_util
+    assert net.predict(on_a_gpu("amp-fp16", "train", benchmark=True), device).gpu_util is None
+
+
 def test_a_gpu_that_no_table_had_is_less_sure(net: GuardNet) -> None:
     graph = on_a_gpu("amp-fp16", "train", benchmark=True)
     seen, new = (net.predict(graph, resolve_device(gpu)) for gpu in ("rtx3090", "rtx5090"))
