@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perfguard_models.calibration import calibrated
-from perfguard_models.leaderboard import group_of as name_of
-from perfguard_models.leaderboard import predictions
+from perfguard_models.leaderboard import label_of, predictions
 from perfguard_models.served import group_of
 from perfguard_models.training import errors_of
 
@@ -54,7 +53,7 @@ def main() -> None:
                 if target in run.labels:
                     sigma = calibration.log_sigma(target, group, float(predicted[f"spread {target}"][position]))
                     z = abs(run.labels[target] - float(predicted[target][position])) / sigma
-                    scores[target, name_of(run)].append((z, sigma))
+                    scores[target, label_of(run)].append((z, sigma))
     table = Table(title=f"{arguments.predictor}, families held out, {datetime.date.today()}: intervals of 90%")
     for heading in ("quantity", "runs", "rows", "coverage", "median width"):
         table.add_column(heading, justify="right" if heading in ("rows", "coverage", "median width") else "left")

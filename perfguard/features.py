@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch_geometric.data import Data
 
-from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, StorageKind, channel_padding, roofline_s
+from perfguard.graph import KIND_INDEX, Op, OpGraph, Phase, StorageKind, channel_padding, roofline_s
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -74,10 +74,9 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         *np.log(padding),
         *flags[:, 3:].T,
     ]
-    kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
     return Data(
         x=torch.from_numpy(np.stack(columns, axis=1).astype(np.float32)),
-        kind=torch.tensor([kind_index[op.kind] for op in ops], dtype=torch.long),
+        kind=torch.tensor([KIND_INDEX[op.kind] for op in ops], dtype=torch.long),
         edge_index=torch.from_numpy(graph.edges),
         globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, working)[None].astype(np.float32)),
         roofline=torch.from_numpy(roofline.astype(np.float32)),
@@ -87,10 +86,9 @@ def featurize(graph: OpGraph, device: Device) -> Data:
     )
 
 
-def _sizes(op: Op) -> tuple[float, ...]:
-    """What is seen as a logarithm, in the order of the columns."""
-    shape, attributes = op.shape, op.attributes
-    weight = attributes.get("weight_shape", (1, 1))
+def operator_sizes(op: Op) -> tuple[int, ...]:
+    """What every operator has: FLOPs, bytes read and written, and its first output as samples, channels and positions."""
+    shape = op.shape
     return (
         op.flops,
         op.bytes_read,
@@ -98,6 +96,15 @@ def _sizes(op: Op) -> tuple[float, ...]:
         shape[0] if shape else 1,
         shape[1] if len(shape) > 1 else 1,
         math.prod(shape[2:]),
+    )
+
+
+def _sizes(op: Op) -> tuple[float, ...]:
+    """What is seen as a logarithm, in the order of the columns."""
+    attributes = op.attributes
+    weight = attributes.get("weight_shape", (1, 1))
+    return (
+        *operator_sizes(op),
         math.prod(weight[2:]),
         attributes.get("groups", 1),
         attributes.get("in_shape", (1, 1))[1],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,13 +15,13 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.graph import OpGraph, roofline_s
 from perfguard_models._network import Correction, GuardNetwork
 from perfguard_models._residual import ResidualPrior
+from perfguard_models.dataset import share_of
 from perfguard_models.learner import predict_with_spread
 from perfguard_models.served import Trained, as_run, group_of
 from perfguard_models.sums import SUMS, sums_of
+from perfguard_models.weight_files import check_hash
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from perfguard.devices import Device
 
 TARGETS = ("memory", "time")
@@ -33,7 +31,6 @@ UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a run that is unlike all that was learnt: the driver's reading is within 10% of replay and
 context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
 _UNTRAINED_TIME_FACTOR = 2.0
-_HALF = ("fp16", "bf16", "amp-fp16", "amp-bf16")
 _CONVOLUTIONS = ("conv", "conv_backward")
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
@@ -81,27 +78,19 @@ class CpuEngine:
     """A graph network, trained on processors.
 
     Raises:
-        PredictorError: if the files are missing, damaged, of another version, or do not belong together.
+        PredictorError: if the files are damaged, of another version, or do not belong together.
     """
 
-    def __init__(self, tensors: Traversable, card_file: Traversable, name: str) -> None:
-        try:
-            tensors_bytes = tensors.read_bytes()
-            card = json.loads(card_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PredictorError(
-                f"GuardNet's weights cannot be read: {error}. Reinstall perfguard, or train them again."
-            ) from error
+    def __init__(self, data: bytes, card: Any, name: str) -> None:
         if card.get("feature_version") != FEATURE_VERSION:
             raise PredictorError(
                 f"The weights {name!r} were made for features of version {card.get('feature_version')}, this PerfGuard has "
                 f"version {FEATURE_VERSION}. Train them again with this version."
             )
-        if card.get("sha256") != hashlib.sha256(tensors_bytes).hexdigest():
-            raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
+        check_hash(data, card, name)
         try:
             network = GuardNetwork(**card["network"])
-            network.load_state_dict(load_tensors(tensors_bytes))
+            network.load_state_dict(load_tensors(data))
             self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
             self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
             self._devices = frozenset(card["trained_devices"])
@@ -157,7 +146,7 @@ class GpuEngine:
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
             embedding = _embedding(run.view["sums"])
             logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
-            shares = {name: 1 / (1 + math.exp(-logit)) for name, logit in logits.items() if math.isfinite(logit)}
+            shares = {name: share_of(logit) for name, logit in logits.items() if math.isfinite(logit)}
             known_gpu, group = self.trained_on(device), group_of(run)
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
@@ -200,7 +189,7 @@ def _knows(target: str, graph: OpGraph) -> bool:
         return True
     if target == "memory":
         return "cudnn_benchmark" in graph.options
-    return graph.precision in _HALF or graph.mode == "infer"
+    return graph.precision != "fp32" or graph.mode == "infer"
 
 
 def _prior(sigma: float) -> ResidualPrior:

@@ -235,6 +235,11 @@ def _logit(share: float | None) -> float | None:
     return math.log(inside / (1 - inside))
 
 
+def share_of(logit: float) -> float:
+    """The inverse of the logit that utilisation is learnt as."""
+    return 1 / (1 + math.exp(-logit))
+
+
 class Fold(NamedTuple):
     """A named split: indices of what is learnt from and of what is judged."""
 

@@ -19,12 +19,12 @@ from torch_geometric.data import Batch
 from torch_geometric.nn import SAGEConv
 from torch_geometric.utils import scatter
 
-from perfguard.graph import OP_KINDS
+from perfguard.graph import KIND_INDEX
 from perfguard_models.graph_learner import NUM_GLOBAL, NUM_KINDS, NUM_NODE, GraphLearner, one_hot_kinds
 
 _DROPOUT = 0.05
 _BLOCKS = 3
-_COUNTED = [OP_KINDS.index(kind) for kind in ("conv", "matmul", "activation")]
+_COUNTED = [KIND_INDEX[kind] for kind in ("conv", "matmul", "activation")]
 _PROFILES = ((5, "1g.5gb"), (10, "2g.10gb"), (20, "3g.20gb"), (40, "7g.40gb"))
 
 

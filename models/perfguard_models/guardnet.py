@@ -7,7 +7,6 @@ so a process on an embedding of the graph learns it from the first few trials, i
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ from perfguard.graph import OpGraph
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models._engines import TARGETS, UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine
 from perfguard_models._residual import ResidualPosterior, condition
-from perfguard_models.served import read_trained
+from perfguard_models.served import trained_of
+from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -53,11 +53,10 @@ def load(path: str | Path | None = None) -> GuardNet:
 
 def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Engine]:
     """The kind of device, and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
-    try:
-        is_for_gpus = "format" in json.loads(card.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        is_for_gpus = False  # whoever reads it says what is wrong
-    return ("cuda", GpuEngine(read_trained(tensors, card, name))) if is_for_gpus else ("cpu", CpuEngine(tensors, card, name))
+    data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
+    if "format" in document:
+        return "cuda", GpuEngine(trained_of(data, document, name))
+    return "cpu", CpuEngine(data, document, name)
 
 
 class GuardNet:

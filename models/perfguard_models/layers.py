@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, StorageKind
+from perfguard.graph import KIND_INDEX, Op, OpGraph, Phase, StorageKind
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -52,9 +52,8 @@ def layers_of(graph: OpGraph, device: Device) -> Layers:
     weights = {index: s.num_bytes for index, s in enumerate(graph.storages) if s.kind is StorageKind.PARAMETER}
     nodes = np.array([_node(op, weights) for op in ops], dtype=np.float32).reshape(len(ops), len(NODE_COLUMNS))
     delivered = [(op.bytes_written, *_dims(op.shape)) for op in ops]
-    kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
     return Layers(
-        kind=np.array([kind_index[op.kind] for op in ops], dtype=np.int64),
+        kind=np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64),
         nodes=nodes,
         edge_index=edge_index,
         edges=np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),

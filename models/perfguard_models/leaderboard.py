@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from perfguard_models.dataset import TARGETS, Fold, Run, dataset_of, folds
+from perfguard_models.dataset import TARGETS, Fold, Run, dataset_of, folds, share_of
 from perfguard_models.ensemble import bracketed
 from perfguard_models.learner import Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
@@ -85,10 +85,12 @@ def predictions(
         for fold in folds(runs, split)
         for name, settings in predictors.items()
     ]
-    todo = [job for job in work if not _place(job, tables, cache, most_operators).is_file()]
-    by_views: defaultdict[tuple[str, ...], list[Job]] = defaultdict(list)
-    for job in todo:
-        by_views[learner_class(job.predictor).views].append(job)
+    digests = [hashlib.sha256(table.read_bytes()).hexdigest() for table in tables]
+    placed = [(job, _place(job, digests, cache, most_operators)) for job in work]
+    by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
+    for job, place in placed:
+        if not place.is_file():
+            by_views[learner_class(job.predictor).views].append((job, place))
     for views, some in by_views.items():
         dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators)  # once, before the processes need it
         do = functools.partial(_do, tables=tuple(tables), cache=cache, most_operators=most_operators)
@@ -97,8 +99,8 @@ def predictions(
             for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
                 pass
     found: defaultdict[tuple[str, str], list[tuple[Fold, Predicted]]] = defaultdict(list)
-    for job in work:
-        stored = torch.load(_place(job, tables, cache, most_operators), weights_only=True)
+    for job, place in placed:
+        stored = torch.load(place, weights_only=True)
         found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
     return runs, dict(found)
 
@@ -107,8 +109,8 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _place(job: Job, tables: Sequence[Path], cache: Path, most_operators: int) -> Path:
-    what = job.settings, [hashlib.sha256(table.read_bytes()).hexdigest() for table in tables], job.fold, most_operators
+def _place(job: Job, digests: Sequence[str], cache: Path, most_operators: int) -> Path:
+    what = job.settings, list(digests), job.fold, most_operators
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
 
@@ -116,13 +118,13 @@ def _place(job: Job, tables: Sequence[Path], cache: Path, most_operators: int) -
 _loaded: dict[tuple[str, ...], list[Run]] = {}
 
 
-def _do(job: Job, tables: tuple[Path, ...], cache: Path, most_operators: int) -> None:
+def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_operators: int) -> None:
+    job, place = work
     kind = learner_class(job.predictor)
     if kind.views not in _loaded:
         _loaded.clear()
         _loaded[kind.views] = dataset_of(tables, kind.views, cache=cache, jobs=1, most_operators=most_operators).runs
     runs = _loaded[kind.views]
-    place = _place(job, tables, cache, most_operators)
     place.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = place.with_suffix(".checkpoint")
     learner = kind(**dict(job.settings))
@@ -135,7 +137,7 @@ def _do(job: Job, tables: tuple[Path, ...], cache: Path, most_operators: int) ->
         path.unlink()
 
 
-def group_of(run: Run) -> str:
+def label_of(run: Run) -> str:
     """What runs are judged together."""
     if run.table == "operator":
         return f"operator {run.model}"
@@ -146,12 +148,7 @@ def group_of(run: Run) -> str:
     return f"{run.gpu} {run.mode} {run.variant}".strip()
 
 
-def entries(
-    runs: Sequence[Run],
-    found: Found,
-    *,
-    group: Callable[[Run], str] = group_of,
-) -> list[Entry]:
+def entries(runs: Sequence[Run], found: Found) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
     lines = []
     for (split, predictor), parts in found.items():
@@ -161,7 +158,7 @@ def entries(
                 run = runs[index]
                 for target in TARGETS:
                     if target in run.labels and np.isfinite(value := predicted[target][position]):
-                        errors[group(run), target][at].append(error_of(target, float(value), run.labels[target]))
+                        errors[label_of(run), target][at].append(error_of(target, float(value), run.labels[target]))
         for (name, target), by_fold in errors.items():
             values = [value for part in by_fold for value in part]
             means = [statistics.fmean(part) for part in by_fold if part]
@@ -189,7 +186,7 @@ def error_of(target: str, predicted: float, measured: float) -> float:
     """Relative for memory and time; the difference of the shares for utilisation."""
     if target in ("memory", "time"):
         return float(abs(np.exp(predicted - measured) - 1))
-    return float(abs(1 / (1 + np.exp(-predicted)) - 1 / (1 + np.exp(-measured))))
+    return abs(share_of(predicted) - share_of(measured))
 
 
 class FitScore(NamedTuple):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, roofline_s
+from perfguard.features import operator_sizes
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, roofline_s
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -119,7 +120,7 @@ def _sizes(ops: tuple[Op, ...], roofline: npt.NDArray[np.float64], device: Devic
 
 
 def _raw_sizes(op: Op) -> tuple[float, ...]:
-    shape, attributes = op.shape, op.attributes
+    attributes = op.attributes
     weight: tuple[int, ...] = attributes.get("weight_shape", ())
     groups = attributes.get("groups", 1)
     channels_in, channels_out, kernel, positions = 0, 0, 0, 0
@@ -130,12 +131,7 @@ def _raw_sizes(op: Op) -> tuple[float, ...]:
         positions = math.prod(attributes["in_shape"][2:])
     products, m, n, k = attributes.get("product", (0, 0, 0, 0))
     return (
-        op.flops,
-        op.bytes_read,
-        op.bytes_written,
-        shape[0] if shape else 1,
-        shape[1] if len(shape) > 1 else 1,
-        math.prod(shape[2:]),
+        *operator_sizes(op),
         kernel,
         channels_in,
         channels_out,
@@ -196,8 +192,7 @@ def _flags(graph: OpGraph, roofline: npt.NDArray[np.float64], device: Device) ->
 def _surroundings(graph: OpGraph) -> npt.NDArray[np.float64]:
     """Shares of the kinds before and after each operator. Shape: (num_ops, 2 * len(OP_KINDS))."""
     number = len(OP_KINDS)
-    kind_index = {kind: index for index, kind in enumerate(OP_KINDS)}
-    kinds = np.array([kind_index[op.kind] for op in graph.ops], dtype=np.int64)
+    kinds = np.array([KIND_INDEX[op.kind] for op in graph.ops], dtype=np.int64)
     source, sink = graph.edges
     around = np.zeros((len(graph.ops), 2 * number))
     np.add.at(around, (sink, kinds[source]), 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph, roofline_s
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models.calibration import Calibration
-from perfguard_models.dataset import VIEWS, Run
+from perfguard_models.dataset import VIEWS, Run, share_of
 from perfguard_models.learner import Learner, Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
+from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 FORMAT = 1
-_LARGEST_BYTES = 64 * 2**20
 _UNKNOWN_LOG_SIGMA = 1.0
 _PRIOR_RUNS = 1.0
-_ROBUST = 1.4826
 
 
 class Trained(NamedTuple):
@@ -47,19 +45,15 @@ class Trained(NamedTuple):
 def write_trained(out: Path, name: str, learner: Learner, card: dict[str, Any], calibration: Calibration) -> None:
     """OUT.safetensors, and OUT.json: the card, with the hash that binds it to the tensors."""
     tensors, settings = learner.state()
-    data = save_tensors({key: value.contiguous() for key, value in tensors.items()})
     document = {
         "format": FORMAT,
         "predictor": name,
         "settings": dict(settings),
         "columns": columns_of(learner),
-        "sha256": hashlib.sha256(data).hexdigest(),
         "calibration": {"floor": dict(calibration.floor), "scale": dict(calibration.scale)},
         **card,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".safetensors").write_bytes(data)
-    out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_pair(out, tensors, document)
 
 
 def columns_of(learner: Learner) -> str:
@@ -81,18 +75,19 @@ def read_trained(tensors_file: Traversable, card_file: Traversable, name: str) -
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
     """
-    try:
-        data = tensors_file.read_bytes()
-        card = json.loads(card_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PredictorError(
-            f"The weights of {name!r} cannot be read: {error}. Reinstall perfguard, or make them with "
-            f"`perfguard train TABLE --predictor {name} --out DIR`."
-        ) from error
+    mend = f"make them with `perfguard train TABLE --predictor {name} --out DIR`"
+    return trained_of(*read_pair(tensors_file, card_file, f"The weights of {name!r}", mend), name)
+
+
+def trained_of(data: bytes, card: Any, name: str) -> Trained:
+    """What the two files hold.
+
+    Raises:
+        PredictorError: if they are damaged, of another version, or do not belong together.
+    """
     if not isinstance(card, dict) or card.get("format") != FORMAT:
         raise PredictorError(f"The card of {name!r} has another format than {FORMAT}. Train it again with this version.")
-    if len(data) > _LARGEST_BYTES or card.get("sha256") != hashlib.sha256(data).hexdigest():
-        raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
+    check_hash(data, card, name)
     try:
         learner = learner_class(card["predictor"]).from_state(load_tensors(data), card["settings"])
         calibration = Calibration(card["calibration"]["floor"], card["calibration"]["scale"])
@@ -149,7 +144,7 @@ class Served:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self._offsets: dict[tuple[str, str], tuple[float, float]] = {}
+        self._offsets: dict[tuple[str, str], float] = {}
         self._cache: WeakKeyDictionary[OpGraph, dict[str, tuple[Predicted, Predicted]]] = WeakKeyDictionary()
 
     @property
@@ -183,10 +178,7 @@ class Served:
                     residual = math.log(value) - self._raw(target, row.graph, row.device)[0]
                     residuals.setdefault((row.device.id, target), []).append(residual)
         for key, found in residuals.items():
-            median = statistics.median(found)
-            spread = statistics.median(abs(value - median) for value in found) * _ROBUST
-            weight = len(found) / (len(found) + _PRIOR_RUNS)
-            self._offsets[key] = weight * median, spread
+            self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
 
     def _answers(self, graph: OpGraph, device: Device) -> tuple[Predicted, Predicted]:
         of_graph = self._cache.setdefault(graph, {})
@@ -212,12 +204,11 @@ class Served:
 
     def _estimate(self, target: str, graph: OpGraph, device: Device) -> Estimate:
         value, log_sigma = self._raw(target, graph, device)
-        offset, _ = self._offsets.get((device.id, target), (0.0, 0.0))
-        return Estimate(math.exp(value + offset), log_sigma)
+        return Estimate(math.exp(value + self._offsets.get((device.id, target), 0.0)), log_sigma)
 
     def _share(self, target: str, graph: OpGraph, device: Device) -> float | None:
         value = float(self._answers(graph, device)[0][target][0])
-        return 1 / (1 + math.exp(-value)) if math.isfinite(value) else None
+        return share_of(value) if math.isfinite(value) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": None}
@@ -238,34 +229,12 @@ def load(name: str, path: str | Path | None = None) -> Served:
     return Served(read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name))
 
 
-def load_dnnperf() -> Served:
-    """DNNPerf with the shipped weights."""
-    return load("dnnperf")
-
-
-def load_dnnabacus() -> Served:
-    """DNNAbacus with the shipped weights."""
-    return load("dnnabacus")
-
-
-def load_perfseer() -> Served:
-    """PerfSeer with the shipped weights."""
-    return load("perfseer")
-
-
-def load_dippm() -> Served:
-    """DIPPM with the shipped weights."""
-    return load("dippm")
-
-
-def load_lilou() -> Served:
-    """LILOU's latency head with the shipped weights."""
-    return load("lilou")
-
-
-def load_trees() -> Served:
-    """Trees on hand-made sums with the shipped weights."""
-    return load("trees")
-
+# With the shipped weights, for the entry points of `perfguard.predictors`.
+load_dnnperf = functools.partial(load, "dnnperf")
+load_dnnabacus = functools.partial(load, "dnnabacus")
+load_perfseer = functools.partial(load, "perfseer")
+load_dippm = functools.partial(load, "dippm")
+load_lilou = functools.partial(load, "lilou")
+load_trees = functools.partial(load, "trees")
 
 __all__ = ["Served", "Trained", "load", "read_trained", "write_trained"]

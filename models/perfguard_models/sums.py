@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.devices import resolve_device
-from perfguard.graph import OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind, roofline_s
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind, roofline_s
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -139,11 +139,11 @@ def _time(graph: OpGraph, device: Device, roofline: npt.NDArray[np.float64]) -> 
     """Sums of the roofline by kind of operator and by phase, and what they are made of."""
     ops = graph.ops
     total = max(float(roofline.sum()), 1e-9)
-    kinds = np.array([OP_KINDS.index(op.kind) for op in ops], dtype=np.int64)
+    kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
     phases = np.array([op.phase for op in ops], dtype=np.int64)
     num_bytes = np.array([op.bytes_read + op.bytes_written for op in ops], dtype=np.float64)
     traffic = num_bytes / device.bandwidth_bytes_per_s
-    matrix = np.isin(kinds, [OP_KINDS.index(kind) for kind in (*_CONVOLUTIONS, "matmul", "attention", "rnn")])
+    matrix = np.isin(kinds, [KIND_INDEX[kind] for kind in (*_CONVOLUTIONS, "matmul", "attention", "rnn")])
     launch_bound = roofline <= device.launch_overhead_s
     by_name: defaultdict[str, float] = defaultdict(float)
     for op, seconds in zip(ops, roofline.tolist(), strict=True):

@@ -10,8 +10,6 @@ study differs (the residual process), and the scale of the intervals, are fitted
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import random
 import statistics
@@ -23,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
-from safetensors.torch import save as save_tensors
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
@@ -32,7 +29,9 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.predictor import Observation
 from perfguard_models._network import GuardNetwork
 from perfguard_models._residual import ResidualPrior, condition
+from perfguard_models.calibration import quantile_scale
 from perfguard_models.cpu_corpus import STUDY, read_corpus
+from perfguard_models.weight_files import write_pair
 
 VERSION = 1
 _NETWORK: dict[str, Any] = {"hidden": 48, "layers": 2, "width": 12, "dropout": 0.15}
@@ -46,8 +45,6 @@ _PRIOR_STEPS = 150
 _NEW_MACHINE = {"memory": 0.05, "time": 0.2}
 """Least standard deviation of a constant factor: a corpus from one machine cannot show how machines differ."""
 _FEW_RUNS = 20
-_COVERAGE = 0.9
-_Z_90 = 1.6449
 
 
 class Row(NamedTuple):
@@ -183,13 +180,7 @@ def interval_scale(residuals: Sequence[Residuals], target: str, prior: ResidualP
                 means, deviations = condition(prior, x[start:index], y[start:index]).at(x[index : index + 1])
                 mean, deviation = float(means), float(deviations)
             scores.append(abs(float(y[index]) - mean) / deviation)
-    return conformal_factor(scores)
-
-
-def conformal_factor(scores: Sequence[float]) -> float:
-    """By how much to widen intervals so that the central 90% holds; ``scores`` are |error| / predicted standard deviation."""
-    rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * _COVERAGE) - 1)
-    return sorted(scores)[rank] / _Z_90
+    return quantile_scale(scores)
 
 
 def report(residuals: Sequence[Residuals]) -> dict[str, Any]:
@@ -208,17 +199,6 @@ def report(residuals: Sequence[Residuals]) -> dict[str, Any]:
         table[target] = {family.family: errors(family.error[target]) for family in residuals}
         table[target]["all"] = errors(torch.cat([family.error[target] for family in residuals]))
     return table
-
-
-def write_weights(out: Path, network: GuardNetwork, card: dict[str, Any]) -> None:
-    """Write OUT.safetensors, and OUT.json: ``card`` after the versions and the hash that bind it to the tensors. Prints it."""
-    tensors_bytes = save_tensors({name: tensor.contiguous() for name, tensor in network.state_dict().items()})
-    sha256 = hashlib.sha256(tensors_bytes).hexdigest()
-    text = json.dumps({"version": VERSION, "feature_version": FEATURE_VERSION, "sha256": sha256, **card}, indent=1)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".safetensors").write_bytes(tensors_bytes)
-    out.with_suffix(".json").write_text(text + "\n")
-    print(text)
 
 
 def main() -> None:
@@ -245,7 +225,8 @@ def main() -> None:
         "held_out_error": report(residuals_of(network, held_out)),
         "study_error": report(studies),
     }
-    write_weights(arguments.out, network, card)
+    versions = {"version": VERSION, "feature_version": FEATURE_VERSION}
+    print(write_pair(arguments.out, network.state_dict(), versions | card), end="")
 
 
 if __name__ == "__main__":

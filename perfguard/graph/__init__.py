@@ -3,13 +3,14 @@
 from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, timeline
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
 from perfguard.graph._cache import TraceCache
-from perfguard.graph._costs import OP_KINDS
+from perfguard.graph._costs import KIND_INDEX, OP_KINDS
 from perfguard.graph._opaque import opaque
 from perfguard.graph._roofline import channel_padding, roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._trace import trace
 
 __all__ = [
+    "KIND_INDEX",
     "OP_KINDS",
     "AllocatorReplay",
     "AllocatorSettings",

@@ -37,6 +37,7 @@ OP_KINDS = (
     "other",
 )
 """Kinds of operators; the order is part of the feature schema."""
+KIND_INDEX = {kind: index for index, kind in enumerate(OP_KINDS)}
 
 _KIND_BY_NAME = {
     "convolution": "conv",
