@@ -133,7 +133,9 @@ def test_a_trial_is_stopped_when_its_pace_will_break_the_budget() -> None:
 
     def objective(trial: optuna.Trial) -> float:
         with guard.trial(trial, build({"width": suggest_width(trial)})) as run:
-            slowly(lambda: (steps.append(1), run.step()), 40, 0.03)
+            for _ in range(40):
+                steps.append(1)
+                slowly(run.step, 1, 0.03)
         return 1.0
 
     study = study_of(SMALL)
@@ -189,8 +191,13 @@ def test_a_trial_that_would_outlast_the_study_is_not_launched() -> None:
     assert states == [PRUNED, COMPLETE]
 
 
-def repairing(**options: Any) -> OptunaGuard:
-    return make_guard(build=build, on_violation="repair", memory_budget="2.3MiB", **options)
+def build_wide_batch(params: Mapping[str, Any]) -> Workload:
+    """Mostly activations, which smaller batches mend."""
+    return Workload(nn.Linear(64, params["width"]), inputs=(512, 64), loss=torch.mean)
+
+
+def repairing() -> OptunaGuard:
+    return make_guard(build=build_wide_batch, on_violation="repair", memory_budget="6MiB")
 
 
 def test_a_repair_reaches_the_objective_and_the_trials_attributes() -> None:
@@ -207,7 +214,7 @@ def test_a_repair_reaches_the_objective_and_the_trials_attributes() -> None:
     plain, repaired = seen
     assert (plain.micro_batch_size, plain.accumulation) == (None, 1)
     assert repaired.micro_batch_size is not None
-    assert repaired.micro_batch_size * repaired.accumulation == 32
+    assert repaired.micro_batch_size * repaired.accumulation == 512
     attributes = study.trials[1].user_attrs
     assert attributes["perfguard:verdict"] == "repair"
     assert attributes["perfguard:repair:micro_batch_size"] == repaired.micro_batch_size
@@ -219,7 +226,7 @@ def test_a_repair_reaches_the_block() -> None:
     guard = repairing()
 
     def objective(trial: optuna.Trial) -> float:
-        with guard.trial(trial, build({"width": suggest_width(trial)})) as run:
+        with guard.trial(trial, build_wide_batch({"width": suggest_width(trial)})) as run:
             return float(run.repair.accumulation)
 
     study = study_of(LARGE)
