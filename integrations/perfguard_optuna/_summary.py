@@ -78,7 +78,8 @@ def summarize(study: optuna.Study) -> StudySummary:
     records = [record for _, record in finished]
     launched = [record for record in records if record.verdict != "prune"]
     pruned = [record for record in records if record.verdict == "prune"]
-    errors = [error for record in launched if (error := prediction_error(record)) is not None]
+    complete = [record for trial, record in finished if trial.state == TrialState.COMPLETE]  # others did not take all their time
+    errors = [error for record in complete if (error := prediction_error(record)) is not None]
     broken = [broken_limit(record) for record in pruned]
     return StudySummary(
         num_launched=len(launched),

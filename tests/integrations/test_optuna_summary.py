@@ -130,6 +130,10 @@ def test_a_launched_trial_without_a_measurement_took_as_long_as_the_study_saw_it
     assert summarize(study_of(trial)).launched_s == 90
 
 
+def test_a_trial_that_was_stopped_on_its_way_says_nothing_on_the_error_of_the_prediction() -> None:
+    assert summarize(study_of(finished(attributes("launch", (60, 9), (60, 2)), state=TrialState.PRUNED))).first_error is None
+
+
 def test_the_limit_that_pruned_is_the_one_that_is_exceeded_most() -> None:
     study = study_of(finished(attributes("prune", (150, 30)), state=TrialState.PRUNED))  # 1.5 and 3 times
     assert summarize(study).pruned_for == {"time": 1}

@@ -112,7 +112,7 @@ def test_each_trial_stands_where_its_fate_puts_it(study: optuna.Study) -> None:
     assert view.headline == "3 of 4 measured trials lie in their 90% interval"
     by_time = {point.number: point.group for point in budget_view(study, "time").points}
     assert by_time == {
-        0: "launched", 1: "repaired", 2: "launched", 3: "launched", 4: "unmeasured", 5: "pruned_elsewhere", 6: "pruned"
+        0: "launched", 1: "repaired", 2: "launched", 3: "unmeasured", 4: "unmeasured", 5: "pruned_elsewhere", 6: "pruned"
     }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_both_libraries_show_the_same_groups(study: optuna.Study) -> None:
         "launched (1)",
         "repaired, then launched (1)",
         "launched, broke the budget (2)",
-        "launched, not measured (1)",
+        "launched, not measured in full (1)",
         "pruned: peak memory (1)",
         "pruned for another limit (1)",
         "budget, 100 MiB",
@@ -231,6 +231,12 @@ def test_what_is_not_a_number_is_left_out() -> None:
     assert all(math.isfinite(value) for band in savings_view(study).bands for value in band.heights)
 
 
+def test_the_time_of_a_trial_that_was_stopped_on_its_way_is_no_measurement_of_the_whole() -> None:
+    study = study_of(trial_of(attributes("launch", amounts(60, 9), amounts(60, 2)), state=PRUNED))
+    assert [point.measured for point in budget_view(study, "time").points] == [None]
+    assert [point.measured for point in budget_view(study, "memory").points] == [60]
+
+
 def test_the_account_by_hand(study: optuna.Study) -> None:
     """Measured 5 + 9 within budget and 3 + 1 over it; predicted 30 for memory and 12.5 for time."""
     view = savings_view(study)
@@ -280,7 +286,7 @@ def test_without_predicted_trial_times_trials_are_counted() -> None:
         ("launched, within budget (1 trial)", [1, 1, 1]),
         ("pruned: peak memory (2 trials)", [0, 1, 2]),
     ]
-    assert [total.label for total in view.totals] == ["1 trials\nlaunched", "3 trials\nwith the pruned"]
+    assert [total.label for total in view.totals] == ["1\nlaunched", "3\nwith the pruned"]
     assert "Workload(steps=...)" in view.caption[0]
 
 

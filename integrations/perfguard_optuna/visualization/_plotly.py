@@ -112,8 +112,8 @@ def _draw_limits(figure: go.Figure, view: BudgetView) -> None:
         figure.add_hrect(y0=view.limits[0], y1=view.limits[-1], fillcolor=RED, opacity=0.08, line_width=0, layer="below")
         return
     for limit in view.limits:
-        figure.add_hline(y=limit, line={"color": RED, "dash": "dash", "width": 1.5}, layer="below")
-        figure.add_vline(x=limit, line={"color": RED, "dash": "dot", "width": 1}, layer="below")
+        figure.add_hline(y=limit, line={"color": RED, "dash": "dash", "width": 2})
+        figure.add_vline(x=limit, line={"color": RED, "dash": "dot", "width": 1.5})
 
 
 def plot_savings(study: optuna.Study) -> go.Figure:
@@ -159,12 +159,15 @@ def plot_savings(study: optuna.Study) -> go.Figure:
         },
         hovertext=[_hover(skip.hover) for skip in view.skips],
         hoverinfo="text",
+        cliponaxis=False,
         showlegend=False,
     )
     _draw_totals(figure, view, x[-1])
-    figure.update_xaxes(title=f"trial<br><sub>{_lines(view.caption)}</sub>", range=[x[0], x[-1] + 0.15 * (x[-1] - x[0])])
+    figure.update_xaxes(
+        title=f"trial<br><sub>{_lines(view.caption)}</sub>", range=[x[0], x[-1] + 0.15 * (x[-1] - x[0])], tickformat="d"
+    )
     figure.update_yaxes(title=view.axis, rangemode="tozero")
-    figure.update_layout(legend={"traceorder": "reversed"})
+    figure.update_layout(legend={"traceorder": "reversed", "x": 0.01, "y": 0.99, "bgcolor": "rgba(255,255,255,0.85)"})
     return figure
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.budget import Quantity
 from perfguard.exceptions import ConfigurationError
@@ -79,7 +79,7 @@ class BudgetView:
             "launched": "launched",
             "repaired": "repaired, then launched",
             "over": "launched, broke the budget",
-            "unmeasured": "launched, not measured",
+            "unmeasured": "launched, not measured in full",
             "pruned": f"pruned: {self.noun}",
             "pruned_elsewhere": "pruned for another limit",
         }
@@ -148,9 +148,7 @@ def budget_view(study: optuna.Study, quantity: str) -> BudgetView:
 
 
 def _point(trial: FrozenTrial, record: TrialRecord, quantity: Quantity, size: float) -> Point:
-    measured = record.measured.get(quantity)
-    measured = measured if _usable(measured) else None
-    predicted = record.predicted[quantity]
+    predicted, measured = record.predicted[quantity], _measured(trial, record, quantity)
     low, high = (end if _usable(end) else predicted for end in record.intervals.get(quantity, (predicted, predicted)))
     lines = [
         f"trial {trial.number}",
@@ -170,6 +168,13 @@ def _point(trial: FrozenTrial, record: TrialRecord, quantity: Quantity, size: fl
     )
 
 
+def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> float | None:
+    """None also for the time of a trial that was stopped on its way, which says nothing on the whole."""
+    measured = record.measured.get(quantity)
+    is_whole = quantity != "time" or trial.state == TrialState.COMPLETE or breaks(record, quantity)
+    return measured if is_whole and _usable(measured) else None
+
+
 def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> Group:
     if record.verdict == "prune":
         return "pruned" if broken_limit(record) == quantity else "pruned_elsewhere"
@@ -181,7 +186,6 @@ def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> G
 
 
 def _coverage(points: Sequence[Point]) -> str:
-    """How the intervals did; a trial that ran out of something was not measured to its end."""
     measured = [point for point in points if point.measured is not None]
     inside = sum(point.low <= point.measured <= point.high for point in measured if point.measured is not None)
     return f"{inside} of {len(measured)} measured trials lie in their 90% interval" if measured else "nothing was measured yet"
@@ -330,7 +334,7 @@ def _band(layer: str, rows: Sequence[_Row], size: float, *, in_time: bool) -> Ba
 
 def _totals(spent: float, saved: tuple[float, float, float], size: float, *, in_time: bool) -> Sequence[Total]:
     about, low, high = ((spent + more) / size for more in saved)
-    text = format_seconds if in_time else "{:.0f} trials".format
+    text = format_seconds if in_time else "{:.0f}".format
     totals = [Total(spent / size, None, f"{text(spent)}\n{'spent' if in_time else 'launched'}")]
     if saved[0]:
         label = f"{text(spent + saved[0])}\nwith the pruned"

@@ -136,11 +136,13 @@ def plot_savings(study: optuna.Study, *, ax: Axes | None = None) -> Axes:
         color=[skip.color for skip in view.skips],
         edgecolor="white",
         linewidth=0.5,
+        clip_on=False,
         zorder=3,
     )
     _draw_totals(ax, view, x[-1])
     ax.set(xlim=(x[0], x[-1] + (x[-1] - x[0]) * 0.15), xlabel="trial", ylabel=view.axis)
     ax.set_ylim(bottom=0)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.annotate(
         "\n".join(view.caption),
         (0, 0),
@@ -185,6 +187,6 @@ def _prepared(ax: Axes | None, size: tuple[float, float], title: str, headline: 
 
 
 def _only_text(ax: Axes, message: str) -> Axes:
-    ax.set(xticks=(), yticks=())
+    ax.set_axis_off()
     ax.text(0.5, 0.5, message, ha="center", va="center", color="0.35", transform=ax.transAxes)
     return ax
