@@ -138,7 +138,7 @@ def broken_limit(record: TrialRecord) -> Quantity | None:
 
     None: no limit was recorded with a prediction.
     """
-    known = [quantity for quantity in QUANTITIES if quantity in record.limits and quantity in record.intervals]
+    known = [quantity for quantity in QUANTITIES if quantity in record.limits and quantity in record.predicted]
     return max(known, key=lambda quantity: record.intervals[quantity][1] / record.limits[quantity], default=None)
 
 

@@ -38,7 +38,7 @@ _TIME_UNITS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600
 MOST_BUDGET_LINES = 3
 """Budgets that get a line each; more, as where the study's remaining time is the budget, are one band."""
 _FARTHEST_INTERVAL = 3.0
-"""A wide interval may stretch the axes by this factor, so that it does not squeeze the points together."""
+"""How far beyond its prediction an interval may stretch the axes, so that a wide one does not squeeze the points together."""
 _MARGIN_SHARE = 0.12
 """Of the width, for the trials that have no measurement."""
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -69,6 +69,8 @@ class BudgetView:
     points: Sequence[Point]
     limits: Sequence[float]
     """All budgets that a trial was judged by, ascending."""
+    bounds: tuple[float, float]
+    """Lowest and highest value of both axes."""
     headline: str
     message: str = ""
 
@@ -89,19 +91,6 @@ class BudgetView:
         for group in GROUPS:
             if points := [point for point in self.points if point.group == group]:
                 yield group, points
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Lowest and highest value of both axes."""
-        values = [*self.limits]
-        for point in self.points:
-            centre = (point.predicted, point.predicted if point.measured is None else point.measured)
-            values += [
-                *centre,
-                max(point.low, min(centre) / _FARTHEST_INTERVAL),
-                min(point.high, max(centre) * _FARTHEST_INTERVAL),
-            ]
-        return min(values) / 1.3, max(values) * 1.3
 
     @property
     def left(self) -> float:
@@ -140,11 +129,12 @@ def budget_view(study: optuna.Study, quantity: str) -> BudgetView:
     finished = finished_trials(study)
     predicted = [(trial, record) for trial, record in finished if _usable(record.predicted.get(known))]
     if not predicted:
-        return BudgetView(NOUNS[known], "", (), (), "", _why_nothing(finished, known))
-    limits = sorted({record.limits[known] for _, record in predicted if _usable(record.limits.get(known))})
+        return BudgetView(NOUNS[known], "", (), (), (1.0, 1.0), "", _why_nothing(finished, known))
     unit, size = _unit_of(known, [record.predicted[known] for _, record in predicted])
     points = [_point(trial, record, known, size) for trial, record in predicted]
-    return BudgetView(NOUNS[known], unit, points, [limit / size for limit in limits], _coverage(points))
+    limits = sorted({record.limits[known] / size for _, record in predicted if _usable(record.limits.get(known))})
+    coverage = _coverage(points, [trial for trial, _ in predicted])
+    return BudgetView(NOUNS[known], unit, points, limits, _bounds(points, limits), coverage)
 
 
 def _point(trial: FrozenTrial, record: TrialRecord, quantity: Quantity, size: float) -> Point:
@@ -168,6 +158,15 @@ def _point(trial: FrozenTrial, record: TrialRecord, quantity: Quantity, size: fl
     )
 
 
+def _bounds(points: Sequence[Point], limits: Sequence[float]) -> tuple[float, float]:
+    values = [*limits]
+    for point in points:
+        values += [point.predicted, point.predicted if point.measured is None else point.measured]
+        values.append(max(point.low, point.predicted / _FARTHEST_INTERVAL))
+        values.append(min(point.high, point.predicted * _FARTHEST_INTERVAL))
+    return min(values) / 1.3, max(values) * 1.3
+
+
 def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> float | None:
     """None also for the time of a trial that was stopped on its way, which says nothing on the whole."""
     measured = record.measured.get(quantity)
@@ -185,10 +184,14 @@ def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> G
     return "repaired" if record.verdict == "repair" else "launched"
 
 
-def _coverage(points: Sequence[Point]) -> str:
-    measured = [point for point in points if point.measured is not None]
-    inside = sum(point.low <= point.measured <= point.high for point in measured if point.measured is not None)
-    return f"{inside} of {len(measured)} measured trials lie in their 90% interval" if measured else "nothing was measured yet"
+def _coverage(points: Sequence[Point], trials: Sequence[FrozenTrial]) -> str:
+    """How the intervals did; what a trial used that was stopped on its way is only a lower bound."""
+    inside = [
+        point.low <= point.measured <= point.high
+        for point, trial in zip(points, trials, strict=True)
+        if trial.state == TrialState.COMPLETE and point.measured is not None
+    ]
+    return f"{sum(inside)} of {len(inside)} completed trials lie in their 90% interval" if inside else "nothing was measured yet"
 
 
 def _why_nothing(finished: Sequence[tuple[FrozenTrial, TrialRecord]], quantity: Quantity | None) -> str:

@@ -110,6 +110,8 @@ def plot_savings(study: optuna.Study, *, ax: Axes | None = None) -> Axes:
     ax = _prepared(ax, (7.6, 5.0), "What the guard saved", view.headline)
     if view.message:
         return _only_text(ax, view.message)
+    from matplotlib.ticker import MaxNLocator
+
     x = [*view.numbers, view.numbers[-1] + 1]
     floor = [0.0] * len(x)
     for band in view.bands:
@@ -142,7 +144,7 @@ def plot_savings(study: optuna.Study, *, ax: Axes | None = None) -> Axes:
     _draw_totals(ax, view, x[-1])
     ax.set(xlim=(x[0], x[-1] + (x[-1] - x[0]) * 0.15), xlabel="trial", ylabel=view.axis)
     ax.set_ylim(bottom=0)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.annotate(
         "\n".join(view.caption),
         (0, 0),
