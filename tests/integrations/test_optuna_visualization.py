@@ -112,7 +112,7 @@ def test_each_trial_stands_where_its_fate_puts_it(study: optuna.Study) -> None:
     assert view.headline == "2 of 3 completed trials lie in their 90% interval"
     by_time = {point.number: point.group for point in budget_view(study, "time").points}
     assert by_time == {
-        0: "launched", 1: "repaired", 2: "launched", 3: "unmeasured", 4: "unmeasured", 5: "pruned_elsewhere", 6: "pruned"
+        0: "launched", 1: "repaired", 2: "launched", 3: "unmeasured", 4: "unmeasured", 5: "pruned", 6: "pruned"
     }  # fmt: skip
 
 

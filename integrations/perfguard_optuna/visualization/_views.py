@@ -176,7 +176,8 @@ def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> fl
 
 def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> Group:
     if record.verdict == "prune":
-        return "pruned" if broken_limit(record) == quantity else "pruned_elsewhere"
+        would_break = record.predicted[quantity] > record.limits.get(quantity, math.inf)  # if not most surely of all limits
+        return "pruned" if would_break or broken_limit(record) == quantity else "pruned_elsewhere"
     if breaks(record, quantity):
         return "over"
     if measured is None:
