@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from perfguard.budget import Quantity
@@ -125,7 +126,7 @@ def _skipped_cells(record: TrialRecord) -> tuple[str, ...]:
     time = format_seconds(saved_s(record)) if saved_s(record) else "-"
     quantity = broken_limit(record)
     if quantity is None:
-        return f"{record.number}", "-", record.reason or "-", "-", time
+        return f"{record.number}", "-", escape(record.reason) or "-", "-", time
     predicted, low, high, limit = (
         format_quantity(quantity, value)
         for value in (record.predicted[quantity], *record.intervals[quantity], record.limits[quantity])
@@ -192,7 +193,7 @@ class TrialPrinter:
         record = record_of(trial)
         cells = [_cell(record, "memory"), _cell(record, "time")]
         style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if violates(record) else "green")
-        verdict = {"prune": "pruned", None: "unguarded"}.get(record.verdict, "launched")
+        verdict = {"prune": "pruned", "repair": "repaired", None: "unguarded"}.get(record.verdict, "launched")
         values = trial.values if trial.state == TrialState.COMPLETE else ()
         value = f"{', '.join(f'{value:.4g}' for value in values)}" if values else ""
         over = "  over" if violates(record) else ""

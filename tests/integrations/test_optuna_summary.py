@@ -151,9 +151,9 @@ def test_the_skipped_trials_are_listed_with_need_limit_and_time_saved(study: opt
 
 
 def test_a_skipped_trial_without_a_limit_shows_its_reason() -> None:
-    attributes = {"perfguard:verdict": "prune", "perfguard:reason": "nothing fits"}
+    attributes = {"perfguard:verdict": "prune", "perfguard:reason": "nothing [fits]"}
     text = printed(skipped_table(study_of(finished(attributes, state=TrialState.PRUNED))))
-    assert [cell.strip() for cell in text.splitlines()[-4].split("│")[1:-1]] == ["0", "-", "nothing fits", "-", "-"]
+    assert [cell.strip() for cell in text.splitlines()[-4].split("│")[1:-1]] == ["0", "-", "nothing [fits]", "-", "-"]
 
 
 def test_a_long_list_of_skipped_trials_is_cut_but_counted() -> None:
@@ -209,6 +209,14 @@ def test_a_line_for_each_trial(study: optuna.Study, number: int, line: str) -> N
     assert heading.split() == ["trial", "verdict", "memory", "(pred", "→", "meas)", "time", "(pred", "→", "meas)", "value"]
     assert shown.rstrip() == line
     assert len(shown) <= 80
+
+
+def test_the_line_of_a_repaired_trial_says_so() -> None:
+    study = study_of(finished(attributes("repair", (60, 4), (50, 5))))
+    console = Console(file=io.StringIO(), width=160)
+    TrialPrinter(console)(study, study.trials[0])
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[1].split()[:2] == ["0", "repaired"]
 
 
 def test_the_printer_copes_with_two_objectives() -> None:
