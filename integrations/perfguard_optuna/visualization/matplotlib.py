@@ -144,7 +144,7 @@ def plot_savings(study: optuna.Study, *, ax: Axes | None = None) -> Axes:
     _draw_totals(ax, view, x[-1])
     ax.set(xlim=(x[0], x[-1] + (x[-1] - x[0]) * 0.15), xlabel="trial", ylabel=view.axis)
     ax.set_ylim(bottom=0)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
     ax.annotate(
         "\n".join(view.caption),
         (0, 0),
