@@ -81,7 +81,7 @@ class Space:
 
     def at(self, params: Mapping[str, Any]) -> Point:
         """The configuration."""
-        return self.points[params["family"], *(params[name] for name in self.sizes)]
+        return self.points[(params["family"], *(params[name] for name in self.sizes))]
 
     @property
     def loss_range(self) -> float:
@@ -119,7 +119,11 @@ class TablePredictor:
 
     def predict(self, graph: Any, device: Any, *, steps: int | None = None) -> Prediction:
         """``graph`` is a Point."""
-        memory = Estimate(graph.memory_bytes, 1e-4) if self.knows else Estimate(graph.predicted_bytes, max(graph.log_sigma, _NEARLY_SURE))
+        memory = (
+            Estimate(graph.memory_bytes, 1e-4)
+            if self.knows
+            else Estimate(graph.predicted_bytes, max(graph.log_sigma, _NEARLY_SURE))
+        )
         return Prediction(memory, Estimate(1.0, 0.1), None, self.name, device.id, trained_on_device=True)
 
     def fine_tune(self, observations: Sequence[Any]) -> None:
@@ -247,7 +251,7 @@ def _points(
             measured = known[round(rank * (len(known) - 1) / (_RANKS - 1))]
             for setting, index in measured.items():
                 pair = runs[measured[setting[0], 0]] if by_layout else runs[index]
-                points[family, rank, *setting] = _point(runs[index], pair, predicted[index], limit, favours, offset)
+                points[(family, rank, *setting)] = _point(runs[index], pair, predicted[index], limit, favours, offset)
     sizes = {"rank": _RANKS} | ({"layout": 2, "rung": 2} if by_layout else {"batch": len(_BATCHES)})
     return points, families, sizes
 
@@ -308,7 +312,14 @@ def main() -> None:
 def _table(space: Space, outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) -> Table:
     failing = statistics.fmean(not point.fits for point in space.points.values())
     table = Table(title=f"{space.name}: {len(space.points)} points, {failing:.0%} do not fit")
-    for heading in ("", "launched, did not fit", "GPU time wasted", "rejected though fitting", "behind the oracle", "near the limit"):
+    for heading in (
+        "",
+        "launched, did not fit",
+        "GPU time wasted",
+        "rejected though fitting",
+        "behind the oracle",
+        "near the limit",
+    ):
         table.add_column(heading, justify="right" if heading else "left")
     oracle = outcomes[space.name, "oracle"]
     wasted_without = statistics.fmean(outcome.wasted_s for outcome in outcomes[space.name, "none"])
@@ -346,9 +357,16 @@ def _draw(spaces: Sequence[Space], outcomes: Mapping[tuple[str, str], Sequence[O
         times = [end * share / 60 for share in range(1, 61)]
         for policy in _POLICIES:
             means = [
-                statistics.fmean(min(outcome.best_by(at), _worst(space)) for outcome in outcomes[space.name, policy]) for at in times
+                statistics.fmean(min(outcome.best_by(at), _worst(space)) for outcome in outcomes[space.name, policy])
+                for at in times
             ]
-            axes.plot([at / 3600 for at in times], means, color=colors[policy], label=policy, linestyle="--" if policy == "oracle" else "-")
+            axes.plot(
+                [at / 3600 for at in times],
+                means,
+                color=colors[policy],
+                label=policy,
+                linestyle="--" if policy == "oracle" else "-",
+            )
         axes.set(title=space.name, xlabel="GPU time (h)", ylabel="best loss, mean over seeds")
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
