@@ -25,7 +25,7 @@ from perfguard_optuna._guard import OptunaGuard
 from perfguard_optuna._training import GuardedTraining, first_batch
 
 
-class PerfGuardCallback(TrainerCallback):  # type: ignore[misc]
+class PerfGuardCallback(TrainerCallback):
     """Judges a trial when ``trainer.train()`` begins, and measures it to its end.
 
         >>> guard = OptunaGuard("a100", memory_budget="38GiB")                                      # doctest: +SKIP
@@ -35,14 +35,14 @@ class PerfGuardCallback(TrainerCallback):  # type: ignore[misc]
         ...         trainer.train()
         ...     return trainer.evaluate()["eval_loss"]
 
-    The trainer tells no callback of an error, so the ``with`` block is what sees an out-of-memory error and prunes the trial for it;
-    without the block everything else works.
+    The trainer tells no callback of an error, so the ``with`` block is what sees an out-of-memory error and prunes the trial for
+    it; without the block everything else works.
 
     The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, ask
     ``guard.trial(trial, workload_of(args, model, batch))``, see :func:`workload_of`.
 
-    What is judged is the model's own loss on one batch, with the trainer's optimizer, precision, accumulation and checkpointing; a
-    ``compute_loss`` of your own is not seen. Not judged, but launched with one warning: several devices, DeepSpeed, FSDP and
+    What is judged is the model's own loss on one batch, with the trainer's optimizer, precision, accumulation and checkpointing;
+    a ``compute_loss`` of your own is not seen. Not judged, but launched with one warning: several devices, DeepSpeed, FSDP and
     ``auto_find_batch_size``. The time of evaluation is in no prediction.
 
     Args:
@@ -172,17 +172,17 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
     train = trainer.train
 
     @functools.wraps(train)
-    def guarded(*arguments: Any, trial: Any = None, **keywords: Any) -> Any:
+    def guarded(resume_from_checkpoint: str | bool | None = None, trial: Any = None, **keywords: Any) -> Any:
         if not isinstance(trial, optuna.Trial):
-            return train(*arguments, trial=trial, **keywords)
+            return train(resume_from_checkpoint, trial, **keywords)
         with PerfGuardCallback(guard, trial, batch=batch) as callback:
             trainer.add_callback(callback)
             try:
-                return train(*arguments, trial=trial, **keywords)
+                return train(resume_from_checkpoint, trial, **keywords)
             finally:
                 trainer.remove_callback(callback)
 
-    trainer.train = guarded
+    trainer.train = guarded  # type: ignore[method-assign]
 
 
 def _refuse_what_is_not_one_step(args: TrainingArguments) -> None:
@@ -212,7 +212,7 @@ def _precision_of(args: TrainingArguments) -> Precision:
 
 
 def _optimizer_of(args: TrainingArguments, model: nn.Module) -> Any:
-    make, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    make, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)) or {"params", "model"} & set(keywords):
         raise WorkloadError(f"optim={str(args.optim)!r} is made in a way of its own; judge by PerfGuardCallback, which sees it")
     return functools.partial(make, **keywords)
