@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sized
 from types import TracebackType
 from typing import Any
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ImportError(
         "perfguard_optuna.transformers needs Transformers and Accelerate: pip install 'perfguard[transformers]'."
@@ -76,7 +76,7 @@ class PerfGuardCallback(TrainerCallback):
                 first_batch(loader) if self._batch is None else self._batch,
                 optimizer=_unwrapped(trainer["optimizer"]),
                 steps=state.max_steps,
-                batches_per_epoch=len(loader) if isinstance(loader, Sized) else None,
+                batches_per_epoch=len(loader) if has_length(loader) else None,
             )
 
         self._training.begin(make_workload)
