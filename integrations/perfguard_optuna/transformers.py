@@ -182,7 +182,7 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
             finally:
                 trainer.remove_callback(callback)
 
-    trainer.train = guarded  # type: ignore[method-assign]
+    trainer.train = guarded  # type: ignore[method-assign, assignment]
 
 
 def _refuse_what_is_not_one_step(args: TrainingArguments) -> None:

@@ -95,12 +95,14 @@ def _nothing_seen() -> None:
 
 
 def make_guard(**options: Any) -> OptunaGuard:
-    return OptunaGuard("a100", **({"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False} | options))
+    settings: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
+    return OptunaGuard("a100", **(settings | options))
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(**({"max_epochs": 1, "accelerator": "cpu", "logger": False} | quiet | options), callbacks=list(callbacks))
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu"}
+    return pl.Trainer(**(defaults | quiet | options), callbacks=list(callbacks))
 
 
 def make_loader() -> DataLoader[Any]:
@@ -331,7 +333,7 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx)["loss"])
         optimizer.step()

@@ -86,13 +86,19 @@ def folder(tmp_path: Path) -> str:
 
 
 def arguments(folder: str, **options: Any) -> TrainingArguments:
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    defaults = {"max_steps": 2, "per_device_train_batch_size": BATCH, "use_cpu": True, "dataloader_pin_memory": False}
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    defaults: dict[str, Any] = {
+        "max_steps": 2,
+        "per_device_train_batch_size": BATCH,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
     return TrainingArguments(folder, **(quiet | defaults | options))
 
 
 def make_guard(**options: Any) -> OptunaGuard:
-    return OptunaGuard("a100", **({"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False} | options))
+    settings: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
+    return OptunaGuard("a100", **(settings | options))
 
 
 def study_of(
@@ -208,9 +214,9 @@ def test_a_trial_can_be_judged_before_the_trainer_is_made(folder: str) -> None:
 def test_a_guarded_training_is_the_same_to_the_last_bit(folder: str) -> None:
     def train(*callbacks: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        trainer = Trainer(Net(SMALL), arguments(folder), train_dataset=Sentences(), callbacks=list(callbacks))
-        trainer.train()
-        return trainer.model.state_dict()
+        model = Net(SMALL)
+        Trainer(model, arguments(folder), train_dataset=Sentences(), callbacks=list(callbacks)).train()
+        return model.state_dict()
 
     guard = make_guard()
     plain, guarded = train(), train(PerfGuardCallback(guard, optuna.create_study().ask()))
@@ -277,7 +283,7 @@ def search(trainer: Trainer, num_trials: int) -> optuna.Study:
 
 
 def searching_trainer(folder: str) -> Trainer:
-    def model_init(trial: optuna.Trial | None) -> nn.Module:
+    def model_init(trial: optuna.Trial | None) -> Any:
         return Net(SMALL if trial is None else trial.suggest_categorical("width", [SMALL, LARGE]))
 
     return Trainer(args=arguments(folder), model_init=model_init, train_dataset=Sentences(), eval_dataset=Sentences())
