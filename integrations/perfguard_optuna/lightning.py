@@ -149,6 +149,7 @@ def workload_of(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any =
         precision=_PRECISIONS[trainer.precision],
         accumulation=accumulation,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
+        compiled=_is_compiled(pl_module),
         steps=_count(steps),
         steps_per_epoch=_count(num_batches / accumulation),
     )
@@ -167,6 +168,9 @@ class _TrainingStep(nn.Module):
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
         self.module = copy.copy(module)  # the same layers, and no trainer, in which a copy of all data would be made
+        if _is_compiled(module):  # then the class has the methods as they were written
+            for name in ("forward", "training_step", "_compiler_ctx"):
+                vars(self.module).pop(name, None)
 
     def forward(self, batch: Any) -> Any:
         module = self.module
@@ -252,6 +256,11 @@ def _is_complete(pl_module: pl.LightningModule) -> bool:
 
 def _overrides(pl_module: pl.LightningModule, hook: str) -> bool:
     return getattr(type(pl_module), hook) is not getattr(pl.LightningModule, hook)
+
+
+def _is_compiled(pl_module: pl.LightningModule) -> bool:
+    """Whether ``fit`` was given ``torch.compile(pl_module)``; only this private attribute tells (Lightning 2.0 to 2.6)."""
+    return getattr(pl_module, "_compiler_ctx", None) is not None
 
 
 def _tear_down(trainer: pl.Trainer) -> None:

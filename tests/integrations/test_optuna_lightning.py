@@ -274,6 +274,15 @@ def test_a_module_on_the_meta_device_is_put_back() -> None:
     assert attribute_names(guarded) == attribute_names(fitted())
 
 
+def test_a_compiled_module_is_judged_as_it_was_written() -> None:
+    guard = make_guard(step_time_budget="1ms")  # which no trial holds, so that nothing need be compiled
+    compiled: Any = lambda width: torch.compile(Net(width), backend="eager")  # noqa: E731
+    study = study_of(guard, [SMALL], compiled)
+    assert states(study) == [PRUNED]
+    assert predicted_bytes(study) == by_hand(guard)
+    assert Net.seen == ["meta"]
+
+
 class MadeLater(Net):
     """Makes its layer in the hook called ``hook``."""
 
