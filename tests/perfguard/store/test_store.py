@@ -162,16 +162,17 @@ def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
     assert counts == [1, 1, 4]
 
 
-def test_observations_are_the_newest_good_runs_on_the_device_oldest_first(graph: OpGraph) -> None:
+def test_observations_are_the_newest_runs_on_the_device_that_teach_something_oldest_first(graph: OpGraph) -> None:
     with MeasurementStore(":memory:") as store:
         for total_time_s in range(5):
             measurement = replace(MEASUREMENT, total_time_s=float(total_time_s))
             store.record_measurement(record(store, graph=graph, device=DEVICE), measurement)
-        store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, status="oom"))
+        for status in ("oom", "timeout", "failed"):
+            store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, status=status))
         store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, device_id="cpu"))
         store.record_measurement(record(store, graph=None, device=DEVICE), MEASUREMENT)
-        found = store.observations("toy", limit=3)
-    assert [observation.measurement.total_time_s for observation in found] == [2.0, 3.0, 4.0]
+        found = [observation.measurement for observation in store.observations("toy", limit=3)]
+    assert [(measurement.status, measurement.total_time_s) for measurement in found] == [("ok", 3.0), ("ok", 4.0), ("oom", 30.0)]
 
 
 def test_only_the_first_measurement_of_a_decision_counts() -> None:
@@ -266,7 +267,7 @@ def test_a_log_of_a_newer_perfguard_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 1.* Update perfguard"):
+    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 2.* Update perfguard"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
@@ -415,9 +416,9 @@ def test_a_spool_that_cannot_be_written_says_how_much_is_lost(path: Path, monkey
 
     store = MeasurementStore(path, busy_timeout_s=0.05)
     with locked(path):
+        monkeypatch.setattr(Path, "open", no_space)
         with one_warning():
             record(store)
-        monkeypatch.setattr(Path, "open", no_space)
         with pytest.warns(LogWarning, match=r"1 rows of the measurement log .* are lost: .* \(No space left on device\)"):
             store.close()
 
@@ -502,7 +503,7 @@ if (child := os.fork()) == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 store._lock.release()
-assert [decision.trial for decision in store.decisions()] == [1]
+assert [decision.trial for decision in store.decisions()] == [0, 1]   # the child found the parent's spool
 store.close()
 """
     run_python(path, code)
