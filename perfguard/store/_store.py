@@ -21,23 +21,22 @@ from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, delete, inspect, make_url, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import URL, Connection, Engine, Row, Select, inspect, select, update
 from sqlalchemy.exc import (
-    ArgumentError,
     DatabaseError,
     DataError,
     IntegrityError,
-    NoSuchModuleError,
     OperationalError,
     SQLAlchemyError,
 )
-from sqlalchemy.pool import NullPool, StaticPool
 
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, WorkloadError
 from perfguard.predictor import Observation, Prediction
+from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
+from perfguard.store._database import INSERT, identity_of, is_memory, make_engine, parse_url, savepoint
 from perfguard.store._migrations import migrate
+from perfguard.store._retention import ROWS_AT_ONCE
 from perfguard.store._schema import SCHEMA_VERSION, Entry, LoggedDecision, LoggedWeights, WeightsState
 from perfguard.store._spool import find_spools, read_spool, write_spool
 
@@ -49,14 +48,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _MAX_CACHED_GRAPHS = 512
 _MAX_OWN_SPOOLS = 64
 _MAX_CHECKED_BYTES = 256 * 2**20
 """A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
 _PATIENCE = 10
 """A call that waited in vain for the database is followed by ten times that wait without a new try."""
-_ROWS_AT_ONCE = 5000
 _STRIPES = 16
 _TROUBLE = (SQLAlchemyError, OSError, LogError)
 _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
@@ -94,7 +91,7 @@ class MeasurementStore:
     """
 
     def __init__(self, location: str | os.PathLike[str], *, busy_timeout_s: float = 2.0) -> None:
-        self._set_up(_url(os.fspath(location)), busy_timeout_s)
+        self._set_up(parse_url(os.fspath(location)), busy_timeout_s)
         with self._lock:
             try:
                 self._prepare()
@@ -213,17 +210,17 @@ class MeasurementStore:
             raise ConfigurationError(f"keep_newest must be at least 0 or None, but got {keep_newest!r}.")
         with self._writing() as transaction:
             with transaction() as connection:
-                cutoff_ns = _cutoff_ns(connection, before, keep_newest)
+                cutoff_ns = retention.cutoff_ns(connection, before, keep_newest)
             num_removed = 0
             while cutoff_ns is not None:
                 with transaction() as connection:  # in small bites: others want to write too
-                    removed = _remove_decisions(connection, cutoff_ns)
+                    removed = retention.remove_decisions(connection, cutoff_ns)
                 num_removed += removed
-                if removed < _ROWS_AT_ONCE:
+                if removed < ROWS_AT_ONCE:
                     break
             if cutoff_ns is not None:
                 with transaction() as connection:
-                    _remove_orphans(connection, cutoff_ns)
+                    retention.remove_orphans(connection, cutoff_ns)
             self._sent_graphs.clear()
         return num_removed
 
@@ -308,7 +305,7 @@ class MeasurementStore:
         try:
             with self._engine.connect() as connection:
                 connection.exec_driver_sql("BEGIN")  # a snapshot, which keeps nobody from writing
-                for row in connection.execution_options(yield_per=_ROWS_AT_ONCE).execute(query):
+                for row in connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query):
                     yield dict(row._mapping)
         except SQLAlchemyError as error:
             raise self._unusable_now(error) from error
@@ -355,12 +352,12 @@ class MeasurementStore:
     def _set_up(self, url: URL, busy_timeout_s: float) -> None:
         self._url = url
         self._busy_timeout_s = busy_timeout_s
-        self._in_memory = _is_memory(url)
+        self._in_memory = is_memory(url)
         self._file = Path(str(url.database)) if url.get_backend_name() == "sqlite" and not self._in_memory else None
         self._name = str(self._file or url.render_as_string(hide_password=True))
         self._spool_base = None if self._in_memory else self._file or _data_directory() / f"log-{_short_hash(self._name)}"
-        self._engine = _engine(url, busy_timeout_s)
-        self._insert = _INSERT[url.get_backend_name()]
+        self._engine = make_engine(url, busy_timeout_s)
+        self._insert = INSERT[url.get_backend_name()]
         self._lock = threading.RLock()
         self._queue: list[Entry] = []  # waits, and is nowhere else
         self._kept: list[Entry] = []  # waits, and is in _own_spools too
@@ -370,9 +367,10 @@ class MeasurementStore:
         self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
         self._last_ns = 0
         self._ready = False
+        self._file_identity: tuple[int, int] | None = None
         self._spool_delivered = self._spool_base is None
         self._warned = False
-        weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
+        self._finalizer = weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
         _stores.add(self)
 
     def _after_fork(self) -> None:
@@ -381,6 +379,13 @@ class MeasurementStore:
         self._queue.clear()
         self._kept.clear()
         self._own_spools.clear()
+        if self._in_memory:
+            return
+        self._finalizer.detach()
+        _of_parents.append(self._engine)
+        self._engine = make_engine(self._url, self._busy_timeout_s)
+        self._finalizer = weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
+        self._ready = False
 
     def _now_ns(self) -> int:
         """Strictly increasing within the store, so that rows keep their order."""
@@ -389,8 +394,14 @@ class MeasurementStore:
 
     def _prepare(self) -> None:
         """Check the log; make it if it is new, bring it to the present schema if it is old. Else it is only read."""
-        if self._ready:
+        if self._ready and (self._file is None or self._file_identity == identity_of(self._file)):
             return
+        if self._ready:
+            self._engine.dispose()  # or rows would go on into a file that nobody can open any more
+            self._sent_graphs.clear()
+            warnings.warn(
+                f"The measurement log {self._name} was moved or removed; another is begun there.", LogWarning, stacklevel=5
+            )
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -410,6 +421,7 @@ class MeasurementStore:
             if "unable to open" in str(error.orig):
                 raise LogError(_unusable(self._name, _reason(error))) from error
             raise
+        self._file_identity = None if self._file is None else identity_of(self._file)
         self._ready = True
 
     def _make_tables(self, connection: Connection, version: int | None) -> None:
@@ -533,7 +545,7 @@ class MeasurementStore:
         with self._transaction() as connection:
             for entry in entries:
                 try:
-                    with _savepoint(connection):
+                    with savepoint(connection):
                         self._put(connection, [entry])
                 except _NEVER_WRITABLE as error:
                     message = f"A row of {entry.table} cannot be written to {self._name} and is dropped ({_reason(error)})."
@@ -545,8 +557,8 @@ class MeasurementStore:
         for (name, _columns), group in groupby(entries, key=lambda entry: (entry.table, tuple(entry.row))):
             rows = [entry.row for entry in group]
             statement = self._insert(schema.metadata.tables[name]).on_conflict_do_nothing()
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                chunk = rows[start : start + _ROWS_AT_ONCE]
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                chunk = rows[start : start + ROWS_AT_ONCE]
                 num_new += connection.execute(statement, chunk if len(chunk) > 1 else chunk[0]).rowcount
         return num_new
 
@@ -633,6 +645,8 @@ class MeasurementStore:
 
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
+_of_parents: list[Engine] = []
+"""In a forked child: never used and never closed, because closing would end what the parent has open."""
 _stores: weakref.WeakSet[MeasurementStore] = weakref.WeakSet()
 
 
@@ -656,81 +670,6 @@ def _leave(queue: list[Entry], spool_base: Path | None, engine: Engine) -> None:
         message = f"{len(queue)} rows of the measurement log {spool_base} are lost: the spool cannot be written ({error})."
         warnings.warn(message, LogWarning, stacklevel=3)
     queue.clear()
-
-
-@contextmanager
-def _savepoint(connection: Connection) -> Iterator[None]:
-    """Undo the block's statements, and no others, if it raises. (PostgreSQL ends a transaction in which one failed.)"""
-    connection.exec_driver_sql("SAVEPOINT perfguard")
-    try:
-        yield
-    except BaseException:
-        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT perfguard")
-        raise
-    connection.exec_driver_sql("RELEASE SAVEPOINT perfguard")
-
-
-def _cutoff_ns(connection: Connection, before: datetime | None, keep_newest: int | None) -> int | None:
-    """The time before which decisions are to go; None: none is."""
-    created = schema.decisions.c.created_at_ns
-    cutoffs = [] if before is None else [int(before.timestamp() * 1e9)]
-    if keep_newest is not None:
-        first_to_go = connection.execute(select(created).order_by(created.desc()).offset(keep_newest).limit(1)).scalar()
-        cutoffs += [] if first_to_go is None else [int(first_to_go) + 1]
-    return max(cutoffs, default=None)
-
-
-def _remove_decisions(connection: Connection, cutoff_ns: int) -> int:
-    """Remove the oldest decisions before ``cutoff_ns``, a limited number at once, with their measurements."""
-    table = schema.decisions
-    query = select(table.c.decision_id).where(table.c.created_at_ns < cutoff_ns).order_by(table.c.created_at_ns)
-    oldest = query.limit(_ROWS_AT_ONCE).scalar_subquery()
-    connection.execute(delete(schema.measurements).where(schema.measurements.c.decision_id.in_(oldest)))
-    return connection.execute(delete(table).where(table.c.decision_id.in_(oldest))).rowcount
-
-
-def _remove_orphans(connection: Connection, cutoff_ns: int) -> None:
-    """Remove old measurements whose decision never came, and graphs and devices that no decision refers to."""
-    decisions, measurements = schema.decisions, schema.measurements
-    old = measurements.c.recorded_at_ns < cutoff_ns
-    connection.execute(delete(measurements).where(old, measurements.c.decision_id.not_in(select(decisions.c.decision_id))))
-    for table, reference in ((schema.graphs, decisions.c.graph_hash), (schema.devices, decisions.c.device_hash)):
-        used = select(reference).where(reference.is_not(None))
-        connection.execute(delete(table).where(table.c.content_hash.not_in(used)))
-
-
-def _url(location: str) -> URL:
-    try:
-        url = make_url(location) if "://" in location else URL.create("sqlite", database=location)
-    except ArgumentError as error:
-        raise ConfigurationError(
-            "The measurement log's URL must look like postgresql+psycopg://user@host/database, but it cannot be read."
-        ) from error
-    if url.get_backend_name() not in _INSERT:
-        raise ConfigurationError(f"The measurement log lives in SQLite or PostgreSQL, but got a URL of {url.drivername!r}.")
-    if url.get_backend_name() == "sqlite" and not _is_memory(url):
-        return url.set(database=str(Path(str(url.database)).expanduser().absolute()))
-    return url
-
-
-def _is_memory(url: URL) -> bool:
-    return url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:")
-
-
-def _engine(url: URL, busy_timeout_s: float) -> Engine:
-    """Connections live as long as one call, so nothing is locked, or inherited by a fork, between calls."""
-    arguments: dict[str, Any] = {}
-    if url.get_backend_name() == "sqlite":
-        arguments = {"timeout": busy_timeout_s, "check_same_thread": False}
-    elif "psycopg" in url.get_driver_name():
-        arguments = {"connect_timeout": max(1, math.ceil(busy_timeout_s))}
-    pool = StaticPool if _is_memory(url) else NullPool
-    try:
-        return create_engine(url, poolclass=pool, connect_args=arguments, isolation_level="AUTOCOMMIT")
-    except (ModuleNotFoundError, NoSuchModuleError) as error:
-        raise ConfigurationError(
-            f"The measurement log's URL needs a driver for {url.drivername!r} ({error}): pip install 'perfguard[postgres]'."
-        ) from error
 
 
 def _corrupt(file: Path | str, reason: str) -> str:

@@ -427,7 +427,7 @@ def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGrap
     with MeasurementStore(path) as store:
         record(store, 0, graph=graph)
         path.unlink()
-        with pytest.warns(LogWarning, match="no such table"):
+        with pytest.warns(LogWarning, match="was moved or removed; another is begun"):
             record(store, 1, graph=graph, device=DEVICE)
         store.record_measurement(record(store, 2, graph=graph, device=DEVICE), MEASUREMENT)
         assert [decision.trial for decision in store.decisions()] == [1, 2]
