@@ -21,7 +21,7 @@ from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, inspect, select, update
+from sqlalchemy import URL, Connection, Engine, Row, Select, func, inspect, select, update
 from sqlalchemy.exc import (
     DatabaseError,
     DataError,
@@ -190,6 +190,16 @@ class MeasurementStore:
     def decisions(self, study: str | None = None, *, newest: int | None = None) -> list[LoggedDecision]:
         """Every decision of ``study``, or of all studies, with its measurement, oldest first; only the ``newest``, if given."""
         return self._read(schema.select_decisions(study, newest), lambda _, row: schema.decision_from_row(row))
+
+    def counts(self) -> dict[str, int]:
+        """How many rows each table has.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        tables = (schema.decisions, schema.measurements, schema.graphs, schema.devices, schema.weights)
+        with self._writing(), self._engine.connect() as connection:
+            return {table.name: int(connection.execute(select(func.count()).select_from(table)).scalar_one()) for table in tables}
 
     def prune(self, *, before: datetime | None = None, keep_newest: int | None = None) -> int:
         """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
