@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from numbers import Integral, Real
@@ -225,6 +225,16 @@ def select_observations(device_id: str, limit: int) -> Select[Any]:
     """Newest first."""
     newest_first = measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc()
     return _observed().where(measurements.c.device_id == device_id).order_by(*newest_first).limit(limit)
+
+
+def select_measured_ids(device_id: str | None, limit: int) -> Select[Any]:
+    """Of the measurements, without a look at anything but an index."""
+    query = select(measurements.c.decision_id).order_by(measurements.c.decision_id).limit(limit)
+    return query if device_id is None else query.where(measurements.c.device_id == device_id)
+
+
+def select_observations_of(decision_ids: Sequence[str]) -> Select[Any]:
+    return _observed().where(measurements.c.decision_id.in_(decision_ids)).order_by(measurements.c.decision_id)
 
 
 def select_observations_from(decision_id: str, device_id: str | None, limit: int) -> Select[Any]:

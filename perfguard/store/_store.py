@@ -55,6 +55,8 @@ _MAX_CHECKED_BYTES = 256 * 2**20
 _PATIENCE = 10
 """A call that waited in vain for the database is followed by ten times that wait without a new try."""
 _STRIPES = 16
+_MAX_LISTED = 4096
+"""Of a longer log not even the ids are listed to draw from them."""
 _TROUBLE = (SQLAlchemyError, OSError, LogError)
 _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
 
@@ -165,26 +167,24 @@ class MeasurementStore:
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
         """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
 
-        Ids are random, so the rows that follow a random id are a random draw, and cost no look at the others. Sixteen such
-        stripes are read, so that two draws have little in common.
+        Of a few thousand, every one has the same chance. Of more, sixteen stretches are read that follow random ids, which costs
+        no look at the others; since ids are random themselves, a row's chance varies by a quarter or so, whatever is in it.
 
         Args:
             size: how many, at least 1.
             random: decides which.
             device_id: only of this device. None: of all.
         """
-        stripe = math.ceil(size / _STRIPES)
+        ids = self._read(schema.select_measured_ids(device_id, _MAX_LISTED + 1), lambda _, row: str(row.decision_id))
+        if len(ids) <= _MAX_LISTED:
+            queries = [schema.select_observations_of(random.sample(ids, min(size, len(ids))))]
+        else:
+            firsts = [f"{random.getrandbits(128):032x}" for _ in range(_STRIPES)]
+            queries = [schema.select_observations_from(first, device_id, math.ceil(size / _STRIPES)) for first in firsts]
         found: dict[str, Observation] = {}
-        for _ in range(_STRIPES):
-            first = f"{random.getrandbits(128):032x}"
-            for query in (first, ""):  # past the last id it goes on with the first
-                rows = self._read(
-                    schema.select_observations_from(query, device_id, stripe),
-                    lambda connection, row: (row.decision_id, self._observation(connection, row)),
-                )
-                found |= {decision_id: observation for decision_id, observation in rows if observation is not None}
-                if len(rows) == stripe:
-                    break
+        for query in queries:
+            rows = self._read(query, lambda connection, row: (row.decision_id, self._observation(connection, row)))
+            found |= {decision_id: observation for decision_id, observation in rows if observation is not None}
         return list(found.values())[:size]
 
     def decisions(self, study: str | None = None, *, newest: int | None = None) -> list[LoggedDecision]:
