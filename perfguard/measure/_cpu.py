@@ -13,7 +13,7 @@ from perfguard.measure._probe import Reading
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_SAMPLE_INTERVAL_S = 0.005
+_SAMPLE_INTERVAL_S = 0.02
 
 
 class CpuProbe:
@@ -46,7 +46,7 @@ class PeakResidentSet:
     """Peak of the resident set since :meth:`start`.
 
     On Linux the kernel keeps the peak (VmHWM) and lets a process reset its own; elsewhere, or where that is forbidden, a
-    thread samples every 5 ms and may miss short peaks. ``method`` says which.
+    thread samples every 20 ms and may miss short peaks. ``method`` says which.
     """
 
     def __init__(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import QueuePool, StaticPool
 
 from perfguard.exceptions import ConfigurationError
@@ -69,11 +69,19 @@ def make_engine(url: URL, busy_timeout_s: float) -> Engine:
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    """A commit is safe from the death of the process. It is not synced to the disk one by one, which takes milliseconds: a power
-    cut may cost the last rows, and never damages the log (sqlite.org/pragma.html#pragma_synchronous, WAL)."""
-    connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
     connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+
+
+def write_ahead(connection: Connection) -> None:
+    """Let readers go on while one writes, and a commit take no sync to the disk, which costs milliseconds.
+
+    A commit is safe from the death of the process all the same; a power cut may cost the last rows, and never damages the log
+    (sqlite.org/pragma.html#pragma_synchronous). A network disk has no write-ahead log; there each commit is synced.
+    """
+    with suppress(OperationalError):
+        if connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar() == "wal":
+            connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
 
 
 def identity_of(file: Path) -> tuple[int, int] | None:

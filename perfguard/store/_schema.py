@@ -13,6 +13,7 @@ in `_migrations.py`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,9 @@ weights = Table(  # since schema 2
     Column("state_changed_at_ns", BigInteger),
     Column("data", LargeBinary),
 )
+
+
+_MEASUREMENT_FIELDS = tuple(field.name for field in fields(Measurement))
 
 
 class Entry(NamedTuple):
@@ -295,13 +299,14 @@ def weights_from_row(row: Row[Any]) -> LoggedWeights:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def device_from_json(data: str) -> Device:
     document = json.loads(data)
     return Device(**{field.name: document[field.name] for field in fields(Device)})
 
 
 def measurement_from_row(row: Row[Any]) -> Measurement:
-    return Measurement(**{field.name: getattr(row, field.name) for field in fields(Measurement)})
+    return Measurement(**{name: getattr(row, name) for name in _MEASUREMENT_FIELDS})
 
 
 def _content_hash(data: str) -> str:

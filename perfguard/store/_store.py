@@ -26,7 +26,6 @@ from sqlalchemy.exc import (
     DatabaseError,
     DataError,
     IntegrityError,
-    OperationalError,
     SQLAlchemyError,
 )
 
@@ -34,7 +33,7 @@ from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, 
 from perfguard.predictor import Observation, Prediction
 from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
-from perfguard.store._database import INSERT, identity_of, is_memory, make_engine, parse_url, savepoint
+from perfguard.store._database import INSERT, identity_of, is_memory, make_engine, parse_url, savepoint, write_ahead
 from perfguard.store._migrations import migrate
 from perfguard.store._retention import ROWS_AT_ONCE
 from perfguard.store._schema import SCHEMA_VERSION, Entry, LoggedDecision, LoggedWeights, WeightsState
@@ -54,8 +53,8 @@ _MAX_CHECKED_BYTES = 256 * 2**20
 """A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
 _PATIENCE = 10
 """A call that waited in vain for the database is followed by ten times that wait without a new try."""
-_STRIPES = 16
-_MAX_LISTED = 4096
+_STRIPES = 8
+_MAX_LISTED = 1000
 """Of a longer log not even the ids are listed to draw from them."""
 _TROUBLE = (SQLAlchemyError, OSError, LogError)
 _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
@@ -167,7 +166,7 @@ class MeasurementStore:
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
         """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
 
-        Of a few thousand, every one has the same chance. Of more, sixteen stretches are read that follow random ids, which costs
+        Of up to a thousand, every one has the same chance. Of more, eight stretches are read that follow random ids, which costs
         no look at the others; since ids are random themselves, a row's chance varies by a quarter or so, whatever is in it.
 
         Args:
@@ -423,8 +422,8 @@ class MeasurementStore:
                         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('perfguard'))")
                     self._make_tables(connection, self._schema_version(connection))
             if self._file is not None:
-                with suppress(OperationalError), self._engine.connect() as connection:  # a network disk has no WAL
-                    connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                with self._engine.connect() as connection:
+                    write_ahead(connection)
         except DatabaseError as error:
             if type(error) is DatabaseError and self._file is not None:  # SQLite: malformed, or not a database
                 raise LogCorruptError(_corrupt(self._file, _reason(error))) from error
