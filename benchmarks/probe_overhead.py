@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import platform
+import os
 import statistics
 import sys
 import time
@@ -104,7 +104,9 @@ def gpu_run() -> Run:
 def as_table(times: dict[str, list[tuple[float, float]]], steps: int) -> Table:
     """Medians, and the overhead over the bare blocks."""
     rounds = len(times["bare"])
-    machine = f"{datetime.date.today()}, Python {platform.python_version()}, torch {torch.__version__}"
+    machine = (
+        f"{datetime.date.today()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the end"
+    )
     table = Table(title=f"{rounds} rounds of {steps} steps, {machine}")
     for heading in ("probe", "ms a step", "wall-clock", "CPU time"):
         table.add_column(heading, justify="left" if heading == "probe" else "right")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import os
 import platform
 import random
 import statistics
@@ -96,6 +97,16 @@ def rows_per_second(call: Callable[[int], int], numbers: range) -> str:
     return f"{rows / (time.perf_counter() - start):,.0f} ({rows / (time.process_time() - own_start):,.0f})"
 
 
+def sampling(store: MeasurementStore, draw: random.Random, times: int, device_id: str | None = None) -> list[tuple[float, float]]:
+    """Wall-clock and CPU milliseconds of each draw."""
+    taken = []
+    for _ in range(times):
+        start, own_start = time.perf_counter(), time.process_time()
+        assert len(store.sample(_BATCH, draw, device_id=device_id)) > 0.7 * _BATCH  # stretches may overlap
+        taken.append(((time.perf_counter() - start) * 1e3, (time.process_time() - own_start) * 1e3))
+    return taken
+
+
 def build(store: MeasurementStore, num_rows: int, known: list[OpGraph], device: Device) -> None:
     """Fill the log with ``num_rows`` decisions and as many measurements."""
     store.insert([schema.device_entry(device), *map(schema.graph_entry, known)])
@@ -110,7 +121,8 @@ def main() -> None:
     parser.add_argument("--log", help="a path or a URL that does not exist yet; default: an SQLite file that is removed again")
     arguments = parser.parse_args()
     device, known = device_and_graphs()
-    table = Table(title=f"{arguments.rows:,} measurements, {datetime.date.today()}, Python {platform.python_version()}")
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start"
+    table = Table(title=f"{arguments.rows:,} measurements, {datetime.date.today()}, Python {platform.python_version()}, {load}")
     table.add_column("what")
     table.add_column("result", justify="right")
     with tempfile.TemporaryDirectory() as folder:
@@ -154,19 +166,13 @@ def measure(location: str, num_rows: int, device: Device, known: list[OpGraph]) 
     store.close()
     store = MeasurementStore(location)
     draw = random.Random(0)
-    times_ms = []
-    for _ in range(50):
-        start = time.perf_counter()
-        assert len(store.sample(_BATCH, draw)) > 0.7 * min(_BATCH, num_rows)  # stretches may overlap
-        times_ms.append((time.perf_counter() - start) * 1e3)
-    yield f"sampling {_BATCH}, first time", f"{times_ms[0]:.0f} ms"
-    yield f"sampling {_BATCH}, then, median and worst", f"{statistics.median(times_ms[1:]):.0f} ms, {max(times_ms[5:]):.0f} ms"
-    times_ms = []
-    for _ in range(20):
-        start = time.perf_counter()
-        assert store.sample(_BATCH, draw, device_id=device.id)
-        times_ms.append((time.perf_counter() - start) * 1e3)
-    yield f"sampling {_BATCH} of one device", f"{statistics.median(times_ms):.0f} ms"
+    first = sampling(store, draw, 1)
+    yield f"sampling {_BATCH}, the first time, in ms (CPU time)", f"{first[0][0]:.0f} ({first[0][1]:.0f})"
+    for name, device_id in (("all devices", None), ("one device", device.id)):
+        times = sampling(store, draw, 50, device_id)
+        median, worst = (statistics.median(wall for wall, _ in times), max(wall for wall, _ in times))
+        own = statistics.median(own for _, own in times)
+        yield f"sampling {_BATCH} of {name}, median and worst, in ms (CPU time)", f"{median:.0f}, {worst:.0f} ({own:.0f})"
     start = time.perf_counter()
     assert len(store.observations(device.id)) == min(500, num_rows)
     yield "the newest 500 of a device", f"{(time.perf_counter() - start) * 1e3:.0f} ms"

@@ -186,7 +186,7 @@ class FakeEvent:
         self._gpu = gpu
         self.at_s = 0.0
 
-    def record(self) -> None:
+    def record(self, _stream: object) -> None:
         self._fail_if_lost()
         self.at_s = max(self._gpu.now_s, self._gpu.busy_until_s)
 
@@ -214,6 +214,8 @@ class FakeCuda:
     gpu: FakeGpu
     keeps_statistics: bool = True
     """False: as with the backend cudaMallocAsync."""
+    count: int = 1
+    """How many devices there are; the FakeGpu is the last of them, the first is current."""
 
     def Event(self, *, enable_timing: bool) -> FakeEvent:
         assert enable_timing
@@ -226,14 +228,19 @@ class FakeCuda:
         assert self.gpu.initialized, "this would initialise CUDA"
         return 0
 
+    def current_stream(self, device: int) -> int:
+        assert device == self.count - 1, "an event on another device than the run's"
+        return device
+
     def device_count(self) -> int:
-        return 1
+        return self.count
 
     def empty_cache(self) -> None:
         self.gpu.give_cache_back()
 
     def reset_peak_memory_stats(self, device: int) -> None:
-        self.gpu.allocated_peak, self.gpu.reserved_peak = self.gpu.allocated, self.gpu.reserved
+        if device == self.count - 1:
+            self.gpu.allocated_peak, self.gpu.reserved_peak = self.gpu.allocated, self.gpu.reserved
 
     def memory_stats(self, device: int) -> Mapping[str, Any]:
         if self.gpu.lost:
@@ -246,7 +253,7 @@ class FakeCuda:
             "reserved_bytes.all.peak": gpu.reserved_peak,
             "num_alloc_retries": gpu.retries,
         }
-        return figures if self.keeps_statistics else dict.fromkeys(figures, 0)
+        return figures if self.keeps_statistics and device == self.count - 1 else dict.fromkeys(figures, 0)
 
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return self.gpu.total_bytes - self.gpu.used_bytes, self.gpu.total_bytes

@@ -28,6 +28,7 @@ class Cuda(Protocol):
     def Event(self) -> Any: ...
     def is_initialized(self) -> bool: ...
     def current_device(self) -> int: ...
+    def current_stream(self, device: int) -> Any: ...
     def device_count(self) -> int: ...
     def empty_cache(self) -> None: ...
     def memory_stats(self, device: int) -> Mapping[str, Any]: ...
@@ -46,7 +47,7 @@ class _Overhead(NamedTuple):
 
 
 class GpuProbe:
-    """Watches the current CUDA device of the thread that calls it.
+    """Watches the CUDA device on which the run takes most memory; the thread's current one, where that does not tell.
 
     Never initialises CUDA: a trial that forks its own workers could not use it any more. Until the trial does, there is
     nothing to measure.
@@ -75,7 +76,7 @@ class GpuProbe:
         self._context_bytes = context_bytes
         self._index: int | None = None
         self._events_failed = False
-        self._retries_before = 0
+        self._before: dict[int, Mapping[str, Any]] = {}  # the allocator's figures at the start, by device
         self._notes: list[str] = []
         self._driver = NvmlProbe(self._identity, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
 
@@ -87,7 +88,7 @@ class GpuProbe:
         if not self._can_use_cuda:
             return
         try:
-            if self._find_index():
+            if self._cuda.is_initialized():
                 self._forget()
         except RuntimeError as error:
             self._notes.append(f"CUDA's statistics could not be reset ({error})")
@@ -98,7 +99,7 @@ class GpuProbe:
             if self._events_failed or not self._find_index():
                 return None
             event = self._cuda.Event(enable_timing=True)
-            event.record()
+            event.record(self._cuda.current_stream(self._index or 0))
             return event
         except RuntimeError:  # the device is lost, or in a state of error
             self._events_failed = True
@@ -107,7 +108,11 @@ class GpuProbe:
     def finish(self) -> Reading:
         if not self._can_use_cuda:
             return Reading("none", notes=("this PyTorch has no CUDA, so the GPU's memory was not measured",))
-        self._find_index()  # here, in the trial's thread: the current device is the thread's
+        try:
+            if not self._find_index() and self._cuda.is_initialized():
+                self._index = self._cuda.current_device()
+        except RuntimeError:
+            pass  # said below
         driver = self._driver.finish()
         try:
             if self._index is None:
@@ -118,26 +123,30 @@ class GpuProbe:
             return self._reading(driver, {}, None, f"CUDA's statistics could not be read ({error})")
 
     def _find_index(self) -> bool:
-        """Whether CUDA is in use; the device is the one that is current when it is first seen."""
+        """Whether it is known by now which device the run uses."""
         if self._index is None and self._cuda.is_initialized():
-            self._index = self._cuda.current_device()
+            taken = {index: self._taken_bytes(index) for index in range(self._cuda.device_count())}
+            most = max(taken, key=lambda index: taken[index])
+            if len(taken) == 1 or taken[most] > 0:
+                self._index = most
         return self._index is not None
+
+    def _taken_bytes(self, index: int) -> int:
+        before = int(self._before.get(index, {}).get("reserved_bytes.all.current", 0))
+        return int(self._cuda.memory_stats(index).get("reserved_bytes.all.peak", 0)) - before
 
     def _forget(self) -> None:
         """Give an earlier trial's leftovers back, so that they do not count, and begin new peaks."""
-        assert self._index is not None
         gc.collect()
         self._cuda.empty_cache()
-        self._cuda.reset_peak_memory_stats(self._index)
-        stats = self._cuda.memory_stats(self._index)
-        self._retries_before = int(stats.get("num_alloc_retries", 0))
-        left = int(stats.get("allocated_bytes.all.current", 0))
-        if left > _NOTABLE_LEFTOVER_BYTES:
-            self._notes.append(f"{left / _MiB:.0f} MiB of the GPU were allocated in this process before the run and are counted")
+        for index in range(self._cuda.device_count()):
+            self._cuda.reset_peak_memory_stats(index)
+            self._before[index] = dict(self._cuda.memory_stats(index))
 
     def _identity(self) -> CudaIdentity | None:
+        # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
         if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
-            self._index = 0  # asked by the sampling thread, before the trial's own has marked a step
+            self._index = 0
         if self._index is None:
             return None
         properties = self._cuda.get_device_properties(self._index)
@@ -173,7 +182,11 @@ class GpuProbe:
     def _reading(self, driver: DriverReading, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         allocated = int(stats.get("allocated_bytes.all.peak", 0)) or None
+        before = self._before.get(self._index or 0, {})
+        left = int(before.get("allocated_bytes.all.current", 0))
         words = [*self._notes, *driver.notes, *notes]
+        if left > _NOTABLE_LEFTOVER_BYTES:
+            words.append(f"{left / _MiB:.0f} MiB of the GPU were allocated in this process before the run and are counted")
         method, confidence = "none", None
         peak: int | None = None
         if overhead is not None and reserved is not None:
@@ -192,7 +205,9 @@ class GpuProbe:
             energy_j=driver.energy_j,
             sm_clock_hz=driver.sm_clock_hz,
             throttled=driver.throttled,
-            oom_retries=int(stats["num_alloc_retries"]) - self._retries_before if "num_alloc_retries" in stats else None,
+            oom_retries=int(stats["num_alloc_retries"]) - int(before.get("num_alloc_retries", 0))
+            if "num_alloc_retries" in stats
+            else None,
             driver=driver.driver,
             confidence=confidence,
             notes=tuple(words),

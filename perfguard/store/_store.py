@@ -52,7 +52,8 @@ _MAX_OWN_SPOOLS = 64
 _MAX_CHECKED_BYTES = 256 * 2**20
 """A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
 _PATIENCE = 10
-"""A call that waited in vain for the database is followed by ten times that wait without a new try."""
+_LONG_S = 0.2
+"""A call that waited longer than this in vain for the database is followed by ten times that wait without a new try."""
 _STRIPES = 8
 _MAX_LISTED = 1000
 """Of a longer log not even the ids are listed to draw from them."""
@@ -484,12 +485,17 @@ class MeasurementStore:
             self._write(self._queue)
         except _TROUBLE as error:
             self._ready = False
-            self._retry_at_s = time.monotonic() + _PATIENCE * (time.monotonic() - begun_s)
+            self._be_patient(begun_s)
             self._sent_graphs = {entry.row["content_hash"] for entry in self._kept + self._queue if entry.table == "graphs"}
             self._keep()
             self._warn(error)
         else:
             self._remove_own_spools()
+
+    def _be_patient(self, begun_s: float) -> None:
+        """After a vain try that began at ``begun_s``; one that failed at once costs nothing and may be repeated."""
+        waited_s = time.monotonic() - begun_s
+        self._retry_at_s = time.monotonic() + _PATIENCE * waited_s if waited_s > _LONG_S else 0.0
 
     def _keep(self) -> None:
         """Write what waits to a spool now: this process may be killed before the database is back."""
@@ -608,13 +614,17 @@ class MeasurementStore:
     def _read(self, query: Select[Any], convert: Callable[[Connection, Row[Any]], T]) -> list[T]:
         """The rows that ``query`` finds; none, and a warning, if the log cannot be read."""
         with self._lock:
+            begun_s = time.monotonic()
+            if begun_s < self._retry_at_s:
+                return []
             if self._queue or self._kept:
-                self._deliver(at_once=True)
+                self._deliver()
             try:
                 self._prepare()
                 with self._engine.connect() as connection:
                     return [convert(connection, row) for row in connection.execute(query).all()]
             except _TROUBLE as error:
+                self._be_patient(begun_s)
                 self._warn(error)
                 return []
 

@@ -273,6 +273,17 @@ def test_cuda_is_not_initialised_by_measuring(gpu: FakeGpu, nvml: FakeNvml) -> N
     assert "the trial did not use CUDA in this process" in measurement.note
 
 
+def test_the_device_is_the_one_whose_memory_the_run_takes(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    run = make_run(gpu, nvml, count=3).start()
+    for _ in range(3):
+        train(gpu)
+        gpu.free(600 * MiB)
+        run.step()
+    measurement = run.finish()
+    assert (measurement.peak_memory_bytes, measurement.method) == (1450 * MiB, "nvml-process+allocator")
+    assert measurement.step_time_s is not None
+
+
 def test_an_allocator_without_statistics_leaves_what_was_sampled(gpu: FakeGpu, nvml: FakeNvml) -> None:
     measurement = measure(gpu, nvml, keeps_statistics=False)
     assert (measurement.method, measurement.confidence) == ("nvml-process", "medium")
