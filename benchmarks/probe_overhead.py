@@ -4,9 +4,11 @@
 
 A training loop runs bare and under each probe in turn, block by block, so that whatever else the machine does hits all alike. A
 probe's cost is the median, over the rounds, of its block's time against the bare block's of the same round; wall-clock and
-CPU time, of which the latter hardly minds what else the machine does. There is no GPU here: the GPU's probe runs with its thread,
-its events and its ten samples a second on a double of NVML and of CUDA that lives in memory, whose calls cost nothing; what the
-real NVML's calls cost (in another thread, with Python's lock released) is not in it.
+CPU time. Below the table, what a mark and a sample take by themselves: steadier on a busy machine.
+
+There is no GPU here: the GPU's probe runs with its thread, its events and its ten samples a second on a double of NVML and of
+CUDA that lives in memory, whose calls cost nothing; what the real NVML's calls cost (in another thread, with Python's lock
+released) is not in it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from perfguard import Run, resolve_device
-from perfguard.measure import GpuProbe, _cpu
+from perfguard.measure import GpuProbe, StepTimer, _cpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fake_gpu import PID, FakeCuda, FakeGpu, FakeNvml
@@ -59,6 +62,44 @@ def main() -> None:
                 times[name].append(seconds_of(step, steps))
     console = Console()
     console.print(as_table(times, steps))
+    console.print(own_costs(), highlight=False)
+
+
+def own_costs() -> str:
+    """What one mark of a step and one sample take of a core, and what that makes of a second."""
+    gpu = FakeGpu(initialized=True)
+    probe = GpuProbe(500 * 2**20, cuda=FakeCuda(gpu), nvml=FakeNvml(gpu), pid=PID, interval_s=3600.0)
+    probe.start()
+    process = psutil.Process()
+    timers = StepTimer(lambda: None), StepTimer(probe.stamp)
+    costs_us = {
+        "processor, mark": cpu_us(timers[0].step),
+        "processor, sample (50 a second)": cpu_us(process.memory_info),
+        "GPU, mark with an event": cpu_us(timers[1].step),
+        "GPU, sample (10 a second), NVML's own calls not counted": cpu_us(probe._driver._take),
+    }
+    probe.finish()
+    shares = {
+        "processor, high-water mark": 100 * costs_us["processor, mark"],
+        "processor, sampled": 100 * costs_us["processor, mark"] + 50 * costs_us["processor, sample (50 a second)"],
+        "GPU": 100 * costs_us["GPU, mark with an event"]
+        + 10 * costs_us["GPU, sample (10 a second), NVML's own calls not counted"],
+    }
+    lines = [f"{name}: {cost:.1f} us of CPU time" for name, cost in costs_us.items()]
+    lines += [f"{name}: {share / 1e6:.3%} of a core at 100 steps a second" for name, share in shares.items()]
+    return "\n".join(lines)
+
+
+def cpu_us(call: Callable[[], object], times: int = 5000) -> float:
+    """CPU microseconds of one ``call``: the least of five means."""
+
+    def once() -> float:
+        start = time.process_time()
+        for _ in range(times):
+            call()
+        return (time.process_time() - start) / times * 1e6
+
+    return min(once() for _ in range(5))
 
 
 def make_step() -> Callable[[], None]:

@@ -255,6 +255,9 @@ class FakeCuda:
         }
         return figures if self.keeps_statistics and device == self.count - 1 else dict.fromkeys(figures, 0)
 
+    def memory_stats_as_nested_dict(self, device: int) -> Mapping[str, Any]:
+        return {"reserved_bytes": {"all": {"current": self.memory_stats(device)["reserved_bytes.all.current"]}}}
+
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return self.gpu.total_bytes - self.gpu.used_bytes, self.gpu.total_bytes
 
