@@ -118,7 +118,7 @@ class Run:
 
     @property
     def step_durations_s(self) -> list[float]:
-        """Seconds of each step but the first, in order, marked waits for data excluded."""
+        """Seconds between the ends of consecutive steps, in order, waits for data included."""
         return self._timer.durations_s
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:

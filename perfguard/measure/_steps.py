@@ -65,10 +65,10 @@ class StepTimer:
 
     @property
     def durations_s(self) -> list[float]:
-        """Seconds of each step but the first, in order, waits excluded; of a GPU's only those that it has done. Never waits."""
+        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done. Never waits."""
         while self._pending and (self._pending[0].stamp is None or self._has_passed()):
             self._fold(self._pending.popleft())
-        return list(self._steps_s)
+        return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
 
     def step_time_s(self) -> float | None:
         """Median seconds of a step; None with fewer than two. Waits for the device."""

@@ -64,6 +64,7 @@ def test_marked_waits_are_no_part_of_a_step(clock: Clock) -> None:
         timer.step()
     assert timer.step_time_s() == 3.0
     assert timer.data_wait_s() == 1.0
+    assert timer.durations_s == [4.0, 3.0, 5.0]
 
 
 def test_a_wait_that_was_not_marked_is_not_known(clock: Clock) -> None:
