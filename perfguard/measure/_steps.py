@@ -65,7 +65,7 @@ class StepTimer:
 
     @property
     def durations_s(self) -> list[float]:
-        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done. Never waits."""
+        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
         while self._pending and (self._pending[0].stamp is None or self._has_passed()):
             self._fold(self._pending.popleft())
         return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]

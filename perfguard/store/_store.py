@@ -406,12 +406,11 @@ class MeasurementStore:
         """Check the log; make it if it is new, bring it to the present schema if it is old. Else it is only read."""
         if self._ready and (self._file is None or self._file_identity == identity_of(self._file)):
             return
-        if self._ready:
+        was_replaced = self._ready
+        if was_replaced:
+            self._ready = False
             self._engine.dispose()  # or rows would go on into a file that nobody can open any more
             self._sent_graphs.clear()
-            warnings.warn(
-                f"The measurement log {self._name} was moved or removed; another is begun there.", LogWarning, stacklevel=5
-            )
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -433,6 +432,9 @@ class MeasurementStore:
             raise
         self._file_identity = None if self._file is None else identity_of(self._file)
         self._ready = True
+        if was_replaced:
+            message = f"The measurement log {self._name} was moved or removed; another is begun there."
+            warnings.warn(message, LogWarning, stacklevel=5)
 
     def _make_tables(self, connection: Connection, version: int | None) -> None:
         """Bring the log from schema ``version`` (None: empty) to the present one; the lock is held."""
