@@ -20,76 +20,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
-from perfguard.graph import OpGraph, trace
-from perfguard.measure import Measurement
-from perfguard.predictor import Estimate, Prediction
+from perfguard.graph import OpGraph
 from perfguard.store import MeasurementStore
-from perfguard.workload import TensorSpec, Workload
-
-DEVICE = Device(
-    id="toy",
-    name="Toy",
-    kind="cuda",
-    memory_bytes=2**30,
-    bandwidth_bytes_per_s=1e11,
-    peak_flops={"fp32": 1e12, "fp16": 4e12},
-    num_sms=8,
-    boost_clock_hz=1e9,
-    l2_bytes=2**20,
-    tdp_w=50.0,
-    architecture="toy",
-    context_bytes=2**28,
-    launch_overhead_s=5e-6,
-    source="made up",
-)
-PREDICTION = Prediction(
-    peak_memory=Estimate(1000.0, 0.1),
-    step_time=Estimate(0.25, 0.2),
-    total_time=Estimate(25.0, 0.2),
-    predictor="double-1",
-    device_id="toy",
-    trained_on_device=True,
-)
-MEASUREMENT = Measurement(
-    status="ok",
-    device_id="toy",
-    device_name="Toy",
-    peak_memory_bytes=1100,
-    step_time_s=0.3,
-    total_time_s=30.0,
-    num_steps=100,
-    method="double",
-    framework="torch",
-)
+from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
 def graph() -> OpGraph:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    return trace(Workload(model, (4, 8), TensorSpec((4,), "int64"), nn.functional.cross_entropy))
+    return make_graph()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "log.db"
-
-
-def record(store: MeasurementStore, trial: int | None = 0, **changes: Any) -> str:
-    arguments: dict[str, Any] = {
-        "study": "s",
-        "trial": trial,
-        "graph": None,
-        "device": None,
-        "action": "launch",
-        "reason": "fits",
-        "prediction": None,
-        "params": {},
-    }
-    return store.record_decision(**(arguments | changes))
 
 
 @contextmanager
