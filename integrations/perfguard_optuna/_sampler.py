@@ -21,10 +21,10 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.guard import Verdict
 from perfguard.workload import Workload, asks_for_missing, build_workload
-from perfguard_optuna._attributes import PREFIX, attributes_of, write_attributes, write_constraints
+from perfguard_optuna._attributes import PREFIX, attributes_of
 from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, WatchedParams, warn_nothing_feasible
 from perfguard_optuna._pruner import PerfGuardPruner
 
@@ -116,7 +116,21 @@ class PerfGuardSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A joint proposal that is predicted to fit; see the class."""
+        """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
+        try:
+            return self._sample_feasible(study, trial, search_space)
+        except optuna.TrialPruned:
+            raise
+        except Exception as error:
+            self.guard._warn_once(
+                UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
+            )
+            inner_space = self.inner.infer_relative_search_space(study, trial)
+            return self.inner.sample_relative(study, trial, inner_space)
+
+    def _sample_feasible(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         started_at = time.monotonic()
         num_rejected = 0
         while True:
@@ -195,7 +209,7 @@ class PerfGuardSampler(BaseSampler):
         )
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
         rejected = storage.get_trial(trial_id)
-        write_constraints(study, rejected, self.guard.constraints_of(study, verdict))
+        self.guard.write(study, rejected, {}, lambda: self.guard.constraints_of(study, verdict))
         self.guard.record(
             verdict,
             self.guard.trace(proposal.workload) if proposal.workload is not None else None,
@@ -247,8 +261,7 @@ class PerfGuardSampler(BaseSampler):
         raise self._pruned(study, trial, verdict)
 
     def _pruned(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> optuna.TrialPruned:
-        write_attributes(study, trial, attributes_of(verdict))
-        write_constraints(study, trial, self.guard.constraints_of(study, verdict))
+        self.guard.write(study, trial, attributes_of(verdict), lambda: self.guard.constraints_of(study, verdict))
         return optuna.TrialPruned(f"nothing that was proposed fits: {verdict.reason}")
 
     def __getstate__(self) -> dict[str, Any]:
