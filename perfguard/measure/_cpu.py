@@ -13,6 +13,9 @@ from perfguard.measure._probe import Reading
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_LEFTOVERS_BYTES = 2**20
+_settled_bytes = 0
+"""The resident set after the last collection."""
 _SAMPLE_INTERVAL_S = 0.02
 
 
@@ -58,9 +61,14 @@ class PeakResidentSet:
 
     def start(self) -> None:
         """Return freed memory to the system, so that an earlier trial's leftovers do not count, and reset the peak."""
-        gc.collect()
+        global _settled_bytes
+        process = psutil.Process()
         _trim_heap()
-        self._base_bytes = psutil.Process().memory_info().rss
+        if process.memory_info().rss > _settled_bytes + _LEFTOVERS_BYTES:
+            gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
+            _trim_heap()
+            _settled_bytes = process.memory_info().rss
+        self._base_bytes = process.memory_info().rss
         if _reset_peak():
             return
         self.method = "rss-sampled"

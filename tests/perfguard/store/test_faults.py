@@ -20,8 +20,8 @@ import pytest
 from perfguard.exceptions import LogWarning
 from perfguard.graph import OpGraph
 from perfguard.store import MeasurementStore
-from tests.perfguard.store.conftest import Postgres
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, make_graph, make_log_of_schema_1, record
+from tests.postgres import Postgres
 
 CROWD = Path(__file__).with_name("crowd.py")
 
