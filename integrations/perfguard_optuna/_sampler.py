@@ -147,7 +147,7 @@ class PerfGuardSampler(BaseSampler):
                 moved = self._moved_to_fit(study, proposal)
                 if moved is not None:
                     return self._accept(study, trial, moved)
-            if study._stop_flag or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
+            if _is_stopping(study) or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
                 self._give_up(study, trial, verdict)
             if time.monotonic() - started_at > self._max_seconds:
                 raise self._pruned(study, trial, verdict)
@@ -259,7 +259,7 @@ class PerfGuardSampler(BaseSampler):
         return best
 
     def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
-        if not study._stop_flag:
+        if not _is_stopping(study):
             warn_nothing_feasible(self._rejected_in_a_row, verdict.reason)
             if study._thread_local.in_optimize_loop:
                 study.stop()
@@ -350,6 +350,11 @@ def _as_completed(
             of(values) for of, values in zip(worst, zip(*(trial.values for trial in completed), strict=True), strict=True)
         ]
     return twin
+
+
+def _is_stopping(study: optuna.Study) -> bool:
+    """Whether ``study.stop()`` was called, as a grid does that is exhausted; outside of optimize nobody listens to it."""
+    return bool(study._thread_local.in_optimize_loop and study._stop_flag)
 
 
 def _known_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
