@@ -163,7 +163,7 @@ def conditional_build(params: Mapping[str, Any]) -> Workload:
 def test_a_conditional_space_is_followed_branch_by_branch() -> None:
     def conditional(trial: optuna.Trial) -> float:
         kind = trial.suggest_categorical("kind", ["wide", "narrow"])
-        width = trial.suggest_int("wide", 512, 8192) if kind == "wide" else trial.suggest_int("narrow", 8, 64)
+        width = trial.suggest_int("wide", 512, 3000) if kind == "wide" else trial.suggest_int("narrow", 8, 64)
         if trial.should_prune():
             raise optuna.TrialPruned
         return float(width)
