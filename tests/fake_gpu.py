@@ -44,6 +44,8 @@ class FakeGpu:
     sm_mhz: int = 1400
     reasons: int = 0x1
     lost: bool = False
+    capturing: bool = False
+    """Whether a CUDA graph is being recorded."""
     initialized: bool = False
     allocated: int = 0
     reserved: int = 0
@@ -187,6 +189,7 @@ class FakeEvent:
         self.at_s = 0.0
 
     def record(self, _stream: object) -> None:
+        assert not self._gpu.capturing
         self._fail_if_lost()
         self.at_s = max(self._gpu.now_s, self._gpu.busy_until_s)
 
@@ -220,6 +223,9 @@ class FakeCuda:
     def Event(self, *, enable_timing: bool) -> FakeEvent:
         assert enable_timing
         return FakeEvent(self.gpu)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.gpu.capturing
 
     def is_initialized(self) -> bool:
         return self.gpu.initialized

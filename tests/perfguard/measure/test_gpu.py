@@ -309,6 +309,17 @@ def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:
     assert run.finish().step_time_s == pytest.approx(2.0)
 
 
+def test_a_step_that_is_captured_in_a_cuda_graph_is_left_alone(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.initialized = True
+    run = make_run(gpu, nvml).start()
+    for gpu.capturing in (False, True, False, False):
+        gpu.busy_until_s += 2.0
+        run.step()
+    measurement = run.finish()
+    assert measurement.num_steps == 4
+    assert measurement.step_time_s is not None
+
+
 def test_loading_while_the_device_computes_is_no_wait(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.initialized = True
     run = make_run(gpu, nvml).start()

@@ -66,12 +66,15 @@ def read_all(reader: int) -> list[str]:
 
 
 def kill_writers(path: str, _template: str, rounds: str) -> None:
-    """Kill -9 a writer at a random moment, again and again, on the same log."""
+    """Kill -9 a writer, who also promotes weights, at a random moment, again and again, on the same log."""
 
     def write_for_ever(writer: int) -> None:
         with MeasurementStore(path) as store:
             for trial in range(10**9):
                 os.write(writer, f"{write(store, trial)}\n".encode())
+                if trial % 3 == 0:
+                    weights_id = store.record_weights(predictor="crowd", data=b"x" * 1000)
+                    store.set_weights_state(weights_id, "promoted")
 
     acknowledged: list[str] = []
     for _ in range(int(rounds)):

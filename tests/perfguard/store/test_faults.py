@@ -48,11 +48,15 @@ def complete_rows(location: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_acknowledged_row_is_lost_when_writers_are_killed(tmp_path: Path) -> None:
+def test_no_acknowledged_row_is_lost_and_one_generation_promoted_when_writers_are_killed(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     acknowledged = crowd("kill_writers", path, "", 100)
     assert len(acknowledged) == len(set(acknowledged)) > 200
     assert set(acknowledged) <= set(complete_rows(path))
+    with MeasurementStore(path) as store:
+        generations = store.weights("crowd")
+        assert [weights.state for weights in generations].count("promoted") == 1
+        assert all(store.weights_data(weights.weights_id) == b"x" * 1000 for weights in generations)
 
 
 @pytest.mark.slow
