@@ -16,6 +16,7 @@ PerfGuardError
 PerfGuardWarning (UserWarning)
 ├── UnguardedTrialWarning              the guard failed; the trial was launched without a verdict
 ├── UntrainedDeviceWarning             the predictor has never seen this device
+├── InfeasibleSpaceWarning             of a search space, or of a part of it, nothing fits the budget
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
 └── LogWarning                         a row could not be written yet; it is kept
 """
@@ -81,6 +82,10 @@ class UnguardedTrialWarning(PerfGuardWarning):
 
 class UntrainedDeviceWarning(PerfGuardWarning):
     """The predictor was not trained on this device; its intervals are wider."""
+
+
+class InfeasibleSpaceWarning(PerfGuardWarning):
+    """Nothing was found in a search space, or in a part of it, that fits the budget."""
 
 
 class MeasurementWarning(PerfGuardWarning):

@@ -92,18 +92,23 @@ class Run:
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        peak: int | None = None
-        if not self._overlapped:
-            peak = self._memory.peak_bytes()
+        self.measurement = self._measured(status, total_time_s, note)
         self._memory.stop()
+        return self.measurement
+
+    def so_far(self) -> Measurement:
+        """What the run has cost until now; it goes on. After the end: what it cost."""
+        return self.measurement or self._measured("ok", time.perf_counter() - self._started_at, "")
+
+    def _measured(self, status: Status, total_time_s: float, note: str) -> Measurement:
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")
-        self.measurement = Measurement(
+        return Measurement(
             status=status,
             device_id=self._device.id,
             device_name=self._device.name,
-            peak_memory_bytes=peak,
+            peak_memory_bytes=None if self._overlapped else self._memory.peak_bytes(),
             step_time_s=self._step_time_s(),
             total_time_s=total_time_s,
             num_steps=len(self._steps_at),
@@ -111,7 +116,6 @@ class Run:
             framework=_framework(),
             note="; ".join(notes),
         )
-        return self.measurement
 
     def _step_time_s(self) -> float | None:
         times = [later - earlier for earlier, later in zip(self._steps_at, self._steps_at[1:], strict=False)]
