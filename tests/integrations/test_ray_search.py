@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from ray import tune
+from ray.tune.experiment import Experiment, Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from ray.tune.search.hyperopt import HyperOptSearch
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
+import perfguard_ray
 from perfguard import MeasurementStore, Workload
 from perfguard.exceptions import ConfigurationError, InfeasibleSpaceWarning, UnguardedTrialWarning, UnknownDeviceError
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
@@ -30,8 +32,9 @@ def build(config: Mapping[str, Any]) -> Workload:
     return Workload(nn.Linear(64, config["width"]), inputs=(32, 64), loss=torch.mean, steps=3)
 
 
-def train(config: dict[str, Any]) -> dict[str, float]:
-    return {"loss": 1 / config["width"]}
+def train(config: dict[str, Any]) -> None:
+    with perfguard_ray.measure():
+        tune.report({"loss": 1 / config["width"]})
 
 
 class ListSearcher(Searcher):
@@ -68,11 +71,14 @@ def guarded_generator(generator: BasicVariantGenerator | None = None, **options:
 
 
 def make_tuner(search: Any, folder: Path, space: Mapping[str, Any], num_samples: int, **options: Any) -> tune.Tuner:
+    callbacks = [PerfGuardCallback(search), *options.pop("callbacks", [])]
     return tune.Tuner(
         options.pop("trainable", train),
         param_space=dict(space),
-        tune_config=tune.TuneConfig(search_alg=search, num_samples=num_samples, metric="loss", mode="min", **options),
-        run_config=tune.RunConfig(storage_path=str(folder), name="run", verbose=0, callbacks=[PerfGuardCallback(search)]),
+        tune_config=tune.TuneConfig(
+            search_alg=search, num_samples=num_samples, metric="loss", mode="min", reuse_actors=True, **options
+        ),
+        run_config=tune.RunConfig(storage_path=str(folder), name="run", verbose=0, callbacks=callbacks),
     )
 
 
@@ -258,8 +264,6 @@ def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) 
 
 def draw(search: PerfGuardVariantGenerator, space: Mapping[str, Any], num_samples: int, folder: Path) -> list[dict[str, Any]]:
     """The configurations that ``search`` would run, without running them."""
-    from ray.tune.experiment import Experiment
-
     search.add_configurations([Experiment("run", train, config=dict(space), num_samples=num_samples, storage_path=str(folder))])
     configs = []
     while (trial := search.next_trial()) is not None:
@@ -290,48 +294,36 @@ def test_of_a_grid_with_random_parameters_the_parts_that_never_fit_are_given_up(
     assert search.ledger.num_rejected == 5, "a part is given up once"
 
 
+class CutOff(tune.Callback):
+    """Ends the driver after the first trial, as long as there is a file."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if self.flag.exists() and any(trial.status == Trial.TERMINATED for trial in trials):
+            self.flag.unlink()
+            raise RuntimeError("the driver is gone")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("kind", ["searcher", "generator"])
-def test_a_run_that_was_cut_off_is_restored_and_finished(kind: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.* points were left out")
+def test_a_run_that_was_cut_off_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")
     log = MeasurementStore(str(tmp_path / "log.db"))
-    flag = tmp_path / "fail"
+    flag = tmp_path / "flag"
     flag.touch()
-
-    def fragile(config: dict[str, Any]) -> dict[str, float]:
-        if flag.exists() and config["width"] == 16:
-            raise RuntimeError("node lost")
-        return train(config)
-
-    search: Any
-    if kind == "searcher":
-        search = guarded(ListSearcher([LARGE, SMALL, 2048, 16, LARGE, 32]), log=log, study="run")
-        space: dict[str, Any] = {}
-    else:
-        search = guarded_generator(log=log)
-        space = {"width": tune.grid_search([LARGE, SMALL, 2048, 16, 32])}
-    tuner = tune.Tuner(
-        fragile,
-        param_space=space,
-        tune_config=tune.TuneConfig(search_alg=search, num_samples=3 if kind == "searcher" else 1),
-        run_config=tune.RunConfig(
-            storage_path=str(tmp_path),
-            name="run",
-            verbose=0,
-            callbacks=[PerfGuardCallback(search)],
-            failure_config=tune.FailureConfig(fail_fast=True),
-        ),
-    )
-    first = tuner.fit()
-    assert first.num_errors == 1
-    flag.unlink()
-    again = tune.Tuner.restore(str(tmp_path / "run"), trainable=fragile, restart_errored=True)
-    if kind == "searcher":
-        results = again.fit()
-    else:
-        with pytest.warns(InfeasibleSpaceWarning, match="points were left out"):
-            results = again.fit()
-    assert results.num_errors == 0
+    widths = [LARGE, SMALL, 2048, 16, LARGE, 32]
+    search: Any = guarded(ListSearcher(widths), log=log, study="run") if kind == "searcher" else guarded_generator(log=log)
+    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
+    tuner = make_tuner(search, tmp_path, space, 3 if kind == "searcher" else 1, callbacks=[CutOff(flag)])
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        tuner.fit()
+    assert sum(row.status == "ok" for row in log.decisions("run")) < 3
+    results = tune.Tuner.restore(str(tmp_path / "run"), trainable=train).fit()
+    assert widths_of(results) == [SMALL, 16, 32]
     rows = log.decisions("run")
-    assert sorted(row.params["width"] for row in rows if row.action == "prune")[:2] == [2048, LARGE]
-    assert {SMALL, 16} <= {row.params["width"] for row in rows if row.status == "ok"}
+    assert sorted(row.params["width"] for row in rows if row.status == "ok") == [SMALL, 16, 32]
+    assert {row.params["width"] for row in rows if row.action == "prune"} == {LARGE, 2048}
