@@ -14,6 +14,7 @@ if tuple(int(part) for part in _ray.__version__.split(".")[:2]) < (2, 43):  # tu
 from perfguard_ray._callback import PerfGuardCallback
 from perfguard_ray._generator import PerfGuardVariantGenerator
 from perfguard_ray._measure import measure, measured
+from perfguard_ray._resources import resources
 from perfguard_ray._searcher import PerfGuardSearcher
 
-__all__ = ["PerfGuardCallback", "PerfGuardSearcher", "PerfGuardVariantGenerator", "measure", "measured"]
+__all__ = ["PerfGuardCallback", "PerfGuardSearcher", "PerfGuardVariantGenerator", "measure", "measured", "resources"]

@@ -41,7 +41,7 @@ class PerfGuardCallback(Callback):
     """
 
     def __init__(self, search: Any) -> None:
-        self.ledger = _ledger_of(search)
+        self.ledger = ledger_of(search, who="PerfGuardCallback")
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.ledger.start(trial.trial_id, trial.config)
@@ -95,16 +95,19 @@ def breaks_budget(entry: Entry, time_budget_s: float | None) -> bool:
     return bool(entry.elapsed_s + _SURE_SHARE * step_time_s * to_come > time_budget_s)
 
 
-def _ledger_of(search: Any) -> Ledger:
+def ledger_of(search: Any, *, who: str) -> Ledger:
+    """The ledger of a guarded search.
+
+    Raises:
+        ConfigurationError: if it has none; the message begins with ``who``.
+    """
     given = search
     while search is not None:
         ledger = getattr(search, "ledger", None)
         if isinstance(ledger, Ledger):
             return ledger
         search = getattr(search, "searcher", None)
-    raise ConfigurationError(
-        f"PerfGuardCallback takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}."
-    )
+    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
 
 
 def _error_of(trial: Trial) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ def local_ray() -> Iterator[None]:
         "TUNE_MAX_PENDING_TRIALS_PG": "1",
         "OMP_NUM_THREADS": "1",
     }
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False, logging_level=logging.ERROR
+    )
     yield
     ray.shutdown()

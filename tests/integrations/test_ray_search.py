@@ -83,7 +83,7 @@ def make_tuner(search: Any, folder: Path, space: Mapping[str, Any], num_samples:
 
 
 def widths_of(results: tune.ResultGrid) -> list[int]:
-    return sorted(result.config["width"] for result in results if result.config is not None)
+    return sorted((results[number].config or {})["width"] for number in range(len(results)))
 
 
 # --- without a cluster: what the wrapped searcher sees
@@ -136,7 +136,8 @@ def test_optuna_is_told_a_pruned_trial_and_how_far_each_one_is_from_feasible() -
         assert search.suggest(f"trial{launched}")["width"] in (SMALL, 16)
         search.on_trial_complete(f"trial{launched}", {"loss": 0.5})
         launched += 1
-    trials = searcher._ot_study.get_trials()
+    study: Any = searcher._ot_study
+    trials = study.get_trials()
     assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
     for trial in trials:
         assert (trial.constraints["perfguard:memory"] > 0) == (trial.state.name == "PRUNED")
@@ -215,7 +216,7 @@ def test_an_object_in_the_space_is_named_as_what_cannot_be_judged() -> None:
     ("make", "error", "message"),
     [
         (lambda: guarded(BasicVariantGenerator()), ConfigurationError, "use PerfGuardVariantGenerator"),  # type: ignore[arg-type]
-        (lambda: guarded_generator(OptunaSearch()), ConfigurationError, "Wrap a Searcher .* in PerfGuardSearcher"),
+        (lambda: guarded_generator(OptunaSearch()), ConfigurationError, "Wrap a Searcher .* in PerfGuardSearcher"),  # type: ignore[arg-type]
         (lambda: guarded(ListSearcher([]), max_proposals=0), ConfigurationError, "max_proposals must be at least 1"),
         (lambda: guarded(ListSearcher([]), build=None), ConfigurationError, "build must be a function"),
         (lambda: guarded(ListSearcher([]), gpu="a1000"), UnknownDeviceError, "a1000"),
