@@ -12,7 +12,7 @@ from ray.tune.search.search_algorithm import SearchAlgorithm
 from ray.tune.search.variant_generator import assign_value, format_vars, generate_variants, parse_spec_vars
 from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 
-from perfguard.exceptions import ConfigurationError, InfeasibleSpaceWarning
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import Build
 from perfguard_ray._ledger import make_ledger
@@ -155,7 +155,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
             what = "Nothing in the search space fits, so no trial ran"
         self.ledger.warn_once(
             "infeasible",
-            InfeasibleSpaceWarning,
+            NothingFeasibleWarning,
             f"{what}: they do not fit the budget of {self.ledger.guard.device.name}. Narrow the space or raise the budget. "
             f"The reasons are in the measurement log, under {self.ledger.study!r}.",
         )

@@ -10,7 +10,7 @@ from ray.tune.search import Searcher
 from ray.tune.search.util import _set_search_properties_backwards_compatible
 from ray.tune.utils import merge_dicts
 
-from perfguard.exceptions import ConfigurationError, InfeasibleSpaceWarning
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import Build
 from perfguard_ray._ledger import Entry, make_ledger
@@ -126,7 +126,7 @@ class PerfGuardSearcher(Searcher):
             return None
         self.ledger.warn_once(
             "infeasible",
-            InfeasibleSpaceWarning,
+            NothingFeasibleWarning,
             f"{type(self.searcher).__name__} proposed {self.max_proposals} configurations in a row that do not fit the budget of "
             f"{self.ledger.guard.device.name}, so the search ends. Narrow the search space, raise the budget, or raise "
             f"max_proposals. The reasons are in the measurement log, under {self.ledger.study!r}.",

@@ -85,6 +85,16 @@ class Run:
         """Steps marked so far."""
         return len(self._steps_at)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started_at
+
+    @property
+    def step_durations_s(self) -> list[float]:
+        """Seconds between the ends of consecutive steps, in order."""
+        return [later - earlier for earlier, later in zip(self._steps_at, self._steps_at[1:], strict=False)]
+
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""
         ended_at = self._steps_at[-1] if at_last_step and self._steps_at else time.perf_counter()
@@ -118,8 +128,8 @@ class Run:
         )
 
     def _step_time_s(self) -> float | None:
-        times = [later - earlier for earlier, later in zip(self._steps_at, self._steps_at[1:], strict=False)]
-        return statistics.median(times) if times else None
+        durations_s = self.step_durations_s
+        return statistics.median(durations_s) if durations_s else None
 
     def __enter__(self) -> Run:
         return self.start()

@@ -18,7 +18,7 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, InfeasibleSpaceWarning, UnguardedTrialWarning, UnknownDeviceError
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import ReplayPredictor
 
@@ -166,7 +166,7 @@ def test_an_inner_concurrency_limiter_is_not_blocked_by_what_does_not_fit() -> N
 def test_a_search_in_which_nothing_fits_ends_and_says_so() -> None:
     searcher = ListSearcher([LARGE] * 50)
     search = guarded(searcher, max_proposals=10)
-    with pytest.warns(InfeasibleSpaceWarning, match="ListSearcher proposed 10 configurations in a row that do not fit"):
+    with pytest.warns(NothingFeasibleWarning, match="ListSearcher proposed 10 configurations in a row that do not fit"):
         assert search.suggest("a") == Searcher.FINISHED
     assert len(searcher.widths) == 40
 
@@ -249,7 +249,7 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("local_ray")
 def test_grid_points_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
     search = guarded_generator()
-    with pytest.warns(InfeasibleSpaceWarning, match="2 of 4 points were left out.*under 'run'"):
+    with pytest.warns(NothingFeasibleWarning, match="2 of 4 points were left out.*under 'run'"):
         results = make_tuner(search, tmp_path, {"width": tune.grid_search([SMALL, LARGE, 16, 2048])}, 1).fit()
     assert widths_of(results) == [SMALL, 16]
     assert {row.study for row in search.ledger.guard.log.decisions()} == {"run"}
@@ -258,7 +258,7 @@ def test_grid_points_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) -> None:
-    with pytest.warns(InfeasibleSpaceWarning, match="Nothing in the search space fits, so no trial ran"):
+    with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
         results = make_tuner(guarded_generator(), tmp_path, {"width": tune.grid_search([LARGE, 2048])}, 1).fit()
     assert len(results) == 0
 
@@ -289,7 +289,7 @@ def test_random_points_that_do_not_fit_are_drawn_again(tmp_path: Path) -> None:
 def test_of_a_grid_with_random_parameters_the_parts_that_never_fit_are_given_up(tmp_path: Path) -> None:
     search = guarded_generator(max_proposals=5)
     space = {"width": tune.grid_search([SMALL, LARGE]), "lr": tune.uniform(0, 1)}
-    with pytest.warns(InfeasibleSpaceWarning, match="10 of 20 points were left out"):
+    with pytest.warns(NothingFeasibleWarning, match="10 of 20 points were left out"):
         configs = draw(search, space, 10, tmp_path)
     assert [config["width"] for config in configs] == [SMALL] * 10
     assert search.ledger.num_rejected == 5, "a part is given up once"

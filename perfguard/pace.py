@@ -1,0 +1,67 @@
+"""Pace: how long a running trial will take, from the steps that it has made."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perfguard.predictor import Estimate
+
+_WARM_UP_STEPS = 5
+_BLOCKS = 10
+_STEPS_A_BLOCK = 2
+_STUDENT = 1.11
+"""0.95 quantile of Student's t with nine degrees of freedom over that of the normal distribution."""
+_LEAST_LOG_SIGMA = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The mean duration of a step, and how sure it is. Two numbers, so that a worker can report them."""
+
+    mean_s: float
+    error_s: float
+    """Standard error of the mean, with slow drift and few blocks accounted for."""
+
+    @staticmethod
+    def of(step_durations_s: Sequence[float]) -> Pace | None:
+        """The pace of the steps so far, in order.
+
+        How sure it is comes from batch means: the steps after the first five form ten blocks in order, and the spread of the
+        blocks' means carries slow drift that single steps would hide (Law and Carson 1979, "A sequential procedure for
+        determining the length of a steady-state simulation").
+
+        Returns:
+            None while fewer than 25 steps are done: one slow step proves nothing.
+        """
+        warm = step_durations_s[_WARM_UP_STEPS:]
+        if len(warm) < _BLOCKS * _STEPS_A_BLOCK:
+            return None
+        size = len(warm) // _BLOCKS
+        recent = warm[len(warm) - size * _BLOCKS :]
+        means = [statistics.fmean(recent[start : start + size]) for start in range(0, len(recent), size)]
+        return Pace(statistics.fmean(means), statistics.stdev(means) / math.sqrt(_BLOCKS) * _STUDENT)
+
+    def total_time(self, *, elapsed_s: float, steps_left: int) -> Estimate:
+        """The time of a trial that has run for ``elapsed_s`` and has ``steps_left`` to go."""
+        total_s = max(elapsed_s + steps_left * self.mean_s, 1e-9)
+        return Estimate(total_s, max(steps_left * self.error_s / total_s, _LEAST_LOG_SIGMA))
+
+
+def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
+    """The time of a trial of ``steps`` steps, of which some are done; what is left takes the mean duration a step.
+
+    Args:
+        step_durations_s: of the steps so far, in order.
+        elapsed_s: since the trial's launch.
+        steps: of the whole trial.
+
+    Returns:
+        None while fewer than 25 steps are done.
+    """
+    pace = Pace.of(step_durations_s)
+    if pace is None:
+        return None
+    return pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))
