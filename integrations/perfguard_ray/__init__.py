@@ -13,8 +13,9 @@ if tuple(int(part) for part in _ray.__version__.split(".")[:2]) < (2, 43):  # tu
 
 from perfguard_ray._callback import PerfGuardCallback
 from perfguard_ray._generator import PerfGuardVariantGenerator
+from perfguard_ray._ledger import repair_of
 from perfguard_ray._measure import measure, measured
 from perfguard_ray._resources import resources
 from perfguard_ray._searcher import PerfGuardSearcher
 
-__all__ = ["PerfGuardCallback", "PerfGuardSearcher", "PerfGuardVariantGenerator", "measure", "measured", "resources"]
+__all__ = ["PerfGuardCallback", "PerfGuardSearcher", "PerfGuardVariantGenerator", "measure", "measured", "repair_of", "resources"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,7 @@ from ray.tune.experiment import Trial
 from perfguard.exceptions import ConfigurationError
 from perfguard.measure import Status, status_of
 from perfguard_ray._ledger import Entry, Ledger
-from perfguard_ray._measure import measurement_in, metrics_of, report_in
-
-_LEAST_STEPS = 10
-_SURE_SHARE = 0.9
-"""Share of the median step's time that the steps to come are thought to take at least."""
+from perfguard_ray._measure import measurement_in, report_in
 
 
 class PerfGuardCallback(Callback):
@@ -31,7 +28,7 @@ class PerfGuardCallback(Callback):
 
     A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound. A trial whose measured pace
     shows that it will break the time budget is stopped at its next report, and logged as ``timeout``; that takes a
-    ``time_budget``, a workload with ``steps``, and ten measured steps.
+    ``time_budget``, a workload with ``steps``, and 25 measured steps.
 
     Args:
         search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or a ConcurrencyLimiter around it.
@@ -51,7 +48,8 @@ class PerfGuardCallback(Callback):
         if entry is None:
             return
         entry.report = report_in(result) or entry.report
-        if breaks_budget(entry, self.ledger.guard.budget.trial_time_s):
+        guard = self.ledger.guard
+        if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
             entry.stopped = True
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
@@ -63,7 +61,7 @@ class PerfGuardCallback(Callback):
         error = _error_of(trial)
         measurement = measurement_in(error)
         if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
-            entry.report = report_in(metrics_of(measurement))
+            entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
         status: Status = "oom" if isinstance(error, OutOfMemoryError) else status_of(error) if error else "failed"
         self.ledger.finish(trial.trial_id, status, note=_first_words(error))
 
@@ -78,21 +76,17 @@ class PerfGuardCallback(Callback):
         self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
 
 
-def breaks_budget(entry: Entry, time_budget_s: float | None) -> bool:
-    """Whether the measured pace shows that the trial will take longer than ``time_budget_s``.
-
-    What has passed, plus nine tenths of the median step for each step to come: the median of ten steps or more is seldom off by
-    a tenth, and what a trial does beside its steps only adds to it.
-    """
-    step_time_s = entry.report.get("step_time_s")
+def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
+    """Whether the measured pace shows, with a chance of 1 - ``risk``, that the trial will take longer than ``time_budget_s``."""
     if time_budget_s is None:
         return False
     if entry.elapsed_s > time_budget_s:
         return True
-    if entry.steps is None or step_time_s is None or entry.num_steps < _LEAST_STEPS:
+    if entry.pace is None or entry.decision.steps is None:
         return False
-    to_come = max(0, entry.steps - entry.num_steps)
-    return bool(entry.elapsed_s + _SURE_SHARE * step_time_s * to_come > time_budget_s)
+    steps_left = max(0, entry.decision.steps - entry.num_steps)
+    total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
+    return total.p_exceeds(time_budget_s) >= 1 - risk
 
 
 def ledger_of(search: Any, *, who: str) -> Ledger:

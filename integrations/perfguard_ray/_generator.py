@@ -19,7 +19,10 @@ from perfguard_ray._ledger import make_ledger
 from perfguard_ray._searcher import DEFAULT_MAX_PROPOSALS
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
 
 
 class PerfGuardVariantGenerator(SearchAlgorithm):
@@ -39,10 +42,10 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.
         gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu".
         build: ``build(config) -> Workload``: what a trial with this configuration would run.
-        guard: a guard that exists already, instead of ``gpu`` and ``options``.
+        guard: a guard that exists already, instead of ``gpu`` and ``settings``.
         study: name of the run in the measurement log. None: the experiment's name in Tune.
         max_proposals: how many draws in a row may be turned down.
-        options: further arguments of :class:`perfguard.Guard`.
+        settings: further arguments of :class:`perfguard.Guard`, as for :class:`PerfGuardSearcher`.
 
     Raises:
         ConfigurationError: for what cannot be right.
@@ -59,7 +62,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         guard: Guard | None = None,
         study: str | None = None,
         max_proposals: int = DEFAULT_MAX_PROPOSALS,
-        **options: Any,
+        **settings: Unpack[GuardSettings],
     ) -> None:
         if generator is not None and not isinstance(generator, BasicVariantGenerator):
             raise ConfigurationError(
@@ -69,7 +72,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         if max_proposals < 1:
             raise ConfigurationError(f"max_proposals must be at least 1, but got {max_proposals!r}.")
         self.generator = generator or BasicVariantGenerator()
-        self.ledger = make_ledger(build, guard, gpu, study, options)
+        self.ledger = make_ledger(build, guard, gpu, study, settings)
         self.max_proposals = max_proposals
         self._named = study is not None
         self._spec: dict[str, Any] = {}
@@ -119,6 +122,8 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         if entry.decision.verdict.action == "prune":
             return False
         self.ledger.entries[trial.trial_id] = entry
+        if entry.config != trial.config:  # it is repaired
+            trial.set_config(dict(entry.config))
         return True
 
     def _redraw(self, trial: Trial) -> bool:

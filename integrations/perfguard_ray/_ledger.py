@@ -5,16 +5,34 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Decision, Guard
 from perfguard.measure import Measurement, Status
+from perfguard.pace import Pace
+from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build, Workload, build_workload
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
 
 _PLACEHOLDERS = {"__fn_ph", "__ref_ph", "__id_ph"}
 """What Tune puts in the place of objects, until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
+
+REPAIR_KEY = "perfguard_repair"
+
+
+def repair_of(config: Mapping[str, Any]) -> Repair:
+    """What the training function has to change so that its trial fits; without ``on_violation="repair"``, nothing.
+
+    Example:
+        >>> repair_of({"batch_size": 64, "perfguard_repair": {"micro_batch_size": 16, "accumulation": 4}}).accumulation
+        4
+    """
+    return Repair(**config.get(REPAIR_KEY, {}))
 
 
 @dataclass(slots=True)
@@ -23,9 +41,7 @@ class Entry:
 
     decision: Decision
     config: Mapping[str, Any]
-    """What the decision was made on."""
-    steps: int | None
-    """Optimizer steps of the whole trial, if the workload says so."""
+    """What the trial runs with: what the decision was made on, and its repair, if it has one."""
     started_at: float | None = None
     """By the wall clock, so that it outlives the process; None: waiting."""
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +59,14 @@ class Entry:
 
     @property
     def num_steps(self) -> int:
+        """Measured so far, over all starts."""
         return self.earlier_steps + int(self.report.get("num_steps", 0))
+
+    @property
+    def pace(self) -> Pace | None:
+        """Of the latest start; None while too few steps are done."""
+        mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
+        return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
     def restart(self) -> None:
         """The trial starts, for the first time or again."""
@@ -76,14 +99,10 @@ class Ledger:
 
     def judge(self, config: Mapping[str, Any]) -> Entry | None:
         """Decide on ``config`` and log the verdict. None: the guard failed, so nothing is known."""
-        steps: int | None = None
 
         def make_workload() -> Workload:
-            nonlocal steps
             refuse_placeholders(config)
-            workload = build_workload(self.build, config)
-            steps = workload.steps
-            return workload
+            return build_workload(self.build, config)
 
         try:
             decision = self.guard.decide(make_workload, study=self.study, trial=self.num_judged, params=config)
@@ -92,7 +111,8 @@ class Ledger:
             return None
         self.num_judged += 1
         self.num_rejected += decision.verdict.action == "prune"
-        return Entry(decision, dict(config), steps)
+        repair = decision.verdict.repair
+        return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
 
     def start(self, trial_id: str, config: Mapping[str, Any]) -> None:
         """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
@@ -172,12 +192,12 @@ def refuse_placeholders(config: Mapping[str, Any]) -> None:
             )
 
 
-def make_ledger(build: Build, guard: Guard | None, gpu: Any, study: str | None, options: Mapping[str, Any]) -> Ledger:
+def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:
     """The ledger that a searcher's arguments ask for."""
-    if guard is not None and (options or gpu != "auto"):
+    if guard is not None and (settings or gpu != "auto"):
         raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
     study = study or f"tune-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
-    return Ledger(guard or Guard(gpu, **options), build, study)
+    return Ledger(guard or Guard(gpu, **settings), build, study)
 
 
 def _words(error: Exception) -> str:

@@ -13,6 +13,7 @@ from ray.tune.result import RESULT_DUPLICATE
 from perfguard.devices import Device, detect_gpu
 from perfguard.devices._cpu import _model_name
 from perfguard.measure import Measurement, Run, status_of
+from perfguard.pace import Pace
 
 PREFIX = "perfguard/"
 _ATTRIBUTE = "_perfguard_measurement"
@@ -74,7 +75,7 @@ def measured(trainable: T) -> T:
                 self._perfguard_run.finish(status_of(error), note=f"{type(error).__name__}: {error}"[:200])
                 _attach(self._perfguard_run, error)
                 raise
-            return {**result, **metrics_of(self._perfguard_run.so_far())}
+            return {**result, **metrics_of(self._perfguard_run)}
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             done = bool(super().reset_config(new_config))
@@ -103,10 +104,11 @@ def _new_run() -> Run:
     return Run(detect_gpu() or cast(Device, _Cpu("cpu", _model_name()))).start()
 
 
-def metrics_of(measurement: Measurement) -> dict[str, Any]:
-    """The report that carries ``measurement``; what was not measured is left out."""
-    fields = {name: value for name, value in asdict(measurement).items() if value is not None and name != "status"}
-    return {f"{PREFIX}{name}": value for name, value in fields.items()}
+def metrics_of(run: Run) -> dict[str, Any]:
+    """The report that carries what ``run`` has cost so far; what was not measured is left out."""
+    pace = Pace.of(run.step_durations_s)
+    fields = asdict(run.so_far()) | ({} if pace is None else {"pace_mean_s": pace.mean_s, "pace_error_s": pace.error_s})
+    return {f"{PREFIX}{name}": value for name, value in fields.items() if value is not None and name != "status"}
 
 
 def report_in(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _carry_with_reports(run: Run) -> None:
     plain: Callable[..., None] = getattr(session.report, "_perfguard_plain", session.report)
 
     def report(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        extra = {} if RESULT_DUPLICATE in metrics else metrics_of(run.so_far())
+        extra = {} if RESULT_DUPLICATE in metrics else metrics_of(run)
         plain({**metrics, **extra}, *arguments, **options)
 
     report._perfguard_plain = plain  # type: ignore[attr-defined]

@@ -13,10 +13,13 @@ from ray.tune.utils import merge_dicts
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import Build
-from perfguard_ray._ledger import Entry, make_ledger
+from perfguard_ray._ledger import REPAIR_KEY, Entry, make_ledger
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
 
 DEFAULT_MAX_PROPOSALS = 100
 
@@ -41,10 +44,11 @@ class PerfGuardSearcher(Searcher):
         gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu". With "auto" it is the GPU of the
             machine that runs the search; name it if the workers have another.
         build: ``build(config) -> Workload``: what a trial with this configuration would run.
-        guard: a guard that exists already, instead of ``gpu`` and ``options``; several runs may share it.
+        guard: a guard that exists already, instead of ``gpu`` and ``settings``; several runs may share it.
         study: name of the run in the measurement log. None: a new one.
         max_proposals: how many configurations in a row may be turned down.
-        options: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, step_time_budget, risk, log and so on.
+        settings: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, risk, log and so on. With
+            ``on_violation="repair"`` the training function finds what it has to change with :func:`perfguard_ray.repair_of`.
 
     Raises:
         ConfigurationError: for what cannot be right, and for a SearchAlgorithm, which is no Searcher.
@@ -59,7 +63,7 @@ class PerfGuardSearcher(Searcher):
         guard: Guard | None = None,
         study: str | None = None,
         max_proposals: int = DEFAULT_MAX_PROPOSALS,
-        **options: Any,
+        **settings: Unpack[GuardSettings],
     ) -> None:
         if not isinstance(searcher, Searcher):
             raise ConfigurationError(
@@ -69,7 +73,7 @@ class PerfGuardSearcher(Searcher):
         if max_proposals < 1:
             raise ConfigurationError(f"max_proposals must be at least 1, but got {max_proposals!r}.")
         self.searcher: Any = searcher
-        self.ledger = make_ledger(build, guard, gpu, study, options)
+        self.ledger = make_ledger(build, guard, gpu, study, settings)
         self.max_proposals = max_proposals
         self._constants: dict[str, Any] = {}
         self._inner_ids: dict[str, str] = {}
@@ -116,9 +120,11 @@ class PerfGuardSearcher(Searcher):
     def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry | None) -> Any:
         self._gave_up_at = None
         self._inner_ids[trial_id] = inner_id
-        if entry is not None:
-            self.ledger.entries[trial_id] = entry
-        return suggestion
+        if entry is None:
+            return suggestion
+        self.ledger.entries[trial_id] = entry
+        repair = {key: value for key, value in entry.config.items() if key == REPAIR_KEY}
+        return {**suggestion, **repair} if repair else suggestion
 
     def _give_up(self) -> str | None:
         self._gave_up_at = self._num_completed

@@ -85,23 +85,24 @@ def by(rows: list[LoggedDecision], name: str) -> dict[Any, LoggedDecision]:
 
 
 def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
-    return Entry(Decision("id", Verdict("launch", "")), {}, steps, started_at=0.0, report=report)
+    return Entry(Decision("id", Verdict("launch", ""), steps), {}, started_at=0.0, report=report)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (entry(num_steps=100, step_time_s=0.1, total_time_s=10.0), True),  # 10 s + 900 steps of at least 0.09 s > 60 s
-        (entry(num_steps=100, step_time_s=0.05, total_time_s=5.0), False),  # 5 s + 900 steps of 0.045 s
-        (entry(num_steps=9, step_time_s=10.0, total_time_s=50.0), False),  # too few steps to be sure
-        (entry(num_steps=100, step_time_s=0.1, total_time_s=10.0, steps=None), False),  # nobody says how many steps to come
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.001, total_time_s=10.0), True),  # 10 s + 900 steps of 0.1 s
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.05, total_time_s=10.0), False),  # likely, but not sure
+        (entry(num_steps=100, pace_mean_s=0.05, pace_error_s=0.001, total_time_s=5.0), False),  # 5 s + 900 steps of 0.05 s
+        (entry(num_steps=9, total_time_s=50.0), False),  # too few steps to have a pace
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.001, total_time_s=10.0, steps=None), False),  # how many are left?
         (entry(num_steps=1, total_time_s=61.0), True),  # the budget is gone
         (entry(), False),  # nothing was reported
     ],
 )
 def test_a_pace_breaks_a_budget_of_a_minute_only_on_evidence(given: Entry, expected: bool) -> None:
-    assert breaks_budget(given, 60.0) is expected
-    assert not breaks_budget(given, None)
+    assert breaks_budget(given, 60.0, 0.05) is expected
+    assert not breaks_budget(given, None, 0.05)
 
 
 def test_time_and_steps_of_a_trial_that_is_started_again_add_up() -> None:
@@ -114,7 +115,7 @@ def test_time_and_steps_of_a_trial_that_is_started_again_add_up() -> None:
 def test_outside_ray_a_block_is_measured_all_the_same() -> None:
     with perfguard_ray.measure() as measured_run:
         train_steps({}, 3)
-        assert metrics_of(measured_run.so_far())["perfguard/num_steps"] == 3
+        assert metrics_of(measured_run)["perfguard/num_steps"] == 3
     assert measured_run.measurement is not None
     assert measured_run.measurement.status == "ok"
     assert measured_run.measurement.device_id == "cpu"
@@ -173,14 +174,14 @@ def test_a_trial_whose_pace_breaks_the_time_budget_is_stopped(tmp_path: Path) ->
     def slow(config: dict[str, Any]) -> None:
         with perfguard_ray.measure():
             for _ in range(20):
-                tune.report({"loss": train_steps(config, 5, seconds=config["seconds"])})
+                tune.report({"loss": train_steps(config, 10, seconds=config["seconds"])})
 
-    space = {"seconds": tune.grid_search([0.0, 0.2]), "steps": 100}
-    _, rows, _ = run(tmp_path, slow, space, time_budget="15s", reuse_actors=True)
+    space = {"seconds": tune.grid_search([0.0, 0.1]), "steps": 200}
+    _, rows, _ = run(tmp_path, slow, space, time_budget="14s", reuse_actors=True)
     logged = by(rows, "seconds")
     assert logged[0.0].status == "ok"
-    assert logged[0.2].status == "timeout"
-    assert 1 < (logged[0.2].measured_total_time_s or 0) < 10  # all of it would have taken 20 s
+    assert logged[0.1].status == "timeout"
+    assert 1 < (logged[0.1].measured_total_time_s or 0) < 10  # all of it would have taken 20 s
 
 
 @perfguard_ray.measured

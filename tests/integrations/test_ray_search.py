@@ -32,6 +32,11 @@ def build(config: Mapping[str, Any]) -> Workload:
     return Workload(nn.Linear(64, config["width"]), inputs=(32, 64), loss=torch.mean, steps=3)
 
 
+def build_batch(config: Mapping[str, Any]) -> Workload:
+    """The batch is as large as "width" says."""
+    return Workload(nn.Linear(64, 64), inputs=(config["width"], 64), loss=torch.mean)
+
+
 def train(config: dict[str, Any]) -> None:
     with perfguard_ray.measure():
         tune.report({"loss": 1 / config["width"]})
@@ -100,6 +105,15 @@ def test_only_what_fits_is_suggested() -> None:
         ("prune", 2048),
         ("launch", 16),
     ]
+
+
+def test_a_repaired_trial_is_told_what_to_change() -> None:
+    search = guarded(ListSearcher([256, SMALL]), build=build_batch, memory_budget="160KiB", on_violation="repair")
+    repaired = perfguard_ray.repair_of(search.suggest("a"))
+    assert repaired.micro_batch_size is not None
+    assert repaired.micro_batch_size * repaired.accumulation == 256
+    assert search.suggest("b") == {"width": SMALL}
+    assert perfguard_ray.repair_of({"width": SMALL}).accumulation == 1
 
 
 def test_constants_of_the_space_reach_build() -> None:
