@@ -17,5 +17,15 @@ from perfguard_ray._ledger import repair_of
 from perfguard_ray._measure import measure, measured
 from perfguard_ray._resources import resources
 from perfguard_ray._searcher import PerfGuardSearcher
+from perfguard_ray._service import SharedPredictor
 
-__all__ = ["PerfGuardCallback", "PerfGuardSearcher", "PerfGuardVariantGenerator", "measure", "measured", "repair_of", "resources"]
+__all__ = [
+    "PerfGuardCallback",
+    "PerfGuardSearcher",
+    "PerfGuardVariantGenerator",
+    "SharedPredictor",
+    "measure",
+    "measured",
+    "repair_of",
+    "resources",
+]

@@ -150,6 +150,11 @@ class MeasurementStore:
         rows = self._read(schema.select_observations(device_id, limit), self._observation)
         return [observation for observation in reversed(rows) if observation is not None]
 
+    def device_ids(self) -> list[str]:
+        """The devices that runs were measured on."""
+        query = select(schema.measurements.c.device_id).distinct().where(schema.measurements.c.device_id.is_not(None))
+        return self._read(query, lambda _, row: str(row.device_id))
+
     def decisions(self, study: str | None = None) -> list[LoggedDecision]:
         """Every decision of ``study``, or of all studies, with its measurement, oldest first."""
         return self._read(schema.select_decisions(study), lambda _, row: schema.decision_from_row(row))
