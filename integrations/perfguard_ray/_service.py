@@ -66,7 +66,11 @@ class SharedPredictor:
         self.predictor_name = predictor
         self.service_name = name
         self._observations: Sequence[Observation] = ()
-        self._forget_connection()
+        self._server: Any = None
+        self._away_since = float("-inf")
+        self._warned = False
+        self._name: str | None = None
+        self._local: Predictor | None = None
         MeasurementStore(log).close()
         self._connect()
 
