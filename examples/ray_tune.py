@@ -121,9 +121,10 @@ def main() -> None:
             console.print(table_of(MeasurementStore(log)))
         best = results.get_best_result()
     ray.shutdown()
+    limit = parse_bytes(MEMORY_BUDGET)
     peaks = [results[number].metrics["perfguard/peak_memory_bytes"] for number in range(len(results))]
     console.print(
-        f"{len(results)} trials ran in {time.perf_counter() - start:.0f} s, {sum(peak > parse_bytes(MEMORY_BUDGET) for peak in peaks)} of them "
+        f"{len(results)} trials ran in {time.perf_counter() - start:.0f} s, {sum(peak > limit for peak in peaks)} of them "
         f"over the budget of {MEMORY_BUDGET}; best loss {best.metrics['loss']:.4f} with {best.config}",
         highlight=False,
     )
