@@ -13,7 +13,8 @@ from perfguard.guard import Decision, Guard
 from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.workload import Build, Workload, build_workload
+from perfguard.workload import Build, Workload
+from perfguard_ray._elsewhere import build_here_or_on_a_worker
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -102,7 +103,7 @@ class Ledger:
 
         def make_workload() -> Workload:
             refuse_placeholders(config)
-            return build_workload(self.build, config)
+            return build_here_or_on_a_worker(self.build, config, self.guard.device)
 
         try:
             decision = self.guard.decide(make_workload, study=self.study, trial=self.num_judged, params=config)

@@ -13,8 +13,8 @@ from ray.tune import PlacementGroupFactory
 from perfguard.devices import mig_profiles, smallest_profile
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.predictor import Prediction
-from perfguard.workload import build_workload
 from perfguard_ray._callback import ledger_of
+from perfguard_ray._elsewhere import build_here_or_on_a_worker
 from perfguard_ray._ledger import Ledger, refuse_placeholders
 
 _GRAIN = 100
@@ -103,7 +103,8 @@ class TrialResources:
                 return entry.decision.verdict.prediction
         try:
             refuse_placeholders(config)
-            return ledger.guard.check(build_workload(ledger.build, config)).prediction
+            workload = build_here_or_on_a_worker(ledger.build, config, ledger.guard.device)
+            return ledger.guard.check(workload).prediction
         except Exception as error:
             ledger.warn_once(
                 "resources",

@@ -260,3 +260,32 @@ def test_population_based_training_closes_a_decision_when_it_changes_the_configu
     assert results.num_errors == 0
     assert len(rows) > 2, "no configuration was changed"
     assert all(row.status == "ok" for row in rows)
+
+
+def train_with_ray_train(config: dict[str, Any]) -> None:
+    """Tune drives, Ray Train trains."""
+    from ray.train import RunConfig, ScalingConfig, report
+    from ray.train.torch import TorchTrainer
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    def worker(settings: dict[str, Any]) -> None:
+        with perfguard_ray.measure():
+            report({"loss": train_steps(settings, 5)})
+            report({"loss": train_steps(settings, 5)})
+
+    TorchTrainer(
+        worker,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=config["folder"], callbacks=[TuneReportCallback()]),  # type: ignore[list-item]
+    ).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_trial_that_trains_with_ray_train_is_measured_in_its_worker(tmp_path: Path) -> None:
+    trainable = tune.with_resources(train_with_ray_train, {"CPU": 0.5})
+    results, rows, predictor = run(tmp_path, trainable, {"width": tune.grid_search([8]), "folder": str(tmp_path / "train")})
+    assert results.num_errors == 0
+    assert [row.status for row in rows] == ["ok"]
+    assert [observation.measurement.num_steps for observation in predictor.learnt] == [10]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -275,6 +276,22 @@ def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) 
     with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
         results = make_tuner(guarded_generator(), tmp_path, {"width": tune.grid_search([LARGE, 2048])}, 1).fit()
     assert len(results) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_model_whose_package_only_workers_have_is_traced_there() -> None:
+    driver = os.getpid()
+
+    def build_elsewhere(config: Mapping[str, Any]) -> Workload:
+        if os.getpid() == driver:
+            raise ModuleNotFoundError("No module named 'secret_models'")
+        return Workload(nn.Linear(64, config["width"]), inputs=(32, 64), loss=torch.mean, steps=7)
+
+    search = guarded(ListSearcher([LARGE, SMALL]), build=build_elsewhere)
+    assert search.suggest("a") == {"width": SMALL}
+    assert search.ledger.num_rejected == 1
+    assert search.ledger.entries["a"].decision.steps == 7
 
 
 def draw(search: PerfGuardVariantGenerator, space: Mapping[str, Any], num_samples: int, folder: Path) -> list[dict[str, Any]]:
