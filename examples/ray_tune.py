@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         plain = BasicVariantGenerator(random_state=arguments.seed)

@@ -21,10 +21,14 @@ def local_ray() -> Iterator[None]:
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "TUNE_MAX_PENDING_TRIALS_PG": "1",
-        "OMP_NUM_THREADS": "1",
     }
     ray.init(
-        num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False, logging_level=logging.ERROR
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
     )
     yield
     ray.shutdown()
