@@ -52,13 +52,13 @@ from perfguard.quantities import parse_bytes
 from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator, SharedPredictor
 
 NODES = 4
-MEMORY_BUDGET = "24MiB"
+MEMORY_BUDGET = "12MiB"
 SPACE = {
-    "width": tune.choice([256, 512, 1024, 2048]),
+    "width": tune.choice([64, 256, 512, 1024]),
     "batch_size": tune.choice([64, 256, 1024]),
     "lr": tune.loguniform(1e-3, 1e-1),
 }
-STEPS = 40
+STEPS = 12
 console = Console(width=130)
 
 
@@ -95,7 +95,7 @@ def train(config: dict[str, Any]) -> None:
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            if step % 20 == 19:
+            if step % 6 == 5:
                 tune.report({"loss": float(loss.detach())})
 
 
