@@ -92,7 +92,7 @@ def main() -> None:
     """Run the trials; print a line for each one that was proposed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-guard", action="store_true", help="run the same search without PerfGuard")
-    parser.add_argument("--trials", type=int, default=12)
+    parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

@@ -145,8 +145,11 @@ def _carry_with_reports(run: Run) -> None:
         return
     plain: Callable[..., None] = getattr(session.report, "_perfguard_plain", session.report)
 
+    trial_id = getattr(session, "trial_id", None)
+
     def report(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        extra = {} if RESULT_DUPLICATE in metrics else metrics_of(run)
+        is_ours = trial_id == getattr(session, "trial_id", None)  # an actor that is used again keeps its session
+        extra = metrics_of(run) if is_ours and RESULT_DUPLICATE not in metrics else {}
         plain({**metrics, **extra}, *arguments, **options)
 
     report._perfguard_plain = plain  # type: ignore[attr-defined]

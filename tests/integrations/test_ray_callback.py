@@ -144,8 +144,8 @@ def test_an_error_takes_the_measurement_along() -> None:
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore:A trial ended without reporting")
 def test_what_trials_cost_and_how_they_failed_is_logged(tmp_path: Path) -> None:
-    whats = ["ok", "oom", "failed", "silent"]
-    results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)})
+    whats = ["ok", "silent", "oom", "failed"]
+    results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)}, reuse_actors=True)
     assert results.num_errors == 2
     logged = by(rows, "what")
     assert {what: row.status for what, row in logged.items()} == {"ok": "ok", "oom": "oom", "failed": "failed", "silent": "ok"}
