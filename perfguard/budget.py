@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
-from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes, parse_joules, parse_seconds
+from perfguard.quantities import format_quantity, format_seconds, parse_bytes, parse_joules, parse_seconds
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -40,7 +40,7 @@ class Limit:
 
     def format(self, value: float) -> str:
         """``value`` of this quantity in words."""
-        return {"memory": format_bytes, "energy": format_joules}.get(self.quantity, format_seconds)(value)
+        return format_quantity(self.quantity, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,11 @@ def format_joules(joules: float) -> str:
     return f"{_three_digits(joules * 1e3)} mJ"
 
 
+def format_quantity(quantity: str, value: float) -> str:
+    """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, all others in seconds."""
+    return {"memory": format_bytes, "energy": format_joules}.get(quantity, format_seconds)(value)
+
+
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
     return f"{value:.0f}" if magnitude >= 99.95 else f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Remedy = Literal["accumulation", "precision", "checkpointing"]
 _MOST_SAMPLES = 2**20
+_MOST_PASSES = 32
+"""Of one optimizer step after a repair: more would take too long to be worth it, to trace and to run."""
 _GROWTH = 8
 """From one batch that fits to the next that is tried; each of these is traced, those between are not."""
 _SMALLEST_BATCHES = (1, 2, 3)
@@ -153,19 +155,23 @@ def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Re
     except WorkloadError:
         return None
 
-    def micro(size: int) -> Workload:
-        return replace(with_batch_size(workload, size), accumulation=workload.accumulation * (batch // size))
+    def micro(size: int, *, most_passes: int = _MOST_PASSES) -> Workload:
+        passes = workload.accumulation * (batch // size)
+        return replace(with_batch_size(workload, size), accumulation=min(passes, most_passes))
 
-    sizes = [size for size in range(1, batch) if batch % size == 0]
+    sizes = [size for size in range(1, batch) if batch % size == 0 and workload.accumulation * (batch // size) <= _MOST_PASSES]
+    best = None
     while sizes:
         middle = len(sizes) // 2
-        if _can_run(fits, micro(sizes[middle])):
+        if _can_run(fits, micro(sizes[middle], most_passes=2)):  # from the second pass on each needs the same memory
             best = sizes[middle]
             sizes = sizes[middle + 1 :]
-            repair = replace(repair, micro_batch_size=best, accumulation=workload.accumulation * (batch // best))
         else:
             sizes = sizes[:middle]
-    return None if repair.micro_batch_size is None else (repair, micro(repair.micro_batch_size))
+    if best is None or not fits(micro(best)):
+        return None
+    repaired = micro(best)
+    return replace(repair, micro_batch_size=best, accumulation=repaired.accumulation), repaired
 
 
 def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:

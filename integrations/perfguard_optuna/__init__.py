@@ -10,7 +10,7 @@ from perfguard_optuna._guard import GuardedRun, OptunaGuard
 from perfguard_optuna._pruner import PerfGuardPruner
 from perfguard_optuna._sampler import PerfGuardSampler
 from perfguard_optuna._study import GuardedStudy, create_study, load_study, repair_of
-from perfguard_optuna._summary import StudySummary, TrialPrinter, summarize
+from perfguard_optuna._summary import StudySummary, TrialPrinter, skipped_table, summarize
 
 __all__ = [
     "GuardedRun",
@@ -25,5 +25,6 @@ __all__ = [
     "load_study",
     "record_of",
     "repair_of",
+    "skipped_table",
     "summarize",
 ]
