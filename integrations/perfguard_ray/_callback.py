@@ -62,8 +62,7 @@ class PerfGuardCallback(Callback):
         measurement = measurement_in(error)
         if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
             entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
-        status: Status = "oom" if isinstance(error, OutOfMemoryError) else status_of(error) if error else "failed"
-        self.ledger.finish(trial.trial_id, status, note=_first_words(error))
+        self.ledger.finish(trial.trial_id, status_of_failure(error), note=_first_words(error))
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
         """Trials that the end of the experiment cut off: Tune tells callbacks of no other end."""
@@ -87,6 +86,13 @@ def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> boo
     steps_left = max(0, entry.decision.steps - entry.num_steps)
     total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
     return total.p_exceeds(time_budget_s) >= 1 - risk
+
+
+def status_of_failure(error: Exception | None) -> Status:
+    """Out of memory also where Ray's memory monitor ended the trial, because its node ran low on main memory."""
+    if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
+        return "oom"
+    return "failed" if error is None else status_of(error)
 
 
 def ledger_of(search: Any, *, who: str) -> Ledger:

@@ -118,7 +118,7 @@ class Ledger:
     def start(self, trial_id: str, config: Mapping[str, Any]) -> None:
         """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
         entry = self.entries.get(trial_id)
-        if entry is not None and entry.config != config:  # population based training has given it another configuration
+        if entry is not None and not _equal(entry.config, config):  # population based training has given it another configuration
             self.finish(trial_id, "ok")
             entry = None
         if entry is None:
@@ -128,18 +128,17 @@ class Ledger:
             self.entries[trial_id] = entry
         entry.restart()
 
-    def finish(self, trial_id: str, status: Status, *, peak_memory_bytes: int | None = None, note: str = "") -> None:
+    def finish(self, trial_id: str, status: Status, *, note: str = "") -> None:
         """The trial is over: log what it cost and learn from it. The first call counts."""
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.started_at is None:
             return
-        measurement = self._measurement(entry, status, peak_memory_bytes, note)
         try:
-            self.guard.learn(entry.decision, measurement)
+            self.guard.learn(entry.decision, self._measurement(entry, status, note))
         except Exception as error:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
-    def _measurement(self, entry: Entry, status: Status, peak_memory_bytes: int | None, note: str) -> Measurement:
+    def _measurement(self, entry: Entry, status: Status, note: str) -> Measurement:
         report = entry.report
         notes = [note] if note else []
         if not report and status in ("ok", "timeout"):
@@ -151,12 +150,11 @@ class Ledger:
                 "`with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class "
                 "with @perfguard_ray.measured.",
             )
-        peaks = [peak for peak in (report.get("peak_memory_bytes"), peak_memory_bytes) if peak is not None]
         return Measurement(
             status=status,
             device_id=report.get("device_id", self.guard.device.id),
             device_name=report.get("device_name", self.guard.device.name),
-            peak_memory_bytes=int(max(peaks)) if peaks else None,
+            peak_memory_bytes=report.get("peak_memory_bytes"),
             step_time_s=report.get("step_time_s"),
             total_time_s=entry.elapsed_s or time.time() - (entry.started_at or time.time()),
             num_steps=entry.num_steps,
@@ -199,6 +197,14 @@ def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str
         raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
     study = study or f"tune-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
     return Ledger(guard or Guard(gpu, **settings), build, study)
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations are the same; what cannot be compared, such as arrays, is taken to be."""
+    try:
+        return bool(one == other)
+    except ValueError:
+        return True
 
 
 def _words(error: Exception) -> str:

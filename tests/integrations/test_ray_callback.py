@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ray import tune
+from ray.exceptions import OutOfMemoryError
 from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBasedTraining
 from torch import nn
 
@@ -19,7 +20,7 @@ from perfguard.exceptions import MeasurementWarning
 from perfguard.guard import Decision, Verdict
 from perfguard.store import LoggedDecision
 from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
-from perfguard_ray._callback import breaks_budget
+from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
 from perfguard_ray._measure import measurement_in, metrics_of
 from tests.doubles import ReplayPredictor
@@ -135,6 +136,20 @@ def test_an_error_takes_the_measurement_along() -> None:
     assert measurement is not None
     assert (measurement.status, measurement.num_steps) == ("oom", 2)
     assert measurement_in(RuntimeError("of somebody else")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (OutOfMemoryError("whatever Ray says"), "oom"),
+        (RuntimeError("Failure # 1\n1 worker(s) were killed due to the node running low on memory."), "oom"),
+        (ValueError("labels are wrong"), "failed"),
+        (None, "failed"),
+    ],
+)
+def test_a_trial_that_ray_ends_for_want_of_memory_ran_out_of_memory(error: Exception | None, expected: str) -> None:
+    assert status_of_failure(error) == expected
 
 
 # --- with Tune
