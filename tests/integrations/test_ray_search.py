@@ -343,7 +343,7 @@ class CutOff(tune.Callback):
 @pytest.mark.parametrize("kind", ["searcher", "generator"])
 @pytest.mark.filterwarnings("ignore:.* points were left out")
 def test_a_run_that_was_cut_off_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "1")
     log = MeasurementStore(str(tmp_path / "log.db"))
     flag = tmp_path / "flag"
     flag.touch()
