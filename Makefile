@@ -39,7 +39,7 @@ clean:
 $(INSTALLED): pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,postgres,plot]" --group dev --group zoo
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --group dev --group zoo
 	@touch $@
 
 # Debian without python3-venv has no ensurepip; its own pip can then put pip into the environment.

@@ -19,6 +19,7 @@ PerfGuardWarning (UserWarning)
 ├── BudgetWarning                      a trial was launched although it is expected to break a budget
 ├── NothingFeasibleWarning             nothing that was proposed fits the budgets
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
+├── ServiceWarning                     the predictor service of a cluster is away; predictions are made locally
 └── LogWarning                         a row could not be written yet; it is kept
 """
 
@@ -95,6 +96,10 @@ class NothingFeasibleWarning(PerfGuardWarning):
 
 class MeasurementWarning(PerfGuardWarning):
     """A trial ran, but a quantity could not be measured or attributed to it."""
+
+
+class ServiceWarning(PerfGuardWarning):
+    """The predictor service of a cluster is away, or of another version; predictions are made locally."""
 
 
 class LogWarning(PerfGuardWarning):

@@ -14,7 +14,7 @@ from perfguard.pace import total_time_at_pace
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
-from perfguard.workload import Workload
+from perfguard.workload import TracedWorkload, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -166,6 +166,8 @@ class Guard:
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
+        if isinstance(workload, TracedWorkload):
+            return workload.graph
         return self._traces.trace(workload, target=self.device)
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from perfguard.predictor import Estimate
 
@@ -16,12 +17,41 @@ _STUDENT = 1.11
 _LEAST_LOG_SIGMA = 0.01
 
 
-def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
-    """The time of a trial of ``steps`` steps, of which some are done.
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The mean duration of a step, and how sure it is. Two numbers, so that a worker can report them."""
 
-    What is left takes the mean duration a step. How sure that is comes from batch means: the steps after the first five form
-    ten blocks in order, and the spread of the blocks' means carries slow drift that single steps would hide (Law and Carson
-    1979, "A sequential procedure for determining the length of a steady-state simulation").
+    mean_s: float
+    error_s: float
+    """Standard error of the mean, with slow drift and few blocks accounted for."""
+
+    @staticmethod
+    def of(step_durations_s: Sequence[float]) -> Pace | None:
+        """The pace of the steps so far, in order.
+
+        How sure it is comes from batch means: the steps after the first five form ten blocks in order, and the spread of the
+        blocks' means carries slow drift that single steps would hide (Law and Carson 1979, "A sequential procedure for
+        determining the length of a steady-state simulation").
+
+        Returns:
+            None while fewer than 25 steps are done: one slow step proves nothing.
+        """
+        warm = step_durations_s[_WARM_UP_STEPS:]
+        if len(warm) < _BLOCKS * _STEPS_A_BLOCK:
+            return None
+        size = len(warm) // _BLOCKS
+        recent = warm[len(warm) - size * _BLOCKS :]
+        means = [statistics.fmean(recent[start : start + size]) for start in range(0, len(recent), size)]
+        return Pace(statistics.fmean(means), statistics.stdev(means) / math.sqrt(_BLOCKS) * _STUDENT)
+
+    def total_time(self, *, elapsed_s: float, steps_left: int) -> Estimate:
+        """The time of a trial that has run for ``elapsed_s`` and has ``steps_left`` to go."""
+        total_s = max(elapsed_s + steps_left * self.mean_s, 1e-9)
+        return Estimate(total_s, max(steps_left * self.error_s / total_s, _LEAST_LOG_SIGMA))
+
+
+def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, steps: int) -> Estimate | None:
+    """The time of a trial of ``steps`` steps, of which some are done; what is left takes the mean duration a step.
 
     Args:
         step_durations_s: of the steps so far, in order.
@@ -29,15 +59,9 @@ def total_time_at_pace(step_durations_s: Sequence[float], *, elapsed_s: float, s
         steps: of the whole trial.
 
     Returns:
-        None while fewer than 25 steps are done: one slow step proves nothing.
+        None while fewer than 25 steps are done.
     """
-    warm = step_durations_s[_WARM_UP_STEPS:]
-    if len(warm) < _BLOCKS * _STEPS_A_BLOCK:
+    pace = Pace.of(step_durations_s)
+    if pace is None:
         return None
-    size = len(warm) // _BLOCKS
-    recent = warm[len(warm) - size * _BLOCKS :]
-    means = [statistics.fmean(recent[start : start + size]) for start in range(0, len(recent), size)]
-    steps_left = max(0, steps - len(step_durations_s))
-    total_s = elapsed_s + steps_left * statistics.fmean(means)
-    error_s = steps_left * statistics.stdev(means) / math.sqrt(_BLOCKS) * _STUDENT
-    return Estimate(max(total_s, 1e-9), max(error_s / max(total_s, 1e-9), _LEAST_LOG_SIGMA))
+    return pace.total_time(elapsed_s=elapsed_s, steps_left=max(0, steps - len(step_durations_s)))

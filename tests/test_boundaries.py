@@ -67,7 +67,9 @@ def test_importing_perfguard_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize(("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna")])
+@pytest.mark.parametrize(
+    ("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna"), ("perfguard_ray", "ray", "ray")]
+)
 def test_an_integration_without_its_host_names_the_pip_line(package: str, host: str, extra: str) -> None:
     done = run_python(
         f"""

@@ -46,6 +46,13 @@ def test_the_quickstart_runs_without_the_guard(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_the_ray_example_runs(tmp_path: Path) -> None:
+    text = run_example(str(EXAMPLES / "ray_tune.py"), "--trials", "2", cwd=tmp_path)
+    assert "launch" in text
+    assert "2 trials ran in" in text
+
+
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_a_network_of_the_examples_can_be_traced(name: str) -> None:
     build = runpy.run_path(str(EXAMPLES / "models.py"))[name]

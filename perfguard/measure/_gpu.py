@@ -9,7 +9,7 @@ process, from the whole card's while nobody else was on it, or from the catalog.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from perfguard.measure._measurement import Confidence
@@ -109,7 +109,13 @@ class GpuProbe:
             self._events_failed = True
             return None
 
+    def read(self) -> Reading:
+        return self._read(self._driver.read)
+
     def finish(self) -> Reading:
+        return self._read(self._driver.finish)
+
+    def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
         if not self._can_use_cuda:
             return Reading("none", notes=("this PyTorch has no CUDA, so the GPU's memory was not measured",))
         try:
@@ -117,7 +123,7 @@ class GpuProbe:
                 self._index = self._cuda.current_device()
         except RuntimeError:
             pass  # said below
-        driver = self._driver.finish()
+        driver = read_driver()
         try:
             if self._index is None:
                 return self._reading(driver, {}, None, "the trial did not use CUDA in this process")

@@ -138,6 +138,10 @@ class NvmlProbe:
         self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
         self._sampler.start()
 
+    def read(self) -> DriverReading:
+        """What the samples showed so far."""
+        return self._reading()
+
     def finish(self) -> DriverReading:
         """Take the last sample and say what was seen."""
         self._stop.set()

@@ -41,5 +41,8 @@ class Probe(Protocol):
         """A point in time on the device, to be compared by ``earlier.elapsed_time(later)`` in milliseconds; None where the
         processor's clock tells the time."""
 
+    def read(self) -> Reading:
+        """What was seen so far; the watching goes on."""
+
     def finish(self) -> Reading:
         """Stop watching and say what was seen. Called once; also without :meth:`start`."""

@@ -129,14 +129,32 @@ class Run:
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        reading = self._probe.finish()
+        self.measurement = self._measured(status, self._probe.finish(), step_time_s, data_wait_s, total_time_s, note)
+        return self.measurement
+
+    def so_far(self) -> Measurement:
+        """What the run has cost until now; it goes on. After the end: what it cost."""
+        if self.measurement is not None:
+            return self.measurement
+        timer = self._timer
+        return self._measured("ok", self._probe.read(), timer.step_time_s(), timer.data_wait_s(), self.elapsed_s, "")
+
+    def _measured(
+        self,
+        status: Status,
+        reading: Reading,
+        step_time_s: float | None,
+        data_wait_s: float | None,
+        total_time_s: float,
+        note: str,
+    ) -> Measurement:
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")
             reading = Reading(reading.method, driver=reading.driver)
         if self._timer.device_time_lost:
             notes.append("the GPU's clock could not be read, so steps are timed by the processor's")
-        self.measurement = Measurement(
+        return Measurement(
             status=status,
             device_id=self._device.id,
             device_name=self._device.name,
@@ -158,7 +176,6 @@ class Run:
             driver=reading.driver,
             confidence=reading.confidence,
         )
-        return self.measurement
 
     def __enter__(self) -> Run:
         return self.start()

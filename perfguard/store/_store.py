@@ -164,6 +164,11 @@ class MeasurementStore:
         rows = self._read(schema.select_observations(device_id, limit), self._observation)
         return [observation for observation in reversed(rows) if observation is not None]
 
+    def device_ids(self) -> list[str]:
+        """The devices that runs were measured on."""
+        query = select(schema.measurements.c.device_id).distinct().where(schema.measurements.c.device_id.is_not(None))
+        return self._read(query, lambda _, row: str(row.device_id))
+
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
         """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
 

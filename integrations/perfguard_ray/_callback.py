@@ -1,0 +1,130 @@
+"""PerfGuardCallback: sees what the trials of a run cost, logs it, and stops those whose pace breaks the time budget."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError
+from ray.tune import Callback
+from ray.tune.experiment import Trial
+
+from perfguard.exceptions import ConfigurationError
+from perfguard.measure import Status, status_of
+from perfguard_ray._ledger import Entry, Ledger
+from perfguard_ray._measure import measurement_in, report_in
+
+
+class PerfGuardCallback(Callback):
+    """Logs what each trial cost, beside what was predicted; the guard learns from it. Stands beside any scheduler.
+
+    Three lines that a Tune user adds::
+
+        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, time_budget="2h")
+        Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
+        with perfguard_ray.measure():  # in the training function, around its body
+
+    A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound. A trial whose measured pace
+    shows that it will break the time budget is stopped at its next report, and logged as ``timeout``; that takes a
+    ``time_budget``, a workload with ``steps``, and 25 measured steps.
+
+    Args:
+        search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or a ConcurrencyLimiter around it.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+
+    def __init__(self, search: Any) -> None:
+        self.ledger = ledger_of(search, who="PerfGuardCallback")
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self.ledger.start(trial.trial_id, trial.config)
+
+    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any) -> None:
+        entry = self.ledger.entries.get(trial.trial_id)
+        if entry is None:
+            return
+        entry.report = report_in(result) or entry.report
+        guard = self.ledger.guard
+        if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
+            entry.stopped = True
+            # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
+            trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._finish(trial)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        error = _error_of(trial)
+        measurement = measurement_in(error)
+        if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
+            entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
+        self.ledger.finish(trial.trial_id, status_of_failure(error), note=_first_words(error))
+
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        """Trials that the end of the experiment cut off: Tune tells callbacks of no other end."""
+        for trial in trials:
+            self._finish(trial, note="cut off by the end of the experiment")
+
+    def _finish(self, trial: Trial, note: str = "") -> None:
+        entry = self.ledger.entries.get(trial.trial_id)
+        stopped = entry is not None and entry.stopped
+        self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
+
+
+def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
+    """Whether the measured pace shows, with a chance of 1 - ``risk``, that the trial will take longer than ``time_budget_s``."""
+    if time_budget_s is None:
+        return False
+    if entry.elapsed_s > time_budget_s:
+        return True
+    if entry.pace is None or entry.decision.steps is None:
+        return False
+    steps_left = max(0, entry.decision.steps - entry.num_steps)
+    total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
+    return total.p_exceeds(time_budget_s) >= 1 - risk
+
+
+def status_of_failure(error: Exception | None) -> Status:
+    """Out of memory also where Ray's memory monitor ended the trial, because its node ran low on main memory."""
+    if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
+        return "oom"
+    return "failed" if error is None else status_of(error)
+
+
+def ledger_of(search: Any, *, who: str) -> Ledger:
+    """The ledger of a guarded search.
+
+    Raises:
+        ConfigurationError: if it has none; the message begins with ``who``.
+    """
+    given = search
+    while search is not None:
+        ledger = getattr(search, "ledger", None)
+        if isinstance(ledger, Ledger):
+            return ledger
+        search = getattr(search, "searcher", None)
+    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
+
+
+def _error_of(trial: Trial) -> Exception | None:
+    """What the trial failed with: pickled by Ray into the trial's folder on this machine a moment ago, or as text."""
+    path = trial.pickled_error_file
+    try:
+        if path is not None and Path(path).is_file():
+            error = cloudpickle.loads(Path(path).read_bytes())
+            return error if isinstance(error, Exception) else None
+        if trial.error_file is not None and Path(trial.error_file).is_file():
+            return RuntimeError(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
+    except Exception as error:  # whatever a class of the user's does while it is unpickled
+        return error
+    return None
+
+
+def _first_words(error: Exception | None) -> str:
+    """The last line of what Ray made of the error: the error itself."""
+    lines = [line for line in str(error or "").splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else ""

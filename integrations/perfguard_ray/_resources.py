@@ -1,0 +1,121 @@
+"""resources: what a trial asks Ray for, from what it is predicted to need."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ray.tune import PlacementGroupFactory
+
+from perfguard.devices import mig_profiles, smallest_profile
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.predictor import Prediction
+from perfguard_ray._callback import ledger_of
+from perfguard_ray._elsewhere import build_here_or_on_a_worker
+from perfguard_ray._ledger import Ledger, refuse_placeholders
+
+_GRAIN = 100
+"""Fractions of a GPU are rounded up to hundredths."""
+
+
+def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
+    """A function for ``tune.with_resources``: each trial asks for the part of a GPU that its predicted memory needs.
+
+    Three lines that a Tune user adds::
+
+        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build)
+        train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))
+        with perfguard_ray.measure():  # in the training function, around its body
+
+    The memory asked for is the one that the trial stays under with a chance of 1 - risk. Small trials share a card, large ones
+    get it for themselves; Ray sees to it that the parts on a card never add up to more than the card. Ray does not limit what a
+    trial takes: ``torch.cuda.set_per_process_memory_fraction`` does.
+
+    - On a GPU: ``{"CPU": cpus, "GPU": 0.37}``.
+    - With ``mig``: ``{"CPU": cpus, "mig-2g.10gb": 1}``, the smallest profile that fits (the largest where none does). Ray knows
+      nothing of MIG: start each node with what it has, ``ray start --resources='{"mig-2g.10gb": 3}'``.
+    - On a CPU: ``{"CPU": cpus, "memory": 2 ** 31}``, Ray's own resource for main memory.
+
+    Args:
+        search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run.
+        cpus: processors of a trial.
+        mig: the GPUs are split by MIG.
+
+    Raises:
+        ConfigurationError: for ``mig`` with a GPU that MIG cannot split, and for a ``search`` without a guard.
+    """
+    ledger = ledger_of(search, who="perfguard_ray.resources")
+    device = ledger.guard.device
+    if mig and not mig_profiles(device):
+        raise ConfigurationError(f"mig=True, but MIG cannot split {device.name}. Leave it out.")
+    return TrialResources(ledger, cpus, mig)
+
+
+class TrialResources:
+    """What :func:`resources` returns: a function of the configuration, for the process that made it: the driver.
+
+    It travels to the workers with the trainable, and comes back to the driver as a copy (Tune keeps trainables pickled), but the
+    guard stays where it is.
+    """
+
+    def __init__(self, ledger: Ledger, cpus: float, mig: bool) -> None:
+        self._key = uuid.uuid4().hex
+        self._cpus = cpus
+        self._mig = mig
+        self._keeps: Ledger | None = ledger
+        _ledgers_here[self._key] = ledger
+
+    @property
+    def _ledger(self) -> Ledger:
+        ledger = _ledgers_here.get(self._key)
+        if ledger is None:
+            raise ConfigurationError(
+                "The resources of a trial were asked for outside the process that called perfguard_ray.resources(search). "
+                "Call it in the script that calls Tuner.fit() or Tuner.restore()."
+            )
+        return ledger
+
+    def __call__(self, config: dict[str, Any]) -> PlacementGroupFactory:
+        return PlacementGroupFactory([self.of(config)])
+
+    def of(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """The resources of a trial with ``config``, as Ray names them. All of a device, if it cannot be predicted."""
+        prediction = self._prediction(config)
+        guard = self._ledger.guard
+        device = guard.device
+        needed_bytes = device.memory_bytes if prediction is None else prediction.peak_memory.quantile(1 - guard.risk)
+        own: dict[str, float] = {"CPU": self._cpus}
+        if device.kind == "cpu":
+            return own if prediction is None else own | {"memory": math.ceil(needed_bytes)}
+        if self._mig:
+            profile = smallest_profile(device, needed_bytes) or mig_profiles(device)[-1]
+            return own | {f"mig-{profile.name}": 1}
+        return own | {"GPU": min(1.0, math.ceil(_GRAIN * needed_bytes / device.memory_bytes) / _GRAIN)}
+
+    def _prediction(self, config: Mapping[str, Any]) -> Prediction | None:
+        """That of the decision on this configuration, which has just been made; else a new one, which is not logged."""
+        ledger = self._ledger
+        for entry in reversed(ledger.entries.values()):
+            if entry.config == config:
+                return entry.decision.verdict.prediction
+        try:
+            refuse_placeholders(config)
+            workload = build_here_or_on_a_worker(ledger.build, config, ledger.guard.device)
+            return ledger.guard.check(workload).prediction
+        except Exception as error:
+            ledger.warn_once(
+                "resources",
+                UnguardedTrialWarning,
+                f"PerfGuard could not predict a trial, which asks for a whole device (said once): "
+                f"{type(error).__name__}: {error}",
+            )
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_keeps": None}
+
+
+_ledgers_here: WeakValueDictionary[str, Ledger] = WeakValueDictionary()

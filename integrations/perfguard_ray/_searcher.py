@@ -1,0 +1,212 @@
+"""PerfGuardSearcher: any of Ray Tune's searchers, asked until it proposes something that fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ray.tune.search import Searcher
+from ray.tune.search.util import _set_search_properties_backwards_compatible
+from ray.tune.utils import merge_dicts
+
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
+from perfguard.guard import Guard
+from perfguard.workload import Build
+from perfguard_ray._ledger import REPAIR_KEY, Entry, make_ledger
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
+
+DEFAULT_MAX_PROPOSALS = 100
+
+
+class PerfGuardSearcher(Searcher):
+    """Wraps a searcher: a configuration that would break a budget is logged, told to the searcher, and never becomes an actor.
+
+    Three lines that a Tune user adds::
+
+        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, memory_budget="38GiB")
+        Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
+        with perfguard_ray.measure():  # in the training function, around its body
+
+    ``num_samples`` counts the trials that run. When the searcher proposes ``max_proposals`` configurations in a row that do not
+    fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so.
+
+    What the searcher is told of a configuration that does not fit: Optuna a pruned trial with signed constraints, which its
+    samplers model; the others the worst result so far, and an error as long as there is none.
+
+    Args:
+        searcher: any ``ray.tune.search.Searcher``, such as OptunaSearch or HyperOptSearch, or a ConcurrencyLimiter of one.
+        gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu". With "auto" it is the GPU of the
+            machine that runs the search; name it if the workers have another.
+        build: ``build(config) -> Workload``: what a trial with this configuration would run.
+        guard: a guard that exists already, instead of ``gpu`` and ``settings``; several runs may share it.
+        study: name of the run in the measurement log. None: a new one.
+        max_proposals: how many configurations in a row may be turned down.
+        settings: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, risk, log and so on. With
+            ``on_violation="repair"`` the training function finds what it has to change with :func:`perfguard_ray.repair_of`.
+
+    Raises:
+        ConfigurationError: for what cannot be right, and for a SearchAlgorithm, which is no Searcher.
+    """
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        gpu: str | Device = "auto",
+        *,
+        build: Build,
+        guard: Guard | None = None,
+        study: str | None = None,
+        max_proposals: int = DEFAULT_MAX_PROPOSALS,
+        **settings: Unpack[GuardSettings],
+    ) -> None:
+        if not isinstance(searcher, Searcher):
+            raise ConfigurationError(
+                f"PerfGuardSearcher wraps a ray.tune.search.Searcher such as OptunaSearch(), but got {searcher!r}. For random "
+                f"and grid search use PerfGuardVariantGenerator(gpu=..., build=...) instead."
+            )
+        if max_proposals < 1:
+            raise ConfigurationError(f"max_proposals must be at least 1, but got {max_proposals!r}.")
+        self.searcher: Any = searcher
+        self.ledger = make_ledger(build, guard, gpu, study, settings)
+        self.max_proposals = max_proposals
+        self._constants: dict[str, Any] = {}
+        self._inner_ids: dict[str, str] = {}
+        self._worst: dict[str, float] = {}
+        self._num_completed = 0
+        self._gave_up_at: int | None = None
+        super().__init__(metric=searcher.metric, mode=searcher.mode)
+
+    @property
+    def metric(self) -> Any:
+        """The wrapped searcher's."""
+        return self.searcher.metric
+
+    @property
+    def mode(self) -> Any:
+        """The wrapped searcher's."""
+        return self.searcher.mode
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+        """Passed on. The constants of the space are remembered: a searcher's suggestion lacks them, ``build`` may need them."""
+        self._constants = copy.deepcopy(config)
+        done: bool = _set_search_properties_backwards_compatible(
+            self.searcher.set_search_properties, metric, mode, config, **spec
+        )
+        return done
+
+    def suggest(self, trial_id: str) -> Any:
+        """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
+        if self._gave_up_at == self._num_completed and self._inner_ids:
+            return None  # nothing has changed since it was asked in vain
+        for attempt in range(self.max_proposals):
+            inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
+            suggestion = self.searcher.suggest(inner_id)
+            if suggestion is None or suggestion == Searcher.FINISHED:
+                return suggestion
+            entry = self.ledger.judge(merge_dicts(self._constants, suggestion))
+            if entry is not None:
+                _tell_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+            if entry is None or entry.decision.verdict.action != "prune":
+                return self._launch(trial_id, inner_id, suggestion, entry)
+            self._tell_infeasible(inner_id)
+        return self._give_up()
+
+    def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry | None) -> Any:
+        self._gave_up_at = None
+        self._inner_ids[trial_id] = inner_id
+        if entry is None:
+            return suggestion
+        self.ledger.entries[trial_id] = entry
+        repair = {key: value for key, value in entry.config.items() if key == REPAIR_KEY}
+        return {**suggestion, **repair} if repair else suggestion
+
+    def _give_up(self) -> str | None:
+        self._gave_up_at = self._num_completed
+        if self._inner_ids:
+            return None
+        self.ledger.warn_once(
+            "infeasible",
+            NothingFeasibleWarning,
+            f"{type(self.searcher).__name__} proposed {self.max_proposals} configurations in a row that do not fit the budget of "
+            f"{self.ledger.guard.device.name}, so the search ends. Narrow the search space, raise the budget, or raise "
+            f"max_proposals. The reasons are in the measurement log, under {self.ledger.study!r}.",
+        )
+        return str(Searcher.FINISHED)
+
+    def _tell_infeasible(self, inner_id: str) -> None:
+        if _optuna_trial(self.searcher, inner_id) is not None:
+            self.searcher.on_trial_complete(inner_id)  # neither result nor error: OptunaSearch tells its study PRUNED
+        elif self._worst:
+            self.searcher.on_trial_complete(inner_id, result={"training_iteration": 1, **self._worst})
+        else:
+            self.searcher.on_trial_complete(inner_id, error=True)
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        self.searcher.on_trial_result(self._inner_ids.get(trial_id, trial_id), result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        self._num_completed += 1
+        if result and not error:
+            self._remember_worst(result)
+        self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)
+
+    def _remember_worst(self, result: Mapping[str, Any]) -> None:
+        """The worst value of each metric: what an infeasible configuration is scored with, so that no model is torn apart."""
+        metrics, modes = ([given] if isinstance(given, str) else given or [] for given in (self.metric, self.mode))
+        for metric, mode in zip(metrics, modes, strict=False):
+            value = result.get(metric)
+            if isinstance(value, (int, float)) and value == value:
+                worse = max if mode == "min" else min
+                self._worst[metric] = worse(value, self._worst.get(metric, value))
+
+    def add_evaluated_point(self, parameters: dict[str, Any], value: float, *arguments: Any, **options: Any) -> Any:
+        return self.searcher.add_evaluated_point(parameters, value, *arguments, **options)
+
+    def set_max_concurrency(self, max_concurrent: int) -> bool:
+        handled: bool = self.searcher.set_max_concurrency(max_concurrent)
+        return handled
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything but the wrapped searcher, which Tune saves by itself, and the guard, which goes with the Tuner."""
+        names = ("_constants", "_inner_ids", "_worst", "_num_completed")
+        return {"ledger": self.ledger.get_state(), **{name: copy.deepcopy(getattr(self, name)) for name in names}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.ledger.set_state(state.pop("ledger"))
+        self.__dict__.update(state)
+
+    def save(self, checkpoint_path: str) -> None:
+        self.searcher.save(checkpoint_path)
+
+    def restore(self, checkpoint_path: str) -> None:
+        self.searcher.restore(checkpoint_path)
+
+    def on_pause(self, trial_id: str) -> None:
+        """For BOHB."""
+        self.searcher.on_pause(self._inner_ids.get(trial_id, trial_id))
+
+    def on_unpause(self, trial_id: str) -> None:
+        """For BOHB."""
+        self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
+
+
+def _optuna_trial(searcher: Any, inner_id: str) -> Any:
+    """The Optuna trial behind a suggestion; None if the searcher at the core is not Optuna's. Private since Ray 1.4."""
+    while hasattr(searcher, "searcher"):
+        searcher = searcher.searcher
+    return getattr(searcher, "_ot_trials", {}).get(inner_id)
+
+
+def _tell_constraints(searcher: Any, inner_id: str, margins: Mapping[str, float]) -> None:
+    """How far the configuration is from feasible, for samplers that model it (Optuna 5); negative where it fits."""
+    set_constraint = getattr(_optuna_trial(searcher, inner_id), "set_constraint", None)
+    if set_constraint is not None:
+        for quantity, margin in margins.items():
+            set_constraint(f"perfguard:{quantity}", margin)

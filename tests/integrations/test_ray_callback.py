@@ -1,0 +1,306 @@
+"""What comes back from Tune's trials: measurements, failures, trials that are too slow; beside Tune's own schedulers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import tune
+from ray.exceptions import OutOfMemoryError
+from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBasedTraining
+from torch import nn
+
+import perfguard_ray
+from perfguard import MeasurementStore, Workload
+from perfguard.exceptions import MeasurementWarning
+from perfguard.guard import Decision, Verdict
+from perfguard.store import LoggedDecision
+from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
+from perfguard_ray._callback import breaks_budget, status_of_failure
+from perfguard_ray._ledger import Entry
+from perfguard_ray._measure import measurement_in, metrics_of
+from tests.doubles import ReplayPredictor
+
+MIB = 2**20
+
+
+def build(config: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, config.get("width", 8)), inputs=(32, 64), loss=torch.mean, steps=config.get("steps", 12))
+
+
+def train_steps(config: Mapping[str, Any], num_steps: int, *, seconds: float = 0.0) -> float:
+    model = nn.Linear(64, config.get("width", 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(num_steps):
+        loss = model(torch.ones(32, 64)).mean()
+        loss.backward()
+        optimizer.step()
+        time.sleep(seconds)
+    return float(loss.detach())
+
+
+def train(config: dict[str, Any]) -> dict[str, float] | None:
+    if config.get("what") == "silent":
+        return None
+    with perfguard_ray.measure():
+        ballast = torch.ones(64 * MIB // 4)
+        loss = train_steps(config, 6)
+        tune.report({"loss": loss})
+        if config.get("what") == "oom":
+            ballast = torch.cat([ballast, ballast])
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        if config.get("what") == "failed":
+            raise ValueError("labels are wrong")
+        loss = train_steps(config, 6)
+        del ballast
+    return {"loss": loss}
+
+
+def run(folder: Path, trainable: Any, space: Mapping[str, Any], *, num_samples: int = 1, **options: Any) -> Any:
+    """Runs ``trainable`` guarded; returns Tune's results, the rows of the log and the predictor."""
+    predictor = ReplayPredictor()
+    guard_options = {name: options.pop(name) for name in ("time_budget", "gpu") if name in options}
+    search = PerfGuardVariantGenerator(
+        build=build, predictor=predictor, log=str(folder / "log.db"), **{"gpu": "cpu", **guard_options}
+    )
+    tuner = tune.Tuner(
+        trainable,
+        param_space=dict(space),
+        tune_config=tune.TuneConfig(search_alg=search, num_samples=num_samples, metric="loss", mode="min", **options),
+        run_config=tune.RunConfig(
+            storage_path=str(folder), name="run", verbose=0, callbacks=[PerfGuardCallback(search)], log_to_file=False
+        ),
+    )
+    return tuner.fit(), MeasurementStore(str(folder / "log.db")).decisions("run"), predictor
+
+
+def by(rows: list[LoggedDecision], name: str) -> dict[Any, LoggedDecision]:
+    return {row.params[name]: row for row in rows}
+
+
+# --- without a cluster
+
+
+def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
+    return Entry(Decision("id", Verdict("launch", ""), steps), {}, started_at=0.0, report=report)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.001, total_time_s=10.0), True),  # 10 s + 900 steps of 0.1 s
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.05, total_time_s=10.0), False),  # likely, but not sure
+        (entry(num_steps=100, pace_mean_s=0.05, pace_error_s=0.001, total_time_s=5.0), False),  # 5 s + 900 steps of 0.05 s
+        (entry(num_steps=9, total_time_s=50.0), False),  # too few steps to have a pace
+        (entry(num_steps=100, pace_mean_s=0.1, pace_error_s=0.001, total_time_s=10.0, steps=None), False),  # how many are left?
+        (entry(num_steps=1, total_time_s=61.0), True),  # the budget is gone
+        (entry(), False),  # nothing was reported
+    ],
+)
+def test_a_pace_breaks_a_budget_of_a_minute_only_on_evidence(given: Entry, expected: bool) -> None:
+    assert breaks_budget(given, 60.0, 0.05) is expected
+    assert not breaks_budget(given, None, 0.05)
+
+
+def test_time_and_steps_of_a_trial_that_is_started_again_add_up() -> None:
+    trial = entry(num_steps=100, total_time_s=10.0)
+    trial.restart()
+    trial.report = {"num_steps": 50, "total_time_s": 4.0}
+    assert (trial.num_steps, trial.elapsed_s) == (150, 14.0)
+
+
+def test_outside_ray_a_block_is_measured_all_the_same() -> None:
+    with perfguard_ray.measure() as measured_run:
+        train_steps({}, 3)
+        assert metrics_of(measured_run)["perfguard/num_steps"] == 3
+    assert measured_run.measurement is not None
+    assert measured_run.measurement.status == "ok"
+    assert measured_run.measurement.device_id == "cpu"
+
+
+def test_an_error_takes_the_measurement_along() -> None:
+    def fail() -> None:
+        with perfguard_ray.measure():
+            train_steps({}, 2)
+            raise MemoryError("no more")
+
+    with pytest.raises(MemoryError) as caught:
+        fail()
+    wrapped = RuntimeError("from a worker")
+    wrapped.__cause__ = caught.value
+    measurement = measurement_in(wrapped)
+    assert measurement is not None
+    assert (measurement.status, measurement.num_steps) == ("oom", 2)
+    assert measurement_in(RuntimeError("of somebody else")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (OutOfMemoryError("whatever Ray says"), "oom"),
+        (RuntimeError("Failure # 1\n1 worker(s) were killed due to the node running low on memory."), "oom"),
+        (ValueError("labels are wrong"), "failed"),
+        (None, "failed"),
+    ],
+)
+def test_a_trial_that_ray_ends_for_want_of_memory_ran_out_of_memory(error: Exception | None, expected: str) -> None:
+    assert status_of_failure(error) == expected
+
+
+# --- with Tune
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.filterwarnings("ignore:A trial ended without reporting")
+def test_what_trials_cost_and_how_they_failed_is_logged(tmp_path: Path) -> None:
+    whats = ["ok", "silent", "oom", "failed"]
+    results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)}, reuse_actors=True)
+    assert results.num_errors == 2
+    logged = by(rows, "what")
+    assert {what: row.status for what, row in logged.items()} == {"ok": "ok", "oom": "oom", "failed": "failed", "silent": "ok"}
+    peaks = {what: row.measured_peak_memory_bytes or 0 for what, row in logged.items()}
+    assert 60 * MIB < peaks["ok"] < 110 * MIB
+    assert peaks["oom"] > 180 * MIB, "the lower bound is what was reached after the last report"
+    assert logged["silent"].measured_peak_memory_bytes is None
+    assert logged["ok"].measured_step_time_s is not None
+    assert [row.measurement.num_steps for row in predictor.learnt if row.measurement.peak_memory_bytes] == [12]
+    (best,) = (result for result in results if result.config["what"] == "ok")
+    assert best.metrics["perfguard/num_steps"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_trials_that_never_report_are_pointed_out_once(tmp_path: Path) -> None:
+    with pytest.warns(MeasurementWarning, match=r"Put `with perfguard_ray.measure\(\):` around the body") as caught:
+        _, rows, _ = run(tmp_path, lambda _config: {"loss": 1.0}, {"width": tune.grid_search([4, 8])}, reuse_actors=True)
+    assert len(caught) == 1
+    assert [row.status for row in rows] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_trial_whose_pace_breaks_the_time_budget_is_stopped(tmp_path: Path) -> None:
+    def slow(config: dict[str, Any]) -> None:
+        with perfguard_ray.measure():
+            for _ in range(20):
+                tune.report({"loss": train_steps(config, 10, seconds=config["seconds"])})
+
+    space = {"seconds": tune.grid_search([0.0, 0.1]), "steps": 200}
+    _, rows, _ = run(tmp_path, slow, space, time_budget="14s", reuse_actors=True)
+    logged = by(rows, "seconds")
+    assert logged[0.0].status == "ok"
+    assert logged[0.1].status == "timeout"
+    assert 1 < (logged[0.1].measured_total_time_s or 0) < 10  # all of it would have taken 20 s
+
+
+@perfguard_ray.measured
+class Epochs(tune.Trainable):
+    """A class Trainable of three epochs."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.model = nn.Linear(64, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.get("lr", 0.1))
+        self.epoch = 0
+
+    def step(self) -> dict[str, Any]:
+        self.epoch += 1
+        for _ in range(4):
+            loss = self.model(torch.ones(32, 64)).pow(2).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return {"loss": float(loss.detach()), "done": self.epoch == 3}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        torch.save((self.model.state_dict(), self.epoch), Path(checkpoint_dir) / "state.pt")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:  # type: ignore[override]
+        state, self.epoch = torch.load(Path(checkpoint_dir) / "state.pt")
+        self.model.load_state_dict(state)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_class_trainable_is_measured(tmp_path: Path) -> None:
+    assert Epochs.__name__ == "Epochs"
+    results, rows, predictor = run(tmp_path, Epochs, {"lr": tune.grid_search([0.1, 0.01])})
+    assert results.num_errors == 0
+    assert [row.status for row in rows] == ["ok", "ok"]
+    assert [observation.measurement.num_steps for observation in predictor.learnt] == [12, 12]
+
+
+def report_loss(config: dict[str, Any]) -> None:
+    with perfguard_ray.measure():
+        for _ in range(8):
+            train_steps(config, 2)
+            tune.report({"loss": config["width"]})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("scheduler", ["asha", "median"])
+def test_schedulers_that_stop_trials_work_beside_the_guard(scheduler: str, tmp_path: Path) -> None:
+    schedulers = {
+        "asha": lambda: ASHAScheduler(max_t=8, grace_period=1, reduction_factor=2),
+        "median": lambda: MedianStoppingRule(grace_period=1, min_samples_required=1),
+    }
+    widths = [4, 8, 16, 32, 64, 128]  # the losses; the best comes first, so the others are stopped
+    results, rows, _ = run(
+        tmp_path,
+        report_loss,
+        {"width": tune.grid_search(widths)},
+        scheduler=schedulers[scheduler](),  # type: ignore[no-untyped-call]
+        reuse_actors=True,
+    )
+    assert results.num_errors == 0
+    assert [row.status for row in rows] == ["ok"] * len(widths)
+    assert min(len(result.metrics_dataframe) for result in results) < 8, "none was stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
+def test_population_based_training_closes_a_decision_when_it_changes_the_configuration(tmp_path: Path) -> None:
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration", perturbation_interval=1, hyperparam_mutations={"lr": [0.1, 1e-4]}, quantile_fraction=0.5
+    )
+    space = {"lr": tune.grid_search([0.1, 1e-5])}
+    results, rows, _ = run(tmp_path, Epochs, space, scheduler=scheduler)
+    assert results.num_errors == 0
+    assert len(rows) > 2, "no configuration was changed"
+    assert all(row.status == "ok" for row in rows)
+
+
+def train_with_ray_train(config: dict[str, Any]) -> None:
+    """Tune drives, Ray Train trains."""
+    from ray.train import RunConfig, ScalingConfig, report
+    from ray.train.torch import TorchTrainer
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    def worker(settings: dict[str, Any]) -> None:
+        with perfguard_ray.measure():
+            report({"loss": train_steps(settings, 5)})
+            report({"loss": train_steps(settings, 5)})
+
+    TorchTrainer(
+        worker,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=config["folder"], callbacks=[TuneReportCallback()]),  # type: ignore[list-item]
+    ).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_trial_that_trains_with_ray_train_is_measured_in_its_worker(tmp_path: Path) -> None:
+    trainable = tune.with_resources(train_with_ray_train, {"CPU": 0.5})
+    results, rows, predictor = run(tmp_path, trainable, {"width": tune.grid_search([8]), "folder": str(tmp_path / "train")})
+    assert results.num_errors == 0
+    assert [row.status for row in rows] == ["ok"]
+    assert [observation.measurement.num_steps for observation in predictor.learnt] == [10]

@@ -1,0 +1,361 @@
+"""What the guard lets through to Tune: searchers, random and grid search, saved and restored."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import tune
+from ray.tune.experiment import Experiment, Trial
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+from ray.tune.search.hyperopt import HyperOptSearch
+from ray.tune.search.optuna import OptunaSearch
+from torch import nn
+
+import perfguard_ray
+from perfguard import MeasurementStore, Workload
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
+from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
+from tests.doubles import ReplayPredictor
+
+SMALL, LARGE = 8, 4096
+"""Widths that need about 17 KiB and 2.5 MiB."""
+WIDTHS = tune.choice([SMALL, 16, 2048, LARGE])
+OPTIONS: dict[str, Any] = {"gpu": "a100", "memory_budget": "1MiB", "log": False}
+
+
+def build(config: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, config["width"]), inputs=(32, 64), loss=torch.mean, steps=3)
+
+
+def build_batch(config: Mapping[str, Any]) -> Workload:
+    """The batch is as large as "width" says."""
+    return Workload(nn.Linear(64, 64), inputs=(config["width"], 64), loss=torch.mean)
+
+
+def train(config: dict[str, Any]) -> None:
+    with perfguard_ray.measure():
+        tune.report({"loss": 1 / config["width"]})
+
+
+class ListSearcher(Searcher):
+    """A deterministic searcher: proposes ``widths`` in order, then is finished; writes down what it is told."""
+
+    def __init__(self, widths: list[int], *, metric: str = "loss", mode: str = "min") -> None:
+        super().__init__(metric=metric, mode=mode)
+        self.widths = widths
+        self.suggested: dict[str, int] = {}
+        self.told: dict[int, Any] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        if not self.widths:
+            return Searcher.FINISHED
+        self.suggested[trial_id] = self.widths.pop(0)
+        return {"width": self.suggested[trial_id]}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        self.told[self.suggested[trial_id]] = "error" if error else (result or {}).get("loss")
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).write_bytes(pickle.dumps(self.__dict__))
+
+    def restore(self, checkpoint_path: str) -> None:
+        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+
+
+def guarded(searcher: Searcher, **options: Any) -> PerfGuardSearcher:
+    return PerfGuardSearcher(searcher, **{"build": build, "predictor": ReplayPredictor(), **OPTIONS, **options})
+
+
+def guarded_generator(generator: BasicVariantGenerator | None = None, **options: Any) -> PerfGuardVariantGenerator:
+    return PerfGuardVariantGenerator(generator, **{"build": build, "predictor": ReplayPredictor(), **OPTIONS, **options})
+
+
+def make_tuner(search: Any, folder: Path, space: Mapping[str, Any], num_samples: int, **options: Any) -> tune.Tuner:
+    callbacks = [PerfGuardCallback(search), *options.pop("callbacks", [])]
+    return tune.Tuner(
+        options.pop("trainable", train),
+        param_space=dict(space),
+        tune_config=tune.TuneConfig(
+            search_alg=search, num_samples=num_samples, metric="loss", mode="min", reuse_actors=True, **options
+        ),
+        run_config=tune.RunConfig(storage_path=str(folder), name="run", verbose=0, callbacks=callbacks),
+    )
+
+
+def widths_of(results: tune.ResultGrid) -> list[int]:
+    return sorted((results[number].config or {})["width"] for number in range(len(results)))
+
+
+# --- without a cluster: what the wrapped searcher sees
+
+
+def test_only_what_fits_is_suggested() -> None:
+    search = guarded(ListSearcher([LARGE, SMALL, 2048, 16]))
+    assert search.suggest("a") == {"width": SMALL}
+    assert search.suggest("b") == {"width": 16}
+    assert search.suggest("c") == Searcher.FINISHED
+    assert [(row.action, row.params["width"]) for row in search.ledger.guard.log.decisions()] == [
+        ("prune", LARGE),
+        ("launch", SMALL),
+        ("prune", 2048),
+        ("launch", 16),
+    ]
+
+
+def test_a_repaired_trial_is_told_what_to_change() -> None:
+    search = guarded(ListSearcher([256, SMALL]), build=build_batch, memory_budget="160KiB", on_violation="repair")
+    repaired = perfguard_ray.repair_of(search.suggest("a"))
+    assert repaired.micro_batch_size is not None
+    assert repaired.micro_batch_size * repaired.accumulation == 256
+    assert search.suggest("b") == {"width": SMALL}
+    assert perfguard_ray.repair_of({"width": SMALL}).accumulation == 1
+
+
+def test_constants_of_the_space_reach_build() -> None:
+    seen: list[Mapping[str, Any]] = []
+
+    def remembering(config: Mapping[str, Any]) -> Workload:
+        seen.append(config)
+        return build(config)
+
+    search = guarded(ListSearcher([SMALL]), build=remembering)
+    search.set_search_properties("loss", "min", {"width": WIDTHS, "epochs": 3, "data": {"path": "here"}})
+    search.suggest("a")
+    assert seen[-1] == {"width": SMALL, "epochs": 3, "data": {"path": "here"}}
+
+
+def test_what_does_not_fit_is_an_error_first_and_then_scores_as_the_worst_that_ran() -> None:
+    searcher = ListSearcher([LARGE, SMALL, 16, 2048, 32])
+    search = guarded(searcher)
+    search.suggest("a")
+    assert searcher.told == {LARGE: "error"}
+    search.suggest("b")
+    search.on_trial_complete("a", {"loss": 0.7})
+    search.on_trial_complete("b", {"loss": 0.3})
+    search.suggest("c")
+    assert searcher.told == {LARGE: "error", SMALL: 0.7, 16: 0.3, 2048: 0.7}
+
+
+def test_optuna_is_told_a_pruned_trial_and_how_far_each_one_is_from_feasible() -> None:
+    searcher = OptunaSearch(seed=0)
+    search = guarded(searcher)
+    search.set_search_properties("loss", "min", {"width": WIDTHS})
+    launched = 0
+    while launched < 4:
+        assert search.suggest(f"trial{launched}")["width"] in (SMALL, 16)
+        search.on_trial_complete(f"trial{launched}", {"loss": 0.5})
+        launched += 1
+    study: Any = searcher._ot_study
+    trials = study.get_trials()
+    assert {trial.state.name for trial in trials} == {"COMPLETE", "PRUNED"}
+    for trial in trials:
+        assert (trial.constraints["perfguard:memory"] > 0) == (trial.state.name == "PRUNED")
+
+
+def test_hyperopt_learns_from_what_did_not_fit() -> None:
+    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=1)
+    search = guarded(searcher)
+    search.set_search_properties("loss", "min", {"width": WIDTHS})
+    for number in range(6):
+        assert search.suggest(f"trial{number}")["width"] in (SMALL, 16)
+        search.on_trial_complete(f"trial{number}", {"loss": 0.5, "training_iteration": 1})
+    assert search.ledger.num_rejected > 0
+    assert {trial["state"] for trial in searcher._hpopt_trials.trials} <= {2, 3}  # done or error, none left open
+
+
+def test_an_inner_concurrency_limiter_is_not_blocked_by_what_does_not_fit() -> None:
+    search = guarded(ConcurrencyLimiter(ListSearcher([LARGE] * 5 + [SMALL, 16, 32]), max_concurrent=2))
+    assert search.suggest("a") == {"width": SMALL}
+    assert search.suggest("b") == {"width": 16}
+    assert search.suggest("c") is None
+    search.on_trial_complete("a", {"loss": 1.0})
+    assert search.suggest("d") == {"width": 32}
+
+
+def test_a_search_in_which_nothing_fits_ends_and_says_so() -> None:
+    searcher = ListSearcher([LARGE] * 50)
+    search = guarded(searcher, max_proposals=10)
+    with pytest.warns(NothingFeasibleWarning, match="ListSearcher proposed 10 configurations in a row that do not fit"):
+        assert search.suggest("a") == Searcher.FINISHED
+    assert len(searcher.widths) == 40
+
+
+def test_while_a_trial_runs_a_vain_search_waits_and_does_not_ask_again_and_again() -> None:
+    searcher = ListSearcher([SMALL] + [LARGE] * 10 + [16])
+    search = guarded(searcher, max_proposals=10)
+    search.suggest("a")
+    assert [search.suggest("b") for _ in range(3)] == [None, None, None]
+    assert len(searcher.widths) == 1
+    search.on_trial_complete("a", {"loss": 1.0})
+    assert search.suggest("b") == {"width": 16}
+
+
+def test_a_build_that_fails_launches_unguarded_and_warns_once() -> None:
+    def broken(config: Mapping[str, Any]) -> Workload:
+        raise RuntimeError("no such data set")
+
+    search = guarded(ListSearcher([LARGE, SMALL]), build=broken)
+    with pytest.warns(UnguardedTrialWarning, match="no such data set") as caught:
+        assert [search.suggest("a"), search.suggest("b")] == [{"width": LARGE}, {"width": SMALL}]
+    assert len(caught) == 1
+
+
+def test_a_guard_that_breaks_launches_unguarded_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = guarded(ListSearcher([LARGE, SMALL]))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(search.ledger.guard, "decide", fail)
+    with pytest.warns(UnguardedTrialWarning, match="OSError: disk on fire") as caught:
+        assert [search.suggest("a"), search.suggest("b")] == [{"width": LARGE}, {"width": SMALL}]
+    assert len(caught) == 1
+
+
+def test_an_object_in_the_space_is_named_as_what_cannot_be_judged() -> None:
+    class Placeholders(ListSearcher):
+        def suggest(self, trial_id: str) -> Any:
+            return super().suggest(trial_id) | {"optimizer": ("__ref_ph", "12ab")}
+
+    with pytest.warns(UnguardedTrialWarning, match=r"config\['optimizer'\] is an object, which Ray Tune does not show"):
+        guarded(Placeholders([SMALL])).suggest("a")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: guarded(BasicVariantGenerator()), ConfigurationError, "use PerfGuardVariantGenerator"),  # type: ignore[arg-type]
+        (lambda: guarded_generator(OptunaSearch()), ConfigurationError, "Wrap a Searcher .* in PerfGuardSearcher"),  # type: ignore[arg-type]
+        (lambda: guarded(ListSearcher([]), max_proposals=0), ConfigurationError, "max_proposals must be at least 1"),
+        (lambda: guarded(ListSearcher([]), build=None), ConfigurationError, "build must be a function"),
+        (lambda: guarded(ListSearcher([]), gpu="a1000"), UnknownDeviceError, "a1000"),
+        (lambda: guarded(ListSearcher([]), memory_budget="lots"), ConfigurationError, "memory_budget"),
+        (lambda: guarded(ListSearcher([]), log="mysql://host/db"), ConfigurationError, "SQLite or PostgreSQL"),
+        (lambda: PerfGuardCallback(OptunaSearch()), ConfigurationError, "PerfGuardCallback takes the PerfGuardSearcher"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_once(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+# --- with Tune
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
+    search = guarded(OptunaSearch(seed=1))
+    results = make_tuner(search, tmp_path, {"width": WIDTHS, "epochs": 3}, 5).fit()
+    assert len(results) == 5
+    assert set(widths_of(results)) <= {SMALL, 16}
+    rows = search.ledger.guard.log.decisions()
+    assert [row.action for row in rows].count("launch") == 5
+    assert "prune" in {row.action for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_grid_points_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
+    search = guarded_generator()
+    with pytest.warns(NothingFeasibleWarning, match="2 of 4 points were left out.*under 'run'"):
+        results = make_tuner(search, tmp_path, {"width": tune.grid_search([SMALL, LARGE, 16, 2048])}, 1).fit()
+    assert widths_of(results) == [SMALL, 16]
+    assert {row.study for row in search.ledger.guard.log.decisions()} == {"run"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) -> None:
+    with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
+        results = make_tuner(guarded_generator(), tmp_path, {"width": tune.grid_search([LARGE, 2048])}, 1).fit()
+    assert len(results) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_model_whose_package_only_workers_have_is_traced_there() -> None:
+    driver = os.getpid()
+
+    def build_elsewhere(config: Mapping[str, Any]) -> Workload:
+        if os.getpid() == driver:
+            raise ModuleNotFoundError("No module named 'secret_models'")
+        return Workload(nn.Linear(64, config["width"]), inputs=(32, 64), loss=torch.mean, steps=7)
+
+    search = guarded(ListSearcher([LARGE, SMALL]), build=build_elsewhere)
+    assert search.suggest("a") == {"width": SMALL}
+    assert search.ledger.num_rejected == 1
+    assert search.ledger.entries["a"].decision.steps == 7
+
+
+def draw(search: PerfGuardVariantGenerator, space: Mapping[str, Any], num_samples: int, folder: Path) -> list[dict[str, Any]]:
+    """The configurations that ``search`` would run, without running them."""
+    search.add_configurations([Experiment("run", train, config=dict(space), num_samples=num_samples, storage_path=str(folder))])
+    configs = []
+    while (trial := search.next_trial()) is not None:
+        configs.append(trial.config)
+        assert trial.evaluated_params == trial.config
+        assert f"width={trial.config['width']}" in trial.experiment_tag
+    return configs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_random_points_that_do_not_fit_are_drawn_again(tmp_path: Path) -> None:
+    space = {"width": WIDTHS, "lr": tune.loguniform(1e-4, 1e-1)}
+    runs = [draw(guarded_generator(BasicVariantGenerator(random_state=3)), space, 8, tmp_path) for _ in range(2)]
+    assert len(runs[0]) == 8
+    assert {config["width"] for config in runs[0]} <= {SMALL, 16}
+    assert runs[0] == runs[1], "a seed fixes the run"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_of_a_grid_with_random_parameters_the_parts_that_never_fit_are_given_up(tmp_path: Path) -> None:
+    search = guarded_generator(max_proposals=5)
+    space = {"width": tune.grid_search([SMALL, LARGE]), "lr": tune.uniform(0, 1)}
+    with pytest.warns(NothingFeasibleWarning, match="10 of 20 points were left out"):
+        configs = draw(search, space, 10, tmp_path)
+    assert [config["width"] for config in configs] == [SMALL] * 10
+    assert search.ledger.num_rejected == 5, "a part is given up once"
+
+
+class CutOff(tune.Callback):
+    """Ends the driver after the first trial, as long as there is a file."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        if self.flag.exists() and any(trial.status == Trial.TERMINATED for trial in trials):
+            self.flag.unlink()
+            raise RuntimeError("the driver is gone")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("kind", ["searcher", "generator"])
+@pytest.mark.filterwarnings("ignore:.* points were left out")
+def test_a_run_that_was_cut_off_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "1")
+    log = MeasurementStore(str(tmp_path / "log.db"))
+    flag = tmp_path / "flag"
+    flag.touch()
+    widths = [LARGE, SMALL, 2048, 16, LARGE, 32]
+    search: Any = guarded(ListSearcher(widths), log=log, study="run") if kind == "searcher" else guarded_generator(log=log)
+    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
+    tuner = make_tuner(search, tmp_path, space, 3 if kind == "searcher" else 1, callbacks=[CutOff(flag)])
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        tuner.fit()
+    assert sum(row.status == "ok" for row in log.decisions("run")) < 3
+    results = tune.Tuner.restore(str(tmp_path / "run"), trainable=train).fit()
+    assert widths_of(results) == [SMALL, 16, 32]
+    rows = log.decisions("run")
+    assert sorted(row.params["width"] for row in rows if row.status == "ok") == [SMALL, 16, 32]
+    assert {row.params["width"] for row in rows if row.action == "prune"} == {LARGE, 2048}
