@@ -73,9 +73,7 @@ class _Builder:
         self._values = inferred.values
         self._types: Mapping[str, TensorType] = inferred.types
         if half is not None:
-            self._types = {
-                name: found._replace(dtype=half) if found.dtype == "float32" else found for name, found in inferred.types.items()
-            }
+            self._types = {name: _narrowed(found, half) for name, found in inferred.types.items()}
         self._outputs = {value.name for value in graph.output}
         self._constants = self._constant_names(nodes_of(graph))
         self._nodes = fused(nodes_of(graph), self._types, self._constants, self._outputs)
@@ -317,3 +315,7 @@ class _Builder:
             yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"
         if any(node.op_type in QUANTISED for node in self._nodes):
             yield "quantised operators: bytes as stored, arithmetic at the rate of float32, each operator on its own"
+
+
+def _narrowed(found: TensorType, half: str) -> TensorType:
+    return found._replace(dtype=half) if found.dtype == "float32" else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -68,7 +68,7 @@ def _slimmed(path: Path, max_bytes: int) -> bytes:
 
 def _parsed(path: Path, data: bytes) -> onnx.ModelProto:
     try:
-        model = onnx.ModelProto.FromString(data)
+        model: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except (DecodeError, ValueError, RecursionError) as error:
         raise OnnxError(path, f"is no ONNX model, or damaged: {error}", "Export or download it again.") from None
     if not model.HasField("graph"):
@@ -196,35 +196,44 @@ def _put_in_order(path: Path, graph: onnx.GraphProto) -> None:
             if name in maker or name in given:
                 raise OnnxError(path, f"makes {name[:80]!r} twice, the second time by {label(node, index)}", "Export it again.")
             maker[name] = index
-    waiting = [0] * len(graph.node)
+    needs = [_makers_of(path, node, index, maker, given) for index, node in enumerate(graph.node)]
+    unmade = [value.name for value in graph.output if value.name not in maker and value.name not in given]
+    if unmade:
+        raise OnnxError(path, f"never makes its output {unmade[0][:80]!r}", "Export it again.")
+    if all(needed < index for index, makers in enumerate(needs) for needed in makers):
+        return
+    order = _sorted(needs)
+    if len(order) < len(needs):
+        stuck = min(set(range(len(needs))) - set(order))
+        raise OnnxError(path, f"is cyclic: {label(graph.node[stuck], stuck)} needs its own output", "Export it again.")
+    nodes = [onnx.NodeProto.FromString(graph.node[index].SerializeToString()) for index in order]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _makers_of(path: Path, node: onnx.NodeProto, index: int, maker: Mapping[str, int], given: set[str]) -> set[int]:
+    """The operators whose outputs ``node`` reads."""
+    names = set(names_read_by(node)) - given
+    for name in names:
+        if name not in maker:
+            raise OnnxError(path, f"lacks {name[:80]!r}, which {label(node, index)} reads", "Export it again.")
+    return {maker[name] for name in names}
+
+
+def _sorted(needs: Sequence[set[int]]) -> list[int]:
+    """Indices so that each comes after those that it needs; those in or behind a cycle are left out."""
+    waiting = [len(needed) for needed in needs]
     readers: dict[int, list[int]] = {}
-    for index, node in enumerate(graph.node):
-        for name in set(names_read_by(node)) - given:
-            if name not in maker:
-                raise OnnxError(path, f"lacks {name[:80]!r}, which {label(node, index)} reads", "Export it again.")
-            readers.setdefault(maker[name], []).append(index)
-            waiting[index] += 1
+    for index, needed in enumerate(needs):
+        for other in needed:
+            readers.setdefault(other, []).append(index)
     order = [index for index, number in enumerate(waiting) if not number]
     for index in order:  # grows
         for reader in readers.get(index, ()):
             waiting[reader] -= 1
             if not waiting[reader]:
                 order.append(reader)
-    if len(order) < len(graph.node):
-        stuck = next(index for index, number in enumerate(waiting) if number)
-        raise OnnxError(path, f"is cyclic: {label(graph.node[stuck], stuck)} needs its own output", "Export it again.")
-    unmade = [value.name for value in graph.output if value.name not in maker and value.name not in given]
-    if unmade:
-        raise OnnxError(path, f"never makes its output {unmade[0][:80]!r}", "Export it again.")
-    if any(later < earlier for earlier, later in zip(order, order[1:], strict=False)) and not _is_in_order(graph, maker):
-        nodes = [graph.node[index] for index in order]
-        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(copies)
-
-
-def _is_in_order(graph: onnx.GraphProto, maker: dict[str, int]) -> bool:
-    return all(maker.get(name, -1) < index for index, node in enumerate(graph.node) for name in names_read_by(node))
+    return order
 
 
 def label(node: onnx.NodeProto, index: int) -> str:

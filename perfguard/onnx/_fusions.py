@@ -13,6 +13,8 @@ from perfguard.onnx._nodes import OWN_DOMAIN, Node
 from perfguard.onnx._shapes import TensorType
 
 _LONGEST_CHAIN = 8
+_PRODUCTS = ("MatMul", "FusedMatMul")
+"""The second is com.microsoft's: it transposes and scales as well."""
 _Match = tuple[Node, set[int]]
 """What takes the place of an operator, and the indices of those that go with it."""
 
@@ -78,7 +80,8 @@ class _Fuser:
         if index is None or index in self._gone:
             return None
         node = self._nodes[index]
-        return index if node.is_standard and node.op_type in op_types and node.inputs else None
+        is_ours = node.is_standard or node.op_type in _PRODUCTS
+        return index if is_ours and node.op_type in op_types and node.inputs else None
 
     def _pair(self, node: Node, *op_types: str) -> Iterator[tuple[int, str]]:
         """Of an operator with two inputs: the maker of one, if it is of these types, and the other; both ways round."""
@@ -125,7 +128,8 @@ class _Fuser:
         score_shape, key_shape, out_shape = (found.shape for found in known if found is not None)
         if not len(score_shape) == len(out_shape) == len(key_shape) >= 3:
             return None
-        flops = 2 * math.prod(score_shape) * (key_shape[-2] + out_shape[-1])
+        width = key_shape[-1 if self._nodes[scores].attributes.get("transB") else -2]
+        flops = 2 * math.prod(score_shape) * (width + out_shape[-1])
         swallowed |= {softmax, scores}
         bases = [self._unscaled(name, swallowed, scores) for name in (query, key)]
         return self._own("Attention", (*bases, node.inputs[1], *masks), anchor, flops=flops, masked=bool(masks)), swallowed
@@ -153,7 +157,7 @@ class _Fuser:
         masks: list[str] = []
         between = ("Mul", "Div", "Add", "Where", "Cast")
         for _ in range(_LONGEST_CHAIN):
-            index = self._made_by(name, "MatMul")
+            index = self._made_by(name, *_PRODUCTS)
             if index is not None:
                 return (index if len(self._nodes[index].inputs) == 2 else None), masks
             index = self._made_by(name, *between)
@@ -165,10 +169,15 @@ class _Fuser:
                 name = node.inputs[0]
                 continue
             inputs = node.inputs[1:] if node.op_type == "Where" else node.inputs
-            leading = [other for other in inputs if self._made_by(other, "MatMul", *between) and other not in self._constants]
+            leading = [
+                other
+                for other in inputs
+                if other not in self._constants and self._made_by(other, *_PRODUCTS, *between) is not None
+            ]
             if not leading or len(inputs) != 2:
                 break
-            name = next((other for other in leading if self._made_by(other, "MatMul", "Mul", "Div")), leading[0])
+            scored = (other for other in leading if self._made_by(other, *_PRODUCTS, "Mul", "Div") is not None)
+            name = next(scored, leading[0])
             masks += [other for other in node.inputs if other != name and self._rank(other) > 0]
         return None, masks
 

@@ -28,8 +28,9 @@ IN_PLACE = frozenset({"relu", "silu", "hardswish", "hardtanh", "leaky_relu", "el
 """Activations that zoos write with inplace=True, and that ONNX runtimes compute in their input's memory."""
 
 _NAMES = {
-    "Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Pow": "pow", "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf",
-    "Abs": "abs", "Neg": "neg", "Reciprocal": "reciprocal", "Floor": "floor", "Ceil": "ceil", "Round": "round", "Sign": "sign",
+    "Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Pow": "pow", "Sqrt": "sqrt", "Exp": "exp", "Log": "log",
+    "Erf": "erf", "Abs": "abs", "Neg": "neg",
+    "Reciprocal": "reciprocal", "Floor": "floor", "Ceil": "ceil", "Round": "round", "Sign": "sign",
     "Sin": "sin", "Cos": "cos", "Tan": "tan", "Asin": "asin", "Acos": "acos", "Atan": "atan", "Sinh": "sinh", "Cosh": "cosh",
     "Asinh": "asinh", "Acosh": "acosh", "Atanh": "atanh", "Equal": "eq", "Greater": "gt", "GreaterOrEqual": "ge", "Less": "lt",
     "LessOrEqual": "le", "Not": "logical_not", "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor",

@@ -40,14 +40,21 @@ _BITS = {
     "UINT2": ("uint2", 2), "INT2": ("int2", 2),
 }  # fmt: skip
 """Of ONNX's types of elements torch's name, and the bits of one."""
-_DTYPES = {onnx.TensorProto.DataType.Value(key): found for key, found in _BITS.items() if key in onnx.TensorProto.DataType.keys()}
+_DTYPES = {number: _BITS[key] for key, number in onnx.TensorProto.DataType.items() if key in _BITS}
 _BITS_BY_DTYPE = dict(_BITS.values())
 _FOLLOWED = frozenset(
-    "Abs Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity Less "
-    "LessOrEqual Max Min Mod Mul Neg Not Or Pow Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round Slice Split Sqrt "
-    "Squeeze Sub Tile Transpose Unsqueeze Where".split()
-)
+    {"Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor", "Gather",
+     "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow",
+     "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Split", "Sqrt", "Squeeze",
+     "Sub", "Tile", "Transpose", "Unsqueeze", "Where"}
+)  # fmt: skip
 """Operators that are computed on small values; all of them take time in proportion to their (checked) output."""
+_LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "LayerNormalization", "SimplifiedLayerNormalization",
+                               "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "MultiHeadAttention",
+                               "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu"})  # fmt: skip
+"""com.microsoft's operators whose output has the shape of their first input."""
+_CONTRIBUTED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
+_MOST_PRODUCT_INPUTS = 3
 
 
 class TensorType(NamedTuple):
@@ -250,8 +257,8 @@ class _Inference:
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(domain, 1), domain)
-        except onnx.defs.SchemaError:  # an operator of somebody else's: it stays opaque
-            return {}
+        except onnx.defs.SchemaError:  # an operator of somebody else's
+            return self._contributed(node, index)
         try:
             return shape_inference.infer_node_outputs(
                 schema,
@@ -271,6 +278,24 @@ class _Inference:
                 f"gives {label(node, index)} inputs of shapes {', '.join(map(str, shapes[:4]))}, which do not fit: {reason}",
                 "If you changed the batch, it was fixed at export: leave it, or export with a dynamic batch dimension.",
             ) from None
+
+    def _contributed(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
+        """Operators that ONNX Runtime puts in when it optimises a model; all others stay opaque."""
+        if node.domain != "com.microsoft" or not node.input:
+            return {}
+        if node.op_type in _LIKE_FIRST_INPUT:
+            return {node.output[0]: self._protos[node.input[0]]}
+        if node.op_type not in _CONTRIBUTED:
+            return {}
+        standard = onnx.NodeProto()
+        standard.CopyFrom(node)
+        standard.op_type, standard.domain = _CONTRIBUTED[node.op_type], ""
+        del standard.input[_MOST_PRODUCT_INPUTS:]
+        known = onnx.defs.get_schema(standard.op_type, self._opset).attributes
+        for at in reversed(range(len(standard.attribute))):
+            if standard.attribute[at].name not in known:
+                del standard.attribute[at]
+        return self._one(standard, index)
 
     def _learn(self, name: str, proto: onnx.TypeProto) -> None:
         self._protos[name] = proto
