@@ -30,7 +30,11 @@ _ARGUMENT_ELEMENTS = 64
 """Integers up to this number are an operator's arguments (axes, shapes), not a tensor on the device."""
 _LONGEST_CHAIN = 16
 _MOST_NAMED = 4
-_NOT_FOLDED = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
+_NOT_FOLDED = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
+     "Gather", "GatherElements", "GatherND"}
+)  # fmt: skip
+"""Operators that run each time although their inputs are constant: random ones, and lookups, whose table stays on the device."""
 
 
 def graph_from_onnx(

@@ -16,7 +16,7 @@ from perfguard.onnx._wire import WireError, without_values
 from perfguard.quantities import format_bytes
 
 MOST_NODES = 100_000
-_DEEPEST_SUBGRAPH = 30
+_DEEPEST_SUBGRAPH = 20
 _ONNX_DOMAINS = ("", "ai.onnx")
 
 

@@ -203,6 +203,10 @@ class _Fuser:
 
     def _gelu(self, anchor: int) -> _Match | None:
         """x · (1 + erf(x / √2)) / 2, in any order of the products."""
+        out = self._nodes[anchor].outputs[0]
+        readers = [self._nodes[index] for index in self._readers.get(out, ())]
+        if [reader.op_type for reader in readers] == ["Mul"] and self._scalar_beside(readers[0]) == out:
+            return None  # the half is still to come
         swallowed: set[int] = set()
         factors = list(self._factors(anchor, swallowed))
         for name in factors:
