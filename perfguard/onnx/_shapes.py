@@ -43,10 +43,10 @@ _BITS = {
 _DTYPES = {number: _BITS[key] for key, number in onnx.TensorProto.DataType.items() if key in _BITS}
 _BITS_BY_DTYPE = dict(_BITS.values())
 _FOLLOWED = frozenset(
-    {"Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor", "Gather",
-     "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow",
-     "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Split", "Sqrt", "Squeeze",
-     "Sub", "Tile", "Transpose", "Unsqueeze", "Where"}
+    {"Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
+     "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or",
+     "Pow", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Split", "Sqrt",
+     "Squeeze", "Sub", "Tile", "Transpose", "Unsqueeze", "Where"}
 )  # fmt: skip
 """Operators that are computed on small values; all of them take time in proportion to their (checked) output."""
 _LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "LayerNormalization", "SimplifiedLayerNormalization",
