@@ -82,6 +82,8 @@ class Prediction:
     """Share of the time in which a kernel runs, 0 to 1, as the driver reports it; None if the predictor cannot say."""
     sm_active: float | None = None
     """Share of the multiprocessors' time in which they have work, 0 to 1; None if the predictor cannot say."""
+    energy: Estimate | None = None
+    """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
     """What the trace could not account for, in words."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import inliner
 
 from perfguard.exceptions import ConfigurationError, OnnxError
@@ -73,7 +73,20 @@ def _parsed(path: Path, data: bytes) -> onnx.ModelProto:
         raise OnnxError(path, f"is no ONNX model, or damaged: {error}", "Export or download it again.") from None
     if not model.HasField("graph"):
         raise OnnxError(path, "holds no graph", "Is it an ONNX model? Export it again.")
+    _check_texts(path, model)
     return model
+
+
+def _check_texts(path: Path, message: Message) -> None:
+    """A text that is not UTF-8 comes out of the parser as bytes, which nobody further on expects."""
+    for field, value in message.ListFields():
+        if field.type not in (field.TYPE_MESSAGE, field.TYPE_STRING):
+            continue
+        for part in (value,) if isinstance(value, (str, bytes, Message)) else value:
+            if isinstance(part, Message):
+                _check_texts(path, part)
+            elif not isinstance(part, str):
+                raise OnnxError(path, f"is damaged: {field.full_name} is {part[:40]!r}, not text", "Export it again.")
 
 
 def opset_of(model: onnx.ModelProto) -> int:

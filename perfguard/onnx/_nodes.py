@@ -41,9 +41,10 @@ def nodes_of(graph: onnx.GraphProto) -> list[Node]:
 
 def _node(node: onnx.NodeProto) -> Node:
     has_subgraphs = any(True for _ in graphs_in(node))
+    given = tuple(node.input[:1]) if node.op_type == "CastLike" else tuple(node.input)  # of the second, only the type matters
     captured = [name for name in dict.fromkeys(names_read_by(node)) if name not in node.input] if has_subgraphs else []
     return Node(
-        node.op_type, node.domain, (*node.input, *captured), tuple(node.output), _attributes(node), _module(node), has_subgraphs
+        node.op_type, node.domain, (*given, *captured), tuple(node.output), _attributes(node), _module(node), has_subgraphs
     )
 
 

@@ -43,7 +43,7 @@ _BITS = {
 _DTYPES = {number: _BITS[key] for key, number in onnx.TensorProto.DataType.items() if key in _BITS}
 _BITS_BY_DTYPE = dict(_BITS.values())
 _FOLLOWED = frozenset(
-    {"Abs", "Add", "And", "Cast", "CastLike", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
+    {"Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Expand", "Flatten", "Floor",
      "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or",
      "Pow", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Split", "Sqrt",
      "Squeeze", "Sub", "Tile", "Transpose", "Unsqueeze", "Where"}
@@ -353,6 +353,10 @@ class _Inference:
             if known is not None:
                 self._values[node.output[0]] = _shape_of(node, known)
                 self._learn(node.output[0], onnx.helper.make_tensor_type_proto(7, self._values[node.output[0]].shape))
+            return
+        if node.op_type == "CastLike" and node.input[0] in self._values and node.output[0] in self._protos:
+            elem_type = self._protos[node.output[0]].tensor_type.elem_type
+            self._values[node.output[0]] = self._values[node.input[0]].astype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
             return
         types = [self._types.get(name) for name in node.output if name]
         inputs = [self._values.get(name) for name in node.input if name]
