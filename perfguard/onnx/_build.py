@@ -135,6 +135,8 @@ class _Builder:
         end = len(self._ops)
         columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
         for num_bytes, kind, birth, last_use, name in columns:
+            if last_use is None and kind is StorageKind.TEMPORARY:
+                kind = StorageKind.ACTIVATION  # a trace calls what is made forward and outlives the step so
             yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
 
     def _place(self, node: Node) -> None:
