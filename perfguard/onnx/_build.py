@@ -135,9 +135,9 @@ class _Builder:
         end = len(self._ops)
         columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
         for num_bytes, kind, birth, last_use, name in columns:
-            if last_use is None and kind is StorageKind.TEMPORARY:
-                kind = StorageKind.ACTIVATION  # a trace calls what is made forward and outlives the step so
-            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
+            outlives = last_use is None and kind is StorageKind.TEMPORARY  # which a trace calls an activation
+            death = end if last_use is None else last_use
+            yield Storage(num_bytes, StorageKind.ACTIVATION if outlives else kind, birth, death, name)
 
     def _place(self, node: Node) -> None:
         """Launch it, or find out that nothing is launched."""

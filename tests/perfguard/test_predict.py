@@ -45,8 +45,9 @@ def test_a_file_a_workload_a_graph_and_a_module_cost_the_same(linear: Path) -> N
         predict(trace(workload), gpu="a100"),
         predict(module, inputs=(32, 64), gpu="a100"),
     ]
-    assert {round(answer.step_time.median, 12) for answer in answers} == {round(answers[0].step_time.median, 12)}
-    assert {round(answer.peak_memory.median) for answer in answers} == {round(answers[0].peak_memory.median)}
+    for answer in answers[1:]:
+        assert answer.step_time.median == pytest.approx(answers[0].step_time.median, rel=1e-3)
+        assert answer.peak_memory.median == pytest.approx(answers[0].peak_memory.median, rel=5e-3)
 
 
 def test_a_module_is_not_trained_unless_its_workload_says_so() -> None:
