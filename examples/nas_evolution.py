@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--limit-ms", type=float, help="latency of a batch of 64 (default: the median of the measured cells)")
     parser.add_argument("--measured", type=int, default=12, help="random cells to measure in the beginning")
     parser.add_argument("--trials", type=int, default=12, help="networks to train in each search")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch; one gives the steadiest latencies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"))
