@@ -372,3 +372,16 @@ def test_the_values_of_external_weights_need_not_be_there(tmp_path: Path) -> Non
 def test_a_graph_from_onnx_is_stored_and_read_back(convolution: Path) -> None:
     graph = read(convolution)
     assert OpGraph.from_bytes(graph.to_bytes()).content_hash == graph.content_hash
+
+
+def test_a_keras_model_comes_in_through_tf2onnx() -> None:
+    """`examples/keras_cnn.onnx`: TensorFlow and tf2onnx wrote it from the layers that docs/inference.md shows."""
+    graph = read(Path(__file__).resolve().parents[3] / "examples/keras_cnn.onnx", batch_size=2)
+    assert names(graph) == [
+        "convolution", "relu_", "convolution", "max_pool2d_with_indices", "convolution", "silu_", "mean", "mm", "relu_", "mm",
+        "_softmax",
+    ]  # fmt: skip
+    convolutions = 2 * 2 * (32 * 32 * 16 * 27 + 32 * 32 * 16 * 9 + 8 * 8 * 32 * 144)
+    assert sum(op.flops for op in graph.ops if op.kind == "conv") == convolutions
+    assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (16 * 27 + 16 * 9 + 32 * 144 + 32 * 64 + 64 * 10)
+    assert not graph.unmodelled
