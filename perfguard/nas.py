@@ -6,10 +6,12 @@ A candidate is traced and predicted, never run. What a few of them really take o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
 from perfguard._predict import graph_of, most_energy
 from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError
@@ -95,6 +97,10 @@ class LatencyConstraint:
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
         self._observations: list[Observation] = []
+        self._told: list[tuple[Sums, float]] = []
+        self._surprises: list[float] = []
+        """log(measured / predicted) of each candidate just before it was told."""
+        self._rates: KindRates | None = None
 
     def __call__(self, model: Network) -> Verdict:
         """ "launch" if ``model`` keeps all limits with enough certainty, else "prune", with the numbers and a sentence.
@@ -114,7 +120,12 @@ class LatencyConstraint:
 
     def predict(self, model: Network) -> Prediction:
         """What one inference of ``model`` costs."""
-        return self.predictor.predict(self.graph_of(model), self.device)
+        graph = self.graph_of(model)
+        prediction = self.predictor.predict(graph, self.device)
+        told = None if self._rates is None else self._rates.seconds_of(sums_by_kind(graph, self.device))
+        if told is None:
+            return prediction
+        return dataclasses.replace(prediction, step_time=told, predictor=f"{prediction.predictor}, rates of what was told")
 
     def graph_of(self, model: Network) -> OpGraph:
         """The operators of one inference; equal structures are traced once."""
@@ -131,6 +142,9 @@ class LatencyConstraint:
     def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
         """Tell what one batch of ``model`` really took on this device; every later answer takes it into account.
 
+        The predictor is fine-tuned. From the eighth on, two rates are fitted to each kind of operator besides; they answer for
+        the latency as long as they do better on networks that were left out than the predictor did on those told next.
+
         Args:
             model: a candidate that was run.
             measured_s: seconds of one batch: the median of several, after a warm-up.
@@ -143,8 +157,14 @@ class LatencyConstraint:
         measurement = Measurement(
             "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="told", framework=""
         )
-        self._observations.append(Observation(self.graph_of(model), self.device, measurement))
+        graph = self.graph_of(model)
+        self._surprises.append(math.log(measured_s / self.predictor.predict(graph, self.device).step_time.median))
+        self._observations.append(Observation(graph, self.device, measurement))
+        self._told.append((sums_by_kind(graph, self.device), measured_s))
         self.predictor.fine_tune(self._observations)
+        if len(self._told) >= FEWEST:
+            rates = KindRates(self._told)
+            self._rates = rates if rates.log_sigma < robust_spread(self._surprises[len(self._surprises) // 2 :]) else None
 
     def constrain(self, trial: ConstrainedTrial, model: Network) -> Verdict:
         """The verdict, after the trial was told how far it is from each limit, so that the sampler learns where not to look.
