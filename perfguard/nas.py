@@ -18,7 +18,7 @@ from perfguard.exceptions import ConfigurationError
 from perfguard.guard import Verdict
 from perfguard.predictor import DEFAULT_PREDICTOR, Estimate, Observation, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_seconds, parse_bytes
-from perfguard.workload import Workload
+from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,8 @@ class LatencyConstraint:
         predictor: its name, or the object itself.
 
     .. note::
-        Build modules inside ``torch.device("meta")``: it costs no memory, and equal structures are traced once.
+        Build modules inside ``torch.device("meta")``: it costs no memory, and equal structures are traced once. Of an
+        ``nn.Sequential`` each distinct block is traced once, whichever candidate it comes from.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class LatencyConstraint:
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
         from perfguard.devices import resolve_device
-        from perfguard.graph import TraceCache
+        from perfguard.graph import SequenceTracer, TraceCache
 
         self.device = resolve_device(gpu)
         self.max_latency_s = _positive("max_latency_ms", max_latency_ms, 1e-3)
@@ -96,6 +97,7 @@ class LatencyConstraint:
         self.risk = float(risk)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
+        self._blocks = SequenceTracer()
         self._observations: list[Observation] = []
         self._told: list[tuple[Sums, float]] = []
         self._surprises: list[float] = []
@@ -134,10 +136,19 @@ class LatencyConstraint:
         if isinstance(model, nn.Module):
             if self.inputs is None:
                 raise ConfigurationError("Modules need LatencyConstraint(inputs=...), for instance inputs=(1, 3, 32, 32).")
+            if isinstance(model, nn.Sequential) and self._inputs_are_one_tensor:
+                graph = self._blocks.trace(model, self.inputs, target=self.device)
+                if graph is not None:
+                    return graph
             model = Workload(model, self.inputs, mode="infer")
         if isinstance(model, Workload):
             return self._traces.trace(model, target=self.device)
         return graph_of(model, self.device)
+
+    @property
+    def _inputs_are_one_tensor(self) -> bool:
+        is_shape = isinstance(self.inputs, tuple) and all(type(size) is int for size in self.inputs)
+        return is_shape or isinstance(self.inputs, TensorSpec)
 
     def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
         """Tell what one batch of ``model`` really took on this device; every later answer takes it into account.

@@ -118,8 +118,8 @@ class _Builder:
             self._place(node)
         for name in self._outputs:
             found = self._find(name)
-            if found is not None:
-                self._last_uses[found.storage] = None
+            if found is not None and self._births[found.storage] >= 0:
+                self._last_uses[found.storage] = len(self._ops) - 1
         if sum(self._bytes) + sum(op.bytes_read + op.bytes_written for op in self._ops) > _MOST_TOTAL_BYTES:
             raise OnnxError(self._path, "would move more than 2^60 bytes", "Check the sizes that you bound.")
         return OpGraph(
@@ -135,9 +135,7 @@ class _Builder:
         end = len(self._ops)
         columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
         for num_bytes, kind, birth, last_use, name in columns:
-            outlives = last_use is None and kind is StorageKind.TEMPORARY  # which a trace calls an activation
-            death = end if last_use is None else last_use
-            yield Storage(num_bytes, StorageKind.ACTIVATION if outlives else kind, birth, death, name)
+            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
 
     def _place(self, node: Node) -> None:
         """Launch it, or find out that nothing is launched."""

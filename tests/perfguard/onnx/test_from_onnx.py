@@ -88,7 +88,7 @@ def test_storages_live_from_their_operator_to_their_last_reader(tmp_path: Path) 
         (StorageKind.INPUT, -1, 3),
         (StorageKind.TEMPORARY, 0, 2),
         (StorageKind.TEMPORARY, 1, 2),
-        (StorageKind.ACTIVATION, 2, 3),
+        (StorageKind.TEMPORARY, 2, 2),
     ]
 
 
