@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _MOST_PARTS = 4096
+_MOST_STACKS = 256
 
 
 class _Part(NamedTuple):
@@ -42,6 +43,8 @@ class SequenceTracer:
 
     def __init__(self) -> None:
         self._parts: OrderedDict[Hashable, _Part | None] = OrderedDict()
+        self._stacks: OrderedDict[Hashable, tuple[OpGraph, list[tuple[str, _Part]]]] = OrderedDict()
+        """By the names and ids of their parts, which are kept alive beside them."""
 
     def trace(
         self, model: nn.Sequential, inputs: tuple[int, ...] | TensorSpec, *, target: Device | Literal["cuda", "cpu"]
@@ -50,15 +53,24 @@ class SequenceTracer:
         whole."""
         if type(model) is not nn.Sequential or _has_hooks(model) or _shares_parameters(model):
             return None
-        spec = inputs if isinstance(inputs, TensorSpec) else TensorSpec(inputs)
-        stack = _Stack(spec)
+        output = inputs if isinstance(inputs, TensorSpec) else TensorSpec(inputs)
+        stack = _Stack(output)
+        parts: list[tuple[str, _Part]] = []
         for name, child in model._modules.items():
             assert child is not None
-            part = self._part(child, stack.output, target)
+            part = self._part(child, output, target)
             if part is None:
                 return None
-            stack.add(name, part)
-        return stack.graph()
+            parts.append((name, part))
+            output = part.output
+        key = tuple((name, id(part)) for name, part in parts)
+        if key not in self._stacks:
+            for name, part in parts:
+                stack.add(name, part)
+            self._stacks[key] = stack.graph(), parts
+            if len(self._stacks) > _MOST_STACKS:
+                self._stacks.popitem(last=False)
+        return self._stacks[key][0]
 
     def _part(self, module: nn.Module, given: TensorSpec, target: Device | Literal["cuda", "cpu"]) -> _Part | None:
         workload = Workload(module, given, mode="infer")
@@ -125,7 +137,6 @@ class _Stack:
     """Parts on top of each other."""
 
     def __init__(self, inputs: TensorSpec) -> None:
-        self.output = inputs
         itemsize = torch.empty((), dtype=getattr(torch, inputs.dtype), device=META).element_size()
         num_bytes = itemsize * torch.Size(inputs.shape).numel()
         self._storages = [Storage(num_bytes, StorageKind.INPUT, -1, 0, "inputs")]
@@ -146,7 +157,6 @@ class _Stack:
             self._storages[self._value] = before._replace(death=max(before.death, offset + end - 1))
         if part.made is not None:
             self._value = places[part.made]
-        self.output = part.output
         self._unmodelled += [text for text in part.graph.unmodelled if text not in self._unmodelled]
 
     def _places(self, name: str, part: _Part, offset: int) -> list[int]:
