@@ -33,8 +33,6 @@ def read_model(path: Path, *, max_bytes: int) -> onnx.ModelProto:
     _check_external_data(path, model)
     if model.functions:
         model = _without_functions(path, model)
-    if len(model.graph.node) > MOST_NODES:
-        raise OnnxError(path, f"has {len(model.graph.node):,} operators", f"At most {MOST_NODES:,} are read.")
     if not model.graph.node:
         raise OnnxError(path, "has no operators", "Export the network again.")
     _put_in_order(path, model.graph)
@@ -73,8 +71,14 @@ def _parsed(path: Path, data: bytes) -> onnx.ModelProto:
         raise OnnxError(path, f"is no ONNX model, or damaged: {error}", "Export or download it again.") from None
     if not model.HasField("graph"):
         raise OnnxError(path, "holds no graph", "Is it an ONNX model? Export it again.")
+    _check_number(path, model)  # first: all that follows takes time in proportion
     _check_texts(path, model)
     return model
+
+
+def _check_number(path: Path, model: onnx.ModelProto) -> None:
+    if len(model.graph.node) > MOST_NODES:
+        raise OnnxError(path, f"has {len(model.graph.node):,} operators", f"At most {MOST_NODES:,} are read.")
 
 
 def _check_texts(path: Path, message: Message) -> None:
