@@ -20,6 +20,7 @@ from typing import Any
 
 import optuna
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from sklearn.datasets import load_digits
@@ -29,7 +30,7 @@ from torch import nn
 from perfguard import Measurement, Run, TensorSpec, Workload, resolve_device
 from perfguard.quantities import format_bytes, format_seconds, parse_bytes, parse_seconds
 from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summarize
-from perfguard_optuna.visualization import plot_predictions
+from perfguard_optuna.visualization.matplotlib import plot_budget, plot_savings
 
 MEMORY_BUDGET = "128MiB"
 TIME_BUDGET = "10s"
@@ -134,11 +135,23 @@ def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
     with progress_bar(console, arguments.trials) as advance:
         study.optimize(objective, n_trials=arguments.trials, callbacks=[TrialPrinter(console), advance], pruner=pruner)
     console.print(summarize(study).table())
-    picture = arguments.out / "quickstart.png"
-    plot_predictions(study).savefig(picture, dpi=120)
+    pictures = draw(study, arguments.out)
     console.print(f"best accuracy {study.best_value:.4f} with {study.best_params}")
-    console.print(f"predicted against measured: {picture}")
+    console.print(f"predicted against measured, and what was saved: {pictures}")
     console.print(f"verdicts and measurements: {log}")
+
+
+def draw(study: optuna.Study, folder: Path) -> str:
+    """Two pictures of the study in ``folder``; returns their paths, as text."""
+    predictions = Figure(figsize=(12, 5.4), layout="constrained")
+    for ax, quantity in zip(predictions.subplots(1, 2), ("memory", "time"), strict=True):
+        plot_budget(study, quantity=quantity, ax=ax)
+    savings = Figure(figsize=(9, 5), layout="constrained")
+    plot_savings(study, ax=savings.subplots())
+    paths = folder / "quickstart.png", folder / "savings.png"
+    for figure, path in zip((predictions, savings), paths, strict=True):
+        figure.savefig(path, dpi=110)
+    return ", ".join(map(str, paths))
 
 
 def run_unguarded(arguments: argparse.Namespace, console: Console) -> None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
-from perfguard.quantities import format_bytes, format_seconds, parse_bytes, parse_seconds
+from perfguard.quantities import format_quantity, format_seconds, parse_bytes, parse_joules, parse_seconds
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+
+Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
+_NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """One predicted quantity beside the limit that it must stay under."""
 
-    quantity: str
-    """"memory", "time" (of the trial) or "step_time"."""
+    quantity: Quantity
+    """"memory", "time" (of the trial), "epoch_time", "step_time", and of a batch of inference "latency" and "energy"."""
     limit: float
-    """Bytes or seconds."""
+    """Bytes, seconds or joules."""
     estimate: Estimate
 
     @property
@@ -36,7 +40,7 @@ class Limit:
 
     def format(self, value: float) -> str:
         """``value`` of this quantity in words."""
-        return format_bytes(value) if self.quantity == "memory" else format_seconds(value)
+        return format_quantity(self.quantity, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +56,51 @@ class Budget:
     memory_fraction: float | None = None
     """Of the device's memory, in (0, 1]."""
     trial_time_s: float | None = None
+    epoch_time_s: float | None = None
     step_time_s: float | None = None
+    latency_s: float | None = None
+    """Of one batch of inference."""
+    energy_j: float | None = None
+    """Of one batch of inference."""
 
     @staticmethod
     def parse(
-        memory: int | float | str | None = None, time: int | float | str | None = None, step_time: int | float | str | None = None
+        memory: int | float | str | None = None,
+        time: int | float | str | None = None,
+        step_time: int | float | str | None = None,
+        epoch_time: int | float | str | None = None,
+        latency: int | float | str | None = None,
+        energy: int | float | str | None = None,
     ) -> Budget:
-        """A budget from what people write: bytes, "38GiB" or a fraction of the device; seconds, "250ms" or "2h".
+        """A budget from what people write: bytes, "38GiB" or a fraction of the device; seconds, "250ms" or "2h"; joules, "5J".
 
         Raises:
-            ConfigurationError: for a limit that is not positive or cannot be read.
+            ConfigurationError: for a limit that is not positive or cannot be read, and for limits that contradict each other.
         """
         fraction = memory if isinstance(memory, float) and memory <= 1 else None
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigurationError(f"memory_budget as a fraction must lie in (0, 1], but got {memory!r}.")
-        return Budget(
+        budget = Budget(
             memory_bytes=None if memory is None or fraction is not None else parse_bytes(memory, what="memory_budget"),
             memory_fraction=fraction,
             trial_time_s=None if time is None else parse_seconds(time, what="time_budget"),
+            epoch_time_s=None if epoch_time is None else parse_seconds(epoch_time, what="epoch_time_budget"),
             step_time_s=None if step_time is None else parse_seconds(step_time, what="step_time_budget"),
+            latency_s=None if latency is None else parse_seconds(latency, what="latency_budget"),
+            energy_j=None if energy is None else parse_joules(energy, what="energy_budget"),
         )
+        budget._check_times()
+        return budget
+
+    def _check_times(self) -> None:
+        """A step is part of an epoch, and an epoch of a trial."""
+        given = [(name, limit) for name, field in _NESTED_TIMES if (limit := getattr(self, field)) is not None]
+        for (part, part_s), (whole, whole_s) in pairwise(given):
+            if part_s > whole_s:
+                raise ConfigurationError(
+                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), of which it is a part. "
+                    f"Leave {part} out, or make it less."
+                )
 
     def capacity_bytes(self, device: Device) -> int:
         """The memory that a trial may use on ``device``."""
@@ -79,10 +108,46 @@ class Budget:
             return int(self.memory_fraction * device.memory_bytes)
         return device.memory_bytes if self.memory_bytes is None else min(self.memory_bytes, device.memory_bytes)
 
-    def limits(self, prediction: Prediction, device: Device) -> Iterator[Limit]:
-        """Each limit beside what is predicted for it."""
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What is limited."""
+        limited: dict[Quantity, float | None] = {
+            "memory": 1,
+            "time": self.trial_time_s,
+            "epoch_time": self.epoch_time_s,
+            "step_time": self.step_time_s,
+            "latency": self.latency_s,
+            "energy": self.energy_j,
+        }
+        return tuple(quantity for quantity, limit in limited.items() if limit is not None)
+
+    def limits(
+        self,
+        prediction: Prediction,
+        device: Device,
+        *,
+        infers: bool = False,
+        steps_per_epoch: int | None = None,
+        time_left_s: float | None = None,
+    ) -> Iterator[Limit]:
+        """Each limit beside what is predicted for it; what is not predicted has no limit.
+
+        Args:
+            prediction: of one step or one batch of inference.
+            device: what it runs on.
+            infers: whether it is inference, which latency and energy limit; an epoch's time limits training.
+            steps_per_epoch: None: unknown, an epoch has no limit.
+            time_left_s: what is left of the study's time, another limit to the trial's.
+        """
         yield Limit("memory", self.capacity_bytes(device), prediction.peak_memory)
-        if self.trial_time_s is not None and prediction.total_time is not None:
-            yield Limit("time", self.trial_time_s, prediction.total_time)
+        trial_times = [seconds for seconds in (self.trial_time_s, time_left_s) if seconds is not None]
+        if trial_times and prediction.total_time is not None:
+            yield Limit("time", max(min(trial_times), 1e-9), prediction.total_time)
         if self.step_time_s is not None:
             yield Limit("step_time", self.step_time_s, prediction.step_time)
+        if self.epoch_time_s is not None and steps_per_epoch is not None and not infers:
+            yield Limit("epoch_time", self.epoch_time_s, prediction.step_time.scaled(steps_per_epoch))
+        if self.latency_s is not None and infers:
+            yield Limit("latency", self.latency_s, prediction.step_time)
+        if self.energy_j is not None and infers and prediction.energy is not None:
+            yield Limit("energy", self.energy_j, prediction.energy)

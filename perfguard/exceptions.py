@@ -17,6 +17,8 @@ PerfGuardError
 PerfGuardWarning (UserWarning)
 ├── UnguardedTrialWarning              the guard failed; the trial was launched without a verdict
 ├── UntrainedDeviceWarning             the predictor has never seen this device
+├── BudgetWarning                      a trial was launched although it is expected to break a budget
+├── NothingFeasibleWarning             nothing that was proposed fits the budgets
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
 └── LogWarning                         a row could not be written yet; it is kept
 """
@@ -99,6 +101,14 @@ class UnguardedTrialWarning(PerfGuardWarning):
 
 class UntrainedDeviceWarning(PerfGuardWarning):
     """The predictor was not trained on this device; its intervals are wider."""
+
+
+class BudgetWarning(PerfGuardWarning):
+    """A trial was launched although it is expected to break a budget: the user asked for a warning only."""
+
+
+class NothingFeasibleWarning(PerfGuardWarning):
+    """Nothing that was proposed fits the budgets; the search ends, or goes on without guidance."""
 
 
 class MeasurementWarning(PerfGuardWarning):

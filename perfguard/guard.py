@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard.budget import Budget, Limit
-from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.exceptions import BudgetWarning, ConfigurationError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.pace import total_time_at_pace
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, load_predictor
+from perfguard.quantities import format_seconds
+from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
+from perfguard.workload import Workload
 
 if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import TypedDict
+
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
-    from perfguard.measure import Measurement
+    from perfguard.measure import Measurement, Run
     from perfguard.store import MeasurementStore
-    from perfguard.workload import Workload
+
+    class GuardSettings(TypedDict, total=False):
+        """The keyword arguments of :class:`Guard`."""
+
+        memory_budget: int | float | str | None
+        time_budget: int | float | str | None
+        epoch_time_budget: int | float | str | None
+        step_time_budget: int | float | str | None
+        latency_budget: int | float | str | None
+        energy_budget: int | float | str | None
+        risk: float
+        on_violation: OnViolation
+        remedies: Sequence[Remedy]
+        predictor: str | Predictor
+        log: str | MeasurementStore | Literal[False] | None
+
 
 Action = Literal["launch", "prune", "repair"]
+OnViolation = Literal["prune", "repair", "warn"]
 DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
 _EVEN_CHANCE = 0.5
+_WORDS = {
+    "memory": ("needs", ""),
+    "time": ("takes", ""),
+    "epoch_time": ("takes", " an epoch"),
+    "step_time": ("takes", " a step"),
+    "latency": ("takes", " a batch"),
+    "energy": ("uses", " a batch"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +68,8 @@ class Verdict:
     limits: tuple[Limit, ...] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
     """For each limit how far the trial is from feasible, as a logarithm; positive: it does not hold with the required chance."""
+    repair: Repair = AS_PROPOSED
+    """What the trial has to change, where ``action`` is "repair"; the prediction is the repaired trial's."""
 
     @property
     def p_violation(self) -> float:
@@ -60,9 +93,17 @@ class Guard:
     Args:
         gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
         memory_budget: bytes, a text such as "38GiB", or a fraction of the device in (0, 1]. None: all of the device.
-        time_budget: seconds of the whole trial, or a text such as "2h".
+        time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
+        epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
         step_time_budget: seconds of one step, or a text such as "250ms".
-        risk: the share of the launched trials that may break a limit, in (0, 1).
+        latency_budget: seconds of one batch of inference.
+        energy_budget: joules of one batch of inference, or a text such as "250mJ"; only where the predictor knows energy.
+        risk: the share of the launched trials that may break a limit, in (0, 1). Towards 0 nothing crashes, and good trials near
+            the limit are lost; towards 1 none is lost, and some crash.
+        on_violation: what becomes of a trial that would break a limit: "prune"; "repair", if one of the remedies lets it fit,
+            else prune; or "warn": it is launched, and a :class:`BudgetWarning` says what to expect.
+        remedies: what "repair" may change: "accumulation" (smaller batches, accumulated), "precision" (fp32 to autocast in half
+            precision), "checkpointing" (the model's own switch).
         predictor: its name, or the object itself.
         log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
     """
@@ -73,8 +114,13 @@ class Guard:
         *,
         memory_budget: int | float | str | None = None,
         time_budget: int | float | str | None = None,
+        epoch_time_budget: int | float | str | None = None,
         step_time_budget: int | float | str | None = None,
+        latency_budget: int | float | str | None = None,
+        energy_budget: int | float | str | None = None,
         risk: float = DEFAULT_RISK,
+        on_violation: OnViolation = "prune",
+        remedies: Sequence[Remedy] = ("accumulation",),
         predictor: str | Predictor = DEFAULT_PREDICTOR,
         log: str | MeasurementStore | Literal[False] | None = None,
     ) -> None:
@@ -83,7 +129,11 @@ class Guard:
 
         if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
             raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.05, but got {risk!r}.")
-        self.budget = Budget.parse(memory_budget, time_budget, step_time_budget)
+        if on_violation not in get_args(OnViolation):
+            raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
+        self.on_violation = on_violation
+        self.remedies = check_remedies(remedies)
+        self.budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
         self.device = resolve_device(gpu)
         self.risk = float(risk)
         if self.budget.memory_bytes is not None and self.budget.memory_bytes > self.device.memory_bytes:
@@ -110,12 +160,6 @@ class Guard:
         left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
         return max(self.risk, min(_EVEN_CHANCE, left))
 
-    @property
-    def limited_quantities(self) -> tuple[str, ...]:
-        """The quantities that the budget limits, as they are named in a Verdict."""
-        limited = {"memory": True, "time": self.budget.trial_time_s, "step_time": self.budget.step_time_s}
-        return tuple(quantity for quantity, limit in limited.items() if limit is not None)
-
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
 
@@ -124,27 +168,92 @@ class Guard:
         """
         return self._traces.trace(workload, target=self.device)
 
-    def check(self, workload: Workload) -> Verdict:
-        """The verdict on ``workload``; nothing is launched and nothing is logged.
+    def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
+        """The verdict on a workload, or on a model with an example batch; nothing is launched and nothing is logged.
+
+        Example:
+            >>> guard.check(model, (64, 3, 224, 224), optimizer=torch.optim.AdamW).action       # doctest: +SKIP
+            'launch'
+
+        Args:
+            model: a Workload, or the model of one.
+            inputs: with a model: its example batch (tensors, specifications or a shape), as in ``Workload(model, inputs=...)``.
+            fields: with a model: the other fields of :class:`perfguard.Workload`.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
-        return self._judge(self.trace(workload), workload.steps)
+        workload = as_workload(model, inputs, **fields)
+        return self._settle(self._judge(workload), workload)[0]
 
-    def _judge(self, graph: OpGraph, steps: int | None) -> Verdict:
+    def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
+        """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
+
+        Args:
+            model: as for :meth:`check`. The batch is the first dimension that all inputs and targets share.
+            inputs: as for :meth:`check`.
+            at_most: where to stop looking.
+            fields: as for :meth:`check`.
+
+        Raises:
+            WorkloadError: if the workload cannot be traced, or nobody can tell what its batch is.
+        """
+        return largest_batch(self._fits, as_workload(model, inputs, **fields), at_most=at_most)
+
+    def _fits(self, workload: Workload) -> bool:
+        return self._judge(workload, threshold=self.risk).action == "launch"
+
+    def _judge(
+        self,
+        workload: Workload,
+        graph: OpGraph | None = None,
+        *,
+        threshold: float | None = None,
+        time_left_s: float | None = None,
+    ) -> Verdict:
+        """Launch or prune; ``threshold`` is the chance to accept, by default what the account has left."""
+        graph = graph or self.trace(workload)
         with self._lock:
-            prediction = self.predictor.predict(graph, self.device, steps=steps)
+            prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
                 f"{prediction.predictor} was not trained on {self.device.name}; its intervals are wider until it has.",
             )
-        limits = tuple(self.budget.limits(prediction, self.device))
-        margins = {limit.quantity: limit.margin(self.threshold) for limit in limits}
+        limits = tuple(
+            self.budget.limits(
+                prediction,
+                self.device,
+                infers=workload.mode == "infer",
+                steps_per_epoch=workload.steps_per_epoch,
+                time_left_s=time_left_s,
+            )
+        )
+        accepted = self.threshold if threshold is None else threshold
+        margins: dict[str, float] = {limit.quantity: limit.margin(accepted) for limit in limits}
         worst = max(limits, key=lambda limit: margins[limit.quantity])
         action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
         return Verdict(action, _sentence(worst), prediction, limits, margins)
+
+    def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
+        """What ``on_violation`` makes of a trial that would break a limit."""
+        if verdict.action == "launch" or self.on_violation == "prune":
+            return verdict, workload
+        if self.on_violation == "warn":
+            warnings.warn(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning, stacklevel=4)
+            return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}"), workload
+        found = find_repair(self._fits, workload, self.remedies, self.device)
+        if found is None:
+            return replace(verdict, reason=f"{verdict.reason}; no remedy of {', '.join(self.remedies)} helps"), workload
+        repair, repaired = found
+        after = self._judge_repaired(repair, repaired)
+        return replace(
+            after, action="repair", reason=f"{verdict.reason}; with {repair} it {after.reason}", repair=repair
+        ), repaired
+
+    def _judge_repaired(self, repair: Repair, repaired: Workload) -> Verdict:
+        with checkpointing(repaired.model, on=repair.checkpointing):
+            return self._judge(repaired, threshold=self.risk)
 
     def decide(
         self,
@@ -153,6 +262,7 @@ class Guard:
         study: str = "",
         trial: int | None = None,
         params: Mapping[str, Any] | None = None,
+        time_left_s: float | None = None,
     ) -> Decision:
         """Build, trace, judge and log one proposed trial. Never raises for what the workload or the log does.
 
@@ -161,22 +271,41 @@ class Guard:
             study: name of the study, for the log.
             trial: number of the trial in the study, for the log.
             params: the trial's hyperparameters, for the log.
+            time_left_s: what is left of the study's time; a trial that would take longer is not launched.
         """
         graph: OpGraph | None = None
+        steps: int | None = None
         try:
             workload = make_workload()
-            graph = self.trace(workload)
+            steps = workload.steps
+            graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
-                verdict = self._judge(graph, workload.steps)
-                if verdict.action == "launch":
+                verdict, workload = self._settle(self._judge(workload, graph, time_left_s=time_left_s), workload)
+                if verdict.action != "prune":
                     self._num_launched += 1
                     self._expected_violations += verdict.p_violation
+            if verdict.action == "repair":
+                with checkpointing(workload.model, on=verdict.repair.checkpointing):
+                    graph = self.trace(workload)
         except Exception as error:
             self._warn_once(
                 UnguardedTrialWarning,
                 f"PerfGuard could not judge a trial and launches it unguarded (said once): {type(error).__name__}: {error}",
             )
             verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
+        return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps)
+
+    def record(
+        self,
+        verdict: Verdict,
+        graph: OpGraph | None,
+        *,
+        study: str = "",
+        trial: int | None = None,
+        params: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+    ) -> Decision:
+        """Write a verdict into the log. The arguments are those of :meth:`decide`; a graph of None is unknown."""
         decision_id = self.log.record_decision(
             study=study,
             trial=trial,
@@ -187,7 +316,24 @@ class Guard:
             prediction=verdict.prediction,
             params=params or {},
         )
-        return Decision(decision_id, verdict)
+        return Decision(decision_id, verdict, steps)
+
+    def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
+        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it."""
+        limits_s = [
+            limit for limit in (self.budget.trial_time_s, time_left_s and run.elapsed_s + time_left_s) if limit is not None
+        ]
+        if not limits_s or decision.steps is None:
+            return None
+        total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
+        limit_s = min(limits_s)
+        if total is None or total.p_exceeds(limit_s) < 1 - self.risk:
+            return None
+        low, high = map(format_seconds, total.interval())
+        return (
+            f"at the measured pace it takes {format_seconds(total.median)} ({low} to {high}), "
+            f"the budget is {format_seconds(limit_s)}"
+        )
 
     def learn(self, decision: Decision, measurement: Measurement) -> None:
         """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device."""
@@ -225,6 +371,23 @@ class Decision:
     id: str
     """Its key in the log."""
     verdict: Verdict
+    steps: int | None = None
+    """Of the whole trial. None: unknown."""
+
+
+def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Workload:
+    """``model`` if it is a Workload, else the Workload of a model, an example batch and the other fields.
+
+    Raises:
+        ConfigurationError: if both are given, or neither.
+    """
+    if isinstance(model, Workload):
+        if inputs is not None or fields:
+            raise ConfigurationError("A Workload says it all; give an example batch and fields only with a model.")
+        return model
+    if inputs is None:
+        raise ConfigurationError(f"Give a Workload, or a model and an example batch, but got only {type(model).__name__}.")
+    return Workload(model, inputs=inputs, **fields)
 
 
 def _open_log(log: str | MeasurementStore | Literal[False] | None) -> MeasurementStore:
@@ -240,8 +403,8 @@ def _open_log(log: str | MeasurementStore | Literal[False] | None) -> Measuremen
 
 def _sentence(limit: Limit) -> str:
     low, high = map(limit.format, limit.estimate.interval())
-    verb, noun = {"memory": ("needs", ""), "time": ("takes", ""), "step_time": ("takes", " a step")}[limit.quantity]
+    verb, noun = _WORDS[limit.quantity]
     return f"{verb} {limit.format(limit.estimate.median)}{noun} ({low} to {high}), the budget is {limit.format(limit.limit)}"
 
 
-__all__ = ["DEFAULT_RISK", "Action", "Decision", "Guard", "Verdict"]
+__all__ = ["DEFAULT_RISK", "Action", "Decision", "Guard", "OnViolation", "Verdict", "as_workload"]

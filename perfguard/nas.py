@@ -17,7 +17,7 @@ from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError
 from perfguard.guard import Verdict
 from perfguard.predictor import DEFAULT_PREDICTOR, Estimate, Observation, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_seconds, parse_bytes
+from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LatencyConstraint:
         """
         prediction = self.predict(model)
         limits = tuple(self._limits(prediction))
-        margins = {limit.quantity: limit.margin(self.risk) for limit in limits}
+        margins: dict[str, float] = {limit.quantity: limit.margin(self.risk) for limit in limits}
         worst = max(limits, key=lambda limit: margins[limit.quantity])
         return Verdict("prune" if margins[worst.quantity] > 0 else "launch", _sentence(worst), prediction, limits, margins)
 
@@ -240,7 +240,7 @@ def _positive(name: str, value: float | None, unit: float) -> float | None:
 
 
 def _format(quantity: str, value: float) -> str:
-    words: Mapping[str, Any] = {"memory": format_bytes, "latency": format_seconds, "energy": lambda joules: f"{joules:.3g} J"}
+    words: Mapping[str, Any] = {"memory": format_bytes, "latency": format_seconds, "energy": format_joules}
     return str(words[quantity](value))
 
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds: from what people write, and back into what people read."""
+"""Bytes, seconds and joules: from what people write, and back into what people read."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _SECOND_UNITS = {
     "h": 3600.0,
     "d": 86400.0,
 }
+_JOULE_UNITS = {"": 1.0, "uj": 1e-6, "mj": 1e-3, "j": 1.0, "kj": 1e3, "wh": 3600.0, "kwh": 3.6e6}
 _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -85,6 +86,19 @@ def parse_seconds(value: int | float | str, *, what: str = "time") -> float:
     return _require_positive(float(number), value, what=what, example=example)
 
 
+def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
+    """Joules from a number of joules or a text such as ``"5J"``, ``"250mJ"``, ``"2Wh"``.
+
+    Raises:
+        ConfigurationError: for anything that is not a positive, finite energy.
+    """
+    example = 'for instance 5, "250mJ" or "2Wh"'
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigurationError(f"{what} must be joules or a text, {example}, but got {value!r}.")
+    number = _parse(value, _JOULE_UNITS, what=what, example=example) if isinstance(value, str) else value
+    return _require_positive(float(number), value, what=what, example=example)
+
+
 def format_bytes(num_bytes: float) -> str:
     """``46.1 GiB``: three significant digits in the largest unit that leaves at least one."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -107,6 +121,19 @@ def format_seconds(seconds: float) -> str:
     if magnitude >= 1e-3:
         return f"{_three_digits(seconds * 1e3)} ms"
     return f"{_three_digits(seconds * 1e6)} us"
+
+
+def format_joules(joules: float) -> str:
+    """``12.3 mJ``, ``4.56 J``, ``2.10 kJ``: three significant digits."""
+    for unit, size in (("kJ", 1e3), ("J", 1.0)):
+        if abs(joules) >= size:
+            return f"{_three_digits(joules / size)} {unit}"
+    return f"{_three_digits(joules * 1e3)} mJ"
+
+
+def format_quantity(quantity: str, value: float) -> str:
+    """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, all others in seconds."""
+    return {"memory": format_bytes, "energy": format_joules}.get(quantity, format_seconds)(value)
 
 
 def _three_digits(value: float) -> str:

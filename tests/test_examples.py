@@ -29,7 +29,9 @@ def run_example(*arguments: str, cwd: Path) -> str:
 def test_the_quickstart_runs_and_draws(tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = run_example(*QUICKSTART, "--out", str(out), cwd=tmp_path)
-    assert [words[0] for line in text.splitlines() if (words := line.split()) and words[0].isdigit()] == ["0", "1", "2", "3"]
+    verdicts = [words[1] for line in text.splitlines() if (words := line.split()) and words[0].isdigit()]
+    assert verdicts.count("launched") == 4
+    assert set(verdicts) <= {"launched", "pruned"}
     assert len(list(out.glob("log-*.db"))) == 1
     for expected in ("trials launched", "trials pruned before launch", "compute time saved", "prediction error"):
         assert expected in text

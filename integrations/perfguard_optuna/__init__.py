@@ -6,18 +6,25 @@ except ImportError as error:
     raise ImportError("perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.") from error
 
 from perfguard_optuna._attributes import TrialRecord, record_of
+from perfguard_optuna._guard import GuardedRun, OptunaGuard
 from perfguard_optuna._pruner import PerfGuardPruner
-from perfguard_optuna._study import GuardedStudy, create_study, load_study
-from perfguard_optuna._summary import StudySummary, TrialPrinter, summarize
+from perfguard_optuna._sampler import PerfGuardSampler
+from perfguard_optuna._study import GuardedStudy, create_study, load_study, repair_of
+from perfguard_optuna._summary import StudySummary, TrialPrinter, skipped_table, summarize
 
 __all__ = [
+    "GuardedRun",
     "GuardedStudy",
+    "OptunaGuard",
     "PerfGuardPruner",
+    "PerfGuardSampler",
     "StudySummary",
     "TrialPrinter",
     "TrialRecord",
     "create_study",
     "load_study",
     "record_of",
+    "repair_of",
+    "skipped_table",
     "summarize",
 ]

@@ -1,30 +1,36 @@
 """What PerfGuard writes into a trial: user attributes and constraints, with stable names.
 
     perfguard:schema                     version of these names, 1
-    perfguard:verdict, :reason           "launch" or "prune", and a sentence
+    perfguard:verdict, :reason           "launch", "prune" or "repair", and a sentence
     perfguard:p_violation                chance to break the worst limit
-    perfguard:<quantity>:predicted, :low, :high, :limit     for memory (bytes), time and step_time (seconds)
+    perfguard:repair:<field>             what a repaired trial changed: micro_batch_size, accumulation, precision, checkpointing
+    perfguard:<quantity>:predicted, :low, :high, :limit     memory in bytes; time, epoch_time, step_time and latency in seconds;
+                                         energy in joules
     perfguard:<quantity>:measured        what it cost in the end
     perfguard:status                     ok, oom, timeout or failed
+    perfguard:stopped                    why a running trial was stopped: its pace
 
 and one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where infeasible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import optuna
 from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
+from perfguard.budget import Quantity
 from perfguard.guard import Verdict
 from perfguard.measure import Measurement
+from perfguard.predictor import Estimate
 
 SCHEMA_VERSION = 1
 PREFIX = "perfguard"
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class TrialRecord:
     verdict: str | None
     reason: str
     predicted: Mapping[str, float]
-    """By quantity: "memory" in bytes, "time" and "step_time" in seconds."""
+    """By quantity: "memory" in bytes, times in seconds, "energy" in joules."""
     intervals: Mapping[str, tuple[float, float]]
     """The central 90% of each predicted quantity."""
     limits: Mapping[str, float]
@@ -54,7 +60,12 @@ def attributes_of(verdict: Verdict) -> dict[str, Any]:
     if verdict.prediction is not None:
         prediction = verdict.prediction
         attributes[f"{PREFIX}:predictor"] = prediction.predictor
-        estimates = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
+        estimates: dict[str, Estimate | None] = {
+            "memory": prediction.peak_memory,
+            "step_time": prediction.step_time,
+            "time": prediction.total_time,
+        }
+        estimates |= {limit.quantity: limit.estimate for limit in verdict.limits}
         for quantity, estimate in estimates.items():
             if estimate is not None:
                 low, high = estimate.interval()
@@ -64,7 +75,31 @@ def attributes_of(verdict: Verdict) -> dict[str, Any]:
                     f"{PREFIX}:{quantity}:high": high,
                 }
     attributes |= {f"{PREFIX}:{limit.quantity}:limit": limit.limit for limit in verdict.limits}
+    if verdict.action == "repair":
+        attributes |= {f"{PREFIX}:repair:{name}": value for name, value in asdict(verdict.repair).items()}
     return attributes
+
+
+def constraints_of(verdict: Verdict, names: Sequence[str]) -> dict[str, float]:
+    """The constraints called ``names``: the margins of those limits; a broken limit that has no name counts for the first."""
+    constraints = {name: verdict.margins.get(name, 0.0) for name in names}
+    others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
+    if names and others and max(others) > 0:
+        constraints[names[0]] = max(constraints[names[0]], *others)
+    return constraints
+
+
+def established_constraints(study: optuna.Study, names: Sequence[str]) -> Sequence[str]:
+    """The constraints that the study's completed trials have; ``names`` where there is none yet.
+
+    Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones, so a study that was begun
+    without the guard, or with another budget, keeps those with which it was begun.
+    """
+    completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if not completed:
+        return names
+    prefix = f"{PREFIX}:"
+    return [key.removeprefix(prefix) for key in completed[0].constraints if key.startswith(prefix)]
 
 
 def measured_attributes_of(measurement: Measurement) -> dict[str, Any]:
@@ -83,7 +118,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
     attributes = trial.user_attrs
 
     def by_quantity(field: str) -> dict[str, float]:
-        keys = {quantity: f"{PREFIX}:{quantity}:{field}" for quantity in ("memory", "time", "step_time")}
+        keys = {quantity: f"{PREFIX}:{quantity}:{field}" for quantity in QUANTITIES}
         return {quantity: attributes[key] for quantity, key in keys.items() if key in attributes}
 
     low, high = by_quantity("low"), by_quantity("high")

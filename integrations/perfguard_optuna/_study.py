@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,8 +14,11 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
+from perfguard.exceptions import ConfigurationError
+from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build
-from perfguard_optuna._pruner import PerfGuardPruner, pruned_if_out_of_memory
+from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, pruned_if_out_of_resources, warn_nothing_feasible
+from perfguard_optuna._pruner import PerfGuardPruner
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -33,53 +38,90 @@ class GuardedStudy(optuna.Study):
         show_progress_bar: bool = False,
         *,
         pruner: BasePruner | None = None,
+        count: Literal["launched", "proposed"] = "launched",
     ) -> None:
         """As ``optuna.Study.optimize``; ``pruner`` becomes the study's pruner.
 
         With a PerfGuardPruner each trial is judged as soon as it has suggested what ``build`` asks for. A trial that would break
         a budget ends there as PRUNED, so nothing of it reaches the device; the others are measured.
+
+        Args:
+            pruner: a pruner, in the place of the one that the study was created with.
+            count: what ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". After
+                300 proposals in a row that do not fit the study ends with a NothingFeasibleWarning.
         """
+        if count not in ("launched", "proposed"):
+            raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
         if pruner is not None:
             self.pruner = pruner
-        if isinstance(self.pruner, PerfGuardPruner):
-            func = _GuardedObjective(func, self.pruner)
-        super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
+        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
+        if not isinstance(self.pruner, PerfGuardPruner):
+            super().optimize(func, n_trials, timeout, *common)
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.pruner.guard.deadline = deadline
+        objective = _GuardedObjective(func, self.pruner.guard)
+        super().optimize(objective, n_trials, timeout, *common)
+        # The trials that did not fit are made up for.
+        while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
 
 
 class _GuardedObjective:
     """The user's objective, judged and measured."""
 
-    def __init__(self, objective: Objective, pruner: PerfGuardPruner) -> None:
+    def __init__(self, objective: Objective, guard: OptunaGuard) -> None:
         self._objective = objective
-        self._pruner = pruner
-        self._build: Build | None = pruner.build or getattr(objective, "build", None)
+        self._guard = guard
+        self._build: Build | None = guard.build or getattr(objective, "build", None)
+        self._lock = threading.Lock()
+        self._rejected_in_a_row = 0
+        self.num_launched = 0
 
     def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
-        guarded = _GuardedTrial.of(trial, self._pruner, self._build)
-        with pruned_if_out_of_memory():
-            try:
-                value = self._objective(guarded)
-            except BaseException as error:
-                self._pruner.finish(trial.study, error)
-                raise
-        self._pruner.finish(trial.study, None)
-        if self._pruner.decision_of(trial.study, trial) is None:
-            self._pruner.warn_unjudged(self._build)
+        guarded = _GuardedTrial.of(trial, self._guard, self._build)
+        try:
+            with pruned_if_out_of_resources():
+                try:
+                    value = self._objective(guarded)
+                except BaseException as error:
+                    self._guard.finish(trial.study, error)
+                    raise
+            self._guard.finish(trial.study, None)
+        finally:
+            self._count(trial)
+        if self._guard.decision_of(trial.study, trial) is None:
+            self._guard.warn_unjudged(self._build)
         return value
+
+    def _count(self, trial: optuna.Trial) -> None:
+        decision = self._guard.decision_of(trial.study, trial)
+        with self._lock:
+            if decision is None or decision.verdict.action != "prune":
+                self.num_launched += 1
+                self._rejected_in_a_row = 0
+                return
+            self._rejected_in_a_row += 1
+            if self._rejected_in_a_row == MOST_REJECTIONS_IN_A_ROW:
+                warn_nothing_feasible(MOST_REJECTIONS_IN_A_ROW, decision.verdict.reason)
+                trial.study.stop()
 
 
 class _GuardedTrial(optuna.Trial):
     """A trial that is judged at the suggestion after which ``build`` has all that it asks for."""
 
-    _pruner: PerfGuardPruner
+    _guard: OptunaGuard
     _build: Build | None
 
     @classmethod
-    def of(cls, trial: optuna.Trial, pruner: PerfGuardPruner, build: Build | None) -> _GuardedTrial:
+    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None) -> _GuardedTrial:
         """The same trial. ``Trial.__init__`` would ask the sampler again, so its state is taken over instead (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)
-        guarded._pruner, guarded._build = pruner, build
+        guarded._guard, guarded._build = guard, build
         return guarded
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
@@ -106,29 +148,29 @@ class _GuardedTrial(optuna.Trial):
         super().report(value, step)
 
     def _judge(self, *, final: bool = False) -> None:
-        if self._build is None or self._pruner.decision_of(self.study, self) is not None:
+        if self._build is None or self._guard.running(self.study, self) is not None:
             return
-        params = _Watched(self.params)
-        decision = self._pruner.judge(self.study, self, params, self._build, provisional=lambda: params.guessed and not final)
+        decision = self._guard.decision_of(self.study, self)
+        if decision is None:
+            decision = self._guard.judge(self.study, self, self.params, self._build, final=final)
         if decision is None:
             return
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
-        self._pruner.launch(self.study, self, decision)
+        self._guard.launch(self.study, self, decision)
 
 
-class _Watched(dict[str, Any]):
-    """Parameters that remember whether somebody asked, with a default, for one that is not there (yet)."""
+def repair_of(trial: optuna.Trial) -> Repair:
+    """What the objective has to change so that ``trial`` fits (``on_violation="repair"``); without a repair all is as proposed.
 
-    guessed = False
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if self.__contains__(key) else default
-
-    def __contains__(self, key: object) -> bool:
-        present = super().__contains__(key)
-        self.guessed |= not present
-        return present
+    Example:
+        >>> repair = repair_of(trial)                                                               # doctest: +SKIP
+        >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
+        >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
+    """
+    pruner = trial.study.pruner
+    guard = trial._guard if isinstance(trial, _GuardedTrial) else getattr(pruner, "guard", None)
+    return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
 
 
 def create_study(

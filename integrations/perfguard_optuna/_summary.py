@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from perfguard.quantities import format_bytes, format_seconds
-from perfguard_optuna._attributes import TrialRecord, record_of
+from perfguard.budget import Quantity
+from perfguard.quantities import format_quantity, format_seconds
+from perfguard_optuna._attributes import QUANTITIES, TrialRecord, record_of
 
+NOUNS: Mapping[Quantity, str] = {
+    "memory": "peak memory",
+    "time": "trial time",
+    "epoch_time": "epoch time",
+    "step_time": "step time",
+    "latency": "latency",
+    "energy": "energy",
+}
+_RAN_OUT = {"memory": "oom", "time": "timeout"}
 _FIRST, _LAST = 5, 10
 _CELL_WIDTHS = {"memory": 9, "time": 8}
 _HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
@@ -24,7 +36,11 @@ class StudySummary:
     """The guard's account of a study. Errors are mean relative errors, |predicted / measured - 1|; None: nothing to compare."""
 
     num_launched: int
+    num_repaired: int
+    """Launched after a repair; counted in ``num_launched``."""
     num_pruned: int
+    pruned_for: Mapping[Quantity | None, int]
+    """How many trials each limit pruned; None where nobody knows which."""
     num_unjudged: int
     """Launched without a verdict, because the workload was not known or could not be traced."""
     num_violations: int
@@ -32,7 +48,8 @@ class StudySummary:
     launched_s: float
     """Time that the launched trials took."""
     saved_s: float
-    """Time that the pruned trials would have taken, as predicted."""
+    """Time that the pruned trials were predicted to take, had each run to its end. One that runs out of memory might have crashed
+    sooner, and 0 stands for those whose trial time was not predicted."""
     first_error: float | None
     """Of the first five launched trials' predictions, memory and trial time together."""
     last_error: float | None
@@ -42,8 +59,8 @@ class StudySummary:
         """The summary as a table for the terminal."""
         table = Table(title="PerfGuard", show_header=False)
         rows = {
-            "trials launched": f"{self.num_launched}",
-            "trials pruned before launch": f"{self.num_pruned}",
+            "trials launched": f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else ""),
+            "trials pruned before launch": f"{self.num_pruned}" + (f" ({_counts(self.pruned_for)})" if self.num_pruned else ""),
             "launched without a verdict": f"{self.num_unjudged}",
             "budget violations among the launched": f"{self.num_violations}",
             "time of the launched trials": format_seconds(self.launched_s),
@@ -58,26 +75,97 @@ class StudySummary:
 
 def summarize(study: optuna.Study) -> StudySummary:
     """The guard's account of ``study``, from what it wrote into the trials."""
-    records = records_of(study)
+    finished = finished_trials(study)
+    records = [record for _, record in finished]
     launched = [record for record in records if record.verdict != "prune"]
     pruned = [record for record in records if record.verdict == "prune"]
-    errors = [error for record in launched if (error := prediction_error(record)) is not None]
+    complete = [record for trial, record in finished if trial.state == TrialState.COMPLETE]  # others did not take all their time
+    errors = [error for record in complete if (error := prediction_error(record)) is not None]
+    broken = [broken_limit(record) for record in pruned]
     return StudySummary(
         num_launched=len(launched),
+        num_repaired=sum(record.verdict == "repair" for record in launched),
         num_pruned=len(pruned),
+        pruned_for={quantity: broken.count(quantity) for quantity in (*QUANTITIES, None) if quantity in broken},
         num_unjudged=sum(not record.predicted for record in launched),
         num_violations=sum(violates(record) for record in launched),
-        launched_s=sum(record.measured.get("time", 0.0) for record in launched),
-        saved_s=sum(record.predicted.get("time", 0.0) for record in pruned),
+        launched_s=sum(spent_s(trial, record) for trial, record in finished if record.verdict != "prune"),
+        saved_s=sum(map(saved_s, pruned)),
         first_error=statistics.fmean(errors[:_FIRST]) if errors else None,
         last_error=statistics.fmean(errors[-_LAST:]) if errors else None,
     )
 
 
+def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
+    """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
+
+    Example:
+        >>> rich.print(skipped_table(study))                                                        # doctest: +SKIP
+
+    Args:
+        study: a study that ran with a guard.
+        max_rows: how many trials to show, the latest ones; the total counts all.
+    """
+    pruned = [record for record in records_of(study) if record.verdict == "prune"]
+    total_s = sum(map(saved_s, pruned))
+    table = Table(title=f"{len(pruned)} trials pruned before launch", show_footer=bool(pruned))
+    table.add_column("trial", justify="right", footer="all")
+    table.add_column("over")
+    table.add_column("predicted (90% interval)")
+    table.add_column("budget", justify="right")
+    table.add_column("time saved\n(predicted)", justify="right", footer=format_seconds(total_s) if total_s else "-")
+    shown = pruned[-max_rows:] if max_rows > 0 else []
+    if len(shown) < len(pruned):
+        table.add_row("…", f"{len(pruned) - len(shown)} earlier ones")
+    for record in shown:
+        table.add_row(*_skipped_cells(record))
+    return table
+
+
+def _skipped_cells(record: TrialRecord) -> tuple[str, ...]:
+    time = format_seconds(saved_s(record)) if saved_s(record) else "-"
+    quantity = broken_limit(record)
+    if quantity is None:
+        return f"{record.number}", "-", escape(record.reason) or "-", "-", time
+    predicted, low, high, limit = (
+        format_quantity(quantity, value)
+        for value in (record.predicted[quantity], *record.intervals[quantity], record.limits[quantity])
+    )
+    return f"{record.number}", NOUNS[quantity], f"{predicted} ({low} to {high})", limit, time
+
+
+def broken_limit(record: TrialRecord) -> Quantity | None:
+    """The limit that a trial would break most surely: the one that the upper end of its interval exceeds by the largest factor.
+
+    None: no limit was recorded with a prediction.
+    """
+    known = [quantity for quantity in QUANTITIES if quantity in record.limits and quantity in record.predicted]
+    return max(known, key=lambda quantity: record.intervals[quantity][1] / record.limits[quantity], default=None)
+
+
+def spent_s(trial: FrozenTrial, record: TrialRecord) -> float:
+    """Compute time of a finished trial in seconds: as measured, else from its start to its end as the study knows them."""
+    if "time" in record.measured:
+        return record.measured["time"]
+    return 0.0 if trial.duration is None else trial.duration.total_seconds()
+
+
+def saved_s(record: TrialRecord) -> float:
+    """What a pruned trial was predicted to take in seconds; 0 where nobody knows."""
+    predicted = record.predicted.get("time", 0.0)
+    return predicted if math.isfinite(predicted) else 0.0
+
+
 def violates(record: TrialRecord) -> bool:
     """Whether a trial that ran broke one of its limits."""
-    over = (record.measured.get(quantity, 0.0) > limit for quantity, limit in record.limits.items())
-    return record.status in ("oom", "timeout") or any(over)
+    return any(breaks(record, quantity) for quantity in QUANTITIES)
+
+
+def breaks(record: TrialRecord, quantity: Quantity) -> bool:
+    """Whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
+    limit = record.limits.get(quantity)
+    is_over = limit is not None and record.measured.get(quantity, 0.0) > limit
+    return is_over or record.status == _RAN_OUT.get(quantity, "-")
 
 
 def prediction_error(record: TrialRecord) -> float | None:
@@ -105,7 +193,7 @@ class TrialPrinter:
         record = record_of(trial)
         cells = [_cell(record, "memory"), _cell(record, "time")]
         style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if violates(record) else "green")
-        verdict = {"prune": "pruned", None: "unguarded"}.get(record.verdict, "launched")
+        verdict = {"prune": "pruned", "repair": "repaired", None: "unguarded"}.get(record.verdict, "launched")
         values = trial.values if trial.state == TrialState.COMPLETE else ()
         value = f"{', '.join(f'{value:.4g}' for value in values)}" if values else ""
         over = "  over" if violates(record) else ""
@@ -119,16 +207,25 @@ def _cell(record: TrialRecord, quantity: str) -> str:
     def text(value: float | None) -> str:
         if value is None:
             return "-"
-        return format_bytes(value) if quantity == "memory" else format_seconds(value)
+        return format_quantity(quantity, value)
 
     width = _CELL_WIDTHS[quantity]
     return f"{text(record.predicted.get(quantity)):>{width}s} → {text(record.measured.get(quantity)):<{width}s}"
+
+
+def _counts(pruned_for: Mapping[Quantity | None, int]) -> str:
+    return ", ".join(f"{'unknown' if quantity is None else NOUNS[quantity]} {count}" for quantity, count in pruned_for.items())
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
+def finished_trials(study: optuna.Study) -> Sequence[tuple[FrozenTrial, TrialRecord]]:
+    """Each finished trial of ``study`` with what PerfGuard wrote into it, in order."""
+    return [(trial, record_of(trial)) for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+
+
 def records_of(study: optuna.Study) -> Sequence[TrialRecord]:
     """What PerfGuard wrote into each finished trial of ``study``, in order."""
-    return [record_of(trial) for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+    return [record for _, record in finished_trials(study)]

@@ -20,7 +20,7 @@ from perfguard.devices import Device, mig_instance, mig_profiles, mps_share, res
 from perfguard.exceptions import BuildError, ConfigurationError
 from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_seconds
+from perfguard.quantities import format_bytes, format_joules, format_seconds
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
 
 _MOST_KINDS = 6
@@ -260,11 +260,7 @@ def _add_utilisation(table: Table, prediction: Prediction, device: Device) -> No
     energy = most_energy(prediction, device)
     if energy is not None:
         most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
-        table.add_row("energy", f"{most}{_three_digits(energy.median)} J")
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}"
+        table.add_row("energy", f"{most}{format_joules(energy.median)}")
 
 
 def _in_words(mig: Mapping[str, Any]) -> str:

@@ -9,16 +9,44 @@ from pathlib import Path
 
 import psutil
 
+from perfguard.measure._probe import Reading
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_SAMPLE_INTERVAL_S = 0.005
+_SAMPLE_INTERVAL_S = 0.02
+
+
+class CpuProbe:
+    """A run on the processor: the resident set of this process."""
+
+    def __init__(self) -> None:
+        self._memory = PeakResidentSet()
+        self._started = False
+
+    @property
+    def method(self) -> str:
+        return self._memory.method
+
+    def start(self) -> None:
+        self._memory.start()
+        self._started = True
+
+    def stamp(self) -> None:
+        return None
+
+    def finish(self) -> Reading:
+        if not self._started:
+            return Reading(self.method)
+        peak = self._memory.peak_bytes()
+        self._memory.stop()
+        return Reading(self.method, peak_memory_bytes=peak, confidence="high" if self.method == "vmhwm" else "medium")
 
 
 class PeakResidentSet:
     """Peak of the resident set since :meth:`start`.
 
     On Linux the kernel keeps the peak (VmHWM) and lets a process reset its own; elsewhere, or where that is forbidden, a
-    thread samples every 5 ms and may miss short peaks. ``method`` says which.
+    thread samples every 20 ms and may miss short peaks. ``method`` says which.
     """
 
     def __init__(self) -> None:

@@ -76,8 +76,8 @@ def statuses(pruner: PerfGuardPruner, study: optuna.Study) -> list[str | None]:
 def test_the_literal_line_runs() -> None:
     study = perfguard_optuna.create_study()
     with pytest.warns(UnguardedTrialWarning, match=r"build=lambda params: Workload") as caught:
-        study.optimize(objective, n_trials=30, pruner=PerfGuardPruner(gpu="a100"))
-    assert len(caught) == 1
+        study.optimize(objective, n_trials=30, count="proposed", pruner=PerfGuardPruner(gpu="a100"))
+    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 30
 
 
@@ -90,7 +90,7 @@ def test_a_build_guards_an_objective_that_knows_nothing_of_it() -> None:
         return train(width)
 
     study = study_of(SMALL, LARGE, SMALL)
-    study.optimize(unchanged, n_trials=3, pruner=make_pruner())
+    study.optimize(unchanged, n_trials=3, count="proposed", pruner=make_pruner())
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert trained == [SMALL, SMALL]
 
@@ -98,10 +98,10 @@ def test_a_build_guards_an_objective_that_knows_nothing_of_it() -> None:
 def test_a_launched_trial_carries_prediction_and_measurement() -> None:
     pruner = make_pruner()
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, pruner=pruner)
+    study.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
     launched, pruned = map(record_of, study.trials)
     assert (launched.verdict, launched.status) == ("launch", "ok")
-    assert set(launched.measured) == {"memory", "time", "step_time"}
+    assert set(launched.measured) == {"time", "step_time"}  # it ran on no GPU, so there is no GPU memory to measure
     assert (pruned.verdict, pruned.status, pruned.measured) == ("prune", None, {})
     assert study.trials[0].constraints["perfguard:memory"] < 0 < study.trials[1].constraints["perfguard:memory"]
     assert statuses(pruner, study) == ["ok", None]
@@ -121,19 +121,19 @@ class ObjectiveWithBuild:
 
 def test_an_objective_may_bring_its_build() -> None:
     study = study_of(SMALL, LARGE)
-    study.optimize(ObjectiveWithBuild(), n_trials=2, pruner=make_pruner(build=None))
+    study.optimize(ObjectiveWithBuild(), n_trials=2, count="proposed", pruner=make_pruner(build=None))
     assert states(study) == [COMPLETE, PRUNED]
 
 
 def test_the_pruner_may_be_given_to_create_study() -> None:
     study = study_of(SMALL, LARGE, pruner=make_pruner())
-    study.optimize(objective, n_trials=2)
+    study.optimize(objective, n_trials=2, count="proposed")
     assert states(study) == [COMPLETE, PRUNED]
 
 
 def test_another_pruner_works_as_ever() -> None:
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, pruner=optuna.pruners.NopPruner())
+    study.optimize(objective, n_trials=2, count="proposed", pruner=optuna.pruners.NopPruner())
     assert states(study) == [COMPLETE, COMPLETE]
     assert isinstance(study.pruner, optuna.pruners.NopPruner)
 
@@ -151,7 +151,7 @@ def test_a_trial_ends_at_the_suggestion_that_settles_it() -> None:
         return 0.0
 
     study = study_of(LARGE, SMALL)
-    study.optimize(three_suggestions, n_trials=2, pruner=make_pruner())
+    study.optimize(three_suggestions, n_trials=2, count="proposed", pruner=make_pruner())
     assert reached == ["lr", "lr", "width", "optimizer"]
 
 
@@ -187,7 +187,10 @@ def two_suggestions(trial: optuna.Trial) -> float:
 def test_a_default_does_not_stand_in_for_a_later_suggestion(read: Read, default: int, factor: int, state: TrialState) -> None:
     study = study_of({"width": SMALL, "factor": factor})
     study.optimize(
-        two_suggestions, n_trials=1, pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=default))
+        two_suggestions,
+        n_trials=1,
+        count="proposed",
+        pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=default)),
     )
     assert states(study) == [state]
 
@@ -208,7 +211,10 @@ def test_a_default_is_taken_once_the_trial_runs(read: Read, settle: str) -> None
 
     study = study_of(SMALL, LARGE)
     study.optimize(
-        one_suggestion, n_trials=2, pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=1))
+        one_suggestion,
+        n_trials=2,
+        count="proposed",
+        pruner=make_pruner(build=functools.partial(build_with_default, read=read, default=1)),
     )
     assert states(study) == [COMPLETE, PRUNED]
     assert trained == [SMALL]
@@ -222,8 +228,8 @@ def test_a_parameter_that_is_never_suggested_leaves_the_trials_unguarded(unsettl
 
     study = study_of(SMALL, LARGE, SMALL)
     with pytest.warns(UnguardedTrialWarning, match="asks for a parameter that the trial has not suggested") as caught:
-        study.optimize(objective, n_trials=3, pruner=make_pruner(build=build_deep))
-    assert len(caught) == 1
+        study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=build_deep))
+    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
 
 
@@ -247,8 +253,8 @@ class Branching(nn.Module):
 def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[..., Any]) -> None:
     study = study_of(SMALL, LARGE, SMALL)
     with pytest.warns(UnguardedTrialWarning) as caught:
-        study.optimize(objective, n_trials=3, pruner=make_pruner(build=faulty))
-    assert len(caught) == 1
+        study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=faulty))
+    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
 
 
@@ -269,11 +275,11 @@ def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], fl
 def test_running_out_of_memory_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
-    study.optimize(failing_at(1, error), n_trials=3, pruner=pruner)
+    study.optimize(failing_at(1, error), n_trials=3, count="proposed", pruner=pruner)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert statuses(pruner, study) == ["ok", "oom", "ok"]
     assert record_of(study.trials[1]).status == "oom"
-    assert [row.measurement.status for row in pruner.guard.predictor.learnt] == ["ok", "ok"]  # type: ignore[attr-defined]
+    assert [row.measurement.status for row in pruner.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
 def test_running_out_of_memory_prunes_an_unguarded_trial_too() -> None:
@@ -300,7 +306,7 @@ def test_an_interrupted_study_is_logged_and_goes_on_later() -> None:
         study.optimize(failing_at(1, KeyboardInterrupt()), n_trials=3, pruner=pruner)
     assert states(study)[:2] == [COMPLETE, FAIL]
     assert statuses(pruner, study) == ["ok", "failed"]
-    study.optimize(objective, n_trials=1)
+    study.optimize(objective, n_trials=1, count="proposed")
     assert statuses(pruner, study) == ["ok", "failed", "ok"]
 
 
@@ -311,7 +317,7 @@ def test_a_trial_that_the_objective_prunes_is_measured() -> None:
 
     pruner = make_pruner()
     study = study_of(SMALL)
-    study.optimize(giving_up, n_trials=1, pruner=pruner)
+    study.optimize(giving_up, n_trials=1, count="proposed", pruner=pruner)
     assert states(study) == [PRUNED]
     assert statuses(pruner, study) == ["ok"]
 
@@ -327,7 +333,7 @@ def test_two_jobs_share_a_pruner() -> None:
 
     pruner = make_pruner()
     study = study_of(*[SMALL, SMALL, LARGE, SMALL] * 3)
-    study.optimize(overlapping, n_trials=12, n_jobs=2, pruner=pruner)
+    study.optimize(overlapping, n_trials=12, count="proposed", n_jobs=2, pruner=pruner)
     assert [state.name for state in states(study)] == [
         "PRUNED" if trial.params["width"] == LARGE else "COMPLETE" for trial in study.trials
     ]
@@ -335,7 +341,7 @@ def test_two_jobs_share_a_pruner() -> None:
     assert sorted(status or "" for status in statuses(pruner, study)) == [""] * 3 + ["ok"] * 9
     overlapped = [record_of(trial) for trial in study.trials[:2]]
     assert all(set(record.measured) == {"time", "step_time"} for record in overlapped)
-    with Run(pruner.guard.device) as alone:
+    with Run(resolve_device("cpu")) as alone:
         pass
     assert alone.measurement is not None
     assert alone.measurement.peak_memory_bytes is not None
@@ -355,7 +361,7 @@ def test_the_guard_leaves_the_random_numbers_alone() -> None:
 
 def test_the_sampler_is_told_which_trials_do_not_fit() -> None:
     study = create_study(sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=10))
-    study.optimize(objective, n_trials=20, pruner=make_pruner())
+    study.optimize(objective, n_trials=20, count="proposed", pruner=make_pruner())
     early, late = (sum(state == PRUNED for state in part) for part in (states(study)[:10], states(study)[10:]))
     assert early > late
 
@@ -372,13 +378,13 @@ def journal_of(tmp_path: Path) -> JournalStorage:
 def test_a_study_is_resumed_from_its_storage(storage_of: Callable[[Path], Any], tmp_path: Path) -> None:
     log = str(tmp_path / "log.db")
     study = study_of(SMALL, LARGE, SMALL, SMALL, LARGE, study_name="resumed", storage=storage_of(tmp_path))
-    study.optimize(objective, n_trials=3, pruner=make_pruner(log=log))
+    study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(log=log))
 
     resumed = load_study(study_name="resumed", storage=storage_of(tmp_path))
     pruner = make_pruner(log=log)
     assert isinstance(resumed, GuardedStudy)
     assert len(pruner.guard.predictor.learnt) == 2  # type: ignore[attr-defined]
-    resumed.optimize(objective, n_trials=2, pruner=pruner)
+    resumed.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
     assert states(resumed) == [COMPLETE, PRUNED, COMPLETE, COMPLETE, PRUNED]
     assert statuses(pruner, resumed) == ["ok", None, "ok", "ok", None]
 
@@ -389,7 +395,7 @@ here = runpy.run_path({file!r})
 pruner = here["guardnet_pruner"]({log!r})
 print(*here["medians"](pruner))
 study = here["load_study"](study_name="resumed", storage={url!r})
-study.optimize(here["objective"], n_trials=5, pruner=pruner)
+study.optimize(here["objective"], n_trials=5, count="proposed", pruner=pruner)
 """
 
 
@@ -409,7 +415,7 @@ def test_a_fresh_process_goes_on_with_the_study_and_with_what_was_learnt(tmp_pat
     url, log = url_of(tmp_path), str(tmp_path / "log.db")
     pruner = guardnet_pruner(log)
     study = study_of(*[64] * 10, study_name="resumed", storage=url)
-    study.optimize(objective, n_trials=5, pruner=pruner)
+    study.optimize(objective, n_trials=5, count="proposed", pruner=pruner)
 
     code = RESUME_ELSEWHERE.format(file=__file__, log=log, url=url)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -430,7 +436,7 @@ def test_a_study_with_two_objectives_is_guarded() -> None:
 
     sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=2)
     study = study_of(SMALL, LARGE, LARGE, directions=["minimize", "maximize"], sampler=sampler)
-    study.optimize(two_values, n_trials=6, pruner=make_pruner())
+    study.optimize(two_values, n_trials=6, count="proposed", pruner=make_pruner())
     assert states(study)[:3] == [COMPLETE, PRUNED, PRUNED]
     assert all(record_of(trial).verdict == ("prune" if trial.state == PRUNED else "launch") for trial in study.trials)
     assert study.best_trials
@@ -447,12 +453,12 @@ def test_ask_and_tell_are_optunas() -> None:
 
 def test_a_guarded_study_pickles() -> None:
     study = study_of(SMALL, LARGE)
-    study.optimize(objective, n_trials=2, pruner=make_pruner())
+    study.optimize(objective, n_trials=2, count="proposed", pruner=make_pruner())
     copy = pickle.loads(pickle.dumps(study))
     assert isinstance(copy, GuardedStudy)
     for width in (LARGE, SMALL):
         copy.enqueue_trial({"width": width})
-    copy.optimize(objective, n_trials=2)
+    copy.optimize(objective, n_trials=2, count="proposed")
     assert states(copy) == [COMPLETE, PRUNED, PRUNED, COMPLETE]
     assert states(study) == [COMPLETE, PRUNED]
 
@@ -467,7 +473,7 @@ def test_the_median_pruner_is_consulted_inside() -> None:
 
     pruner = make_pruner(inner=optuna.pruners.MedianPruner(n_startup_trials=2))
     study = study_of(SMALL, SMALL, SMALL, LARGE)
-    study.optimize(reporting, n_trials=4, pruner=pruner)
+    study.optimize(reporting, n_trials=4, count="proposed", pruner=pruner)
     assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
     assert [record_of(trial).verdict for trial in study.trials] == ["launch", "launch", "launch", "prune"]
 
@@ -475,14 +481,16 @@ def test_the_median_pruner_is_consulted_inside() -> None:
 def test_callbacks_see_what_was_measured() -> None:
     seen = []
     study = study_of(SMALL)
-    study.optimize(objective, n_trials=1, callbacks=[lambda _, trial: seen.append(record_of(trial))], pruner=make_pruner())
+    study.optimize(
+        objective, n_trials=1, count="proposed", callbacks=[lambda _, trial: seen.append(record_of(trial))], pruner=make_pruner()
+    )
     assert seen[0].status == "ok"
 
 
 def test_the_shipped_predictor_learns_during_a_study() -> None:
     pruner = PerfGuardPruner(gpu="cpu", build=build, log=False)
     before = medians(pruner)
-    study_of(*[64] * 5).optimize(objective, n_trials=5, pruner=pruner)
+    study_of(*[64] * 5).optimize(objective, n_trials=5, count="proposed", pruner=pruner)
     assert medians(pruner) != before
     assert resolve_device("cpu") is pruner.guard.device
 
@@ -495,9 +503,9 @@ def test_the_functions_take_what_optunas_take(name: str) -> None:
     }
 
 
-def test_optimize_takes_what_optunas_takes_and_a_pruner() -> None:
+def test_optimize_takes_what_optunas_takes_a_pruner_and_what_to_count() -> None:
     ours, theirs = (inspect.signature(study.optimize).parameters for study in (GuardedStudy, optuna.Study))
-    assert list(ours) == [*theirs, "pruner"]
+    assert list(ours) == [*theirs, "pruner", "count"]
     assert all(ours[parameter].default == theirs[parameter].default for parameter in theirs)
 
 

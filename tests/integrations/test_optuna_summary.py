@@ -1,7 +1,8 @@
-"""The account of a study, its lines and its picture, from trials made by hand."""
+"""The account of a study, its tables and its lines, from trials made by hand."""
 
 from __future__ import annotations
 
+import datetime
 import io
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,8 +13,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
-from perfguard_optuna import TrialPrinter, TrialRecord, record_of, summarize
-from perfguard_optuna.visualization import plot_predictions
+from perfguard_optuna import TrialPrinter, TrialRecord, record_of, skipped_table, summarize
 
 MIB = 2**20
 UNPREDICTED = {"perfguard:verdict": "launch", "perfguard:reason": "not judged: BuildError: ..."}
@@ -63,9 +63,12 @@ def study() -> optuna.Study:
 
 def test_a_summary_by_hand(study: optuna.Study) -> None:
     mean_error = (0.2 + 0.1 + 0.125) / 3
-    assert asdict(summarize(study)) == pytest.approx(
+    summary = asdict(summarize(study))
+    assert summary.pop("pruned_for") == {"memory": 1, "time": 1}
+    assert summary == pytest.approx(
         {
             "num_launched": 6,
+            "num_repaired": 0,
             "num_pruned": 2,
             "num_unjudged": 2,
             "num_violations": 2,
@@ -100,7 +103,7 @@ def test_the_table_says_it_in_words(study: optuna.Study) -> None:
     text = printed(summarize(study).table())
     for label, value in (
         ("trials launched", "6"),
-        ("trials pruned before launch", "2"),
+        ("trials pruned before launch", "2 (peak memory 1, trial time 1)"),
         ("launched without a verdict", "2"),
         ("budget violations among the launched", "2"),
         ("time of the launched trials", "25.0 s"),
@@ -110,6 +113,61 @@ def test_the_table_says_it_in_words(study: optuna.Study) -> None:
     ):
         (line,) = [line for line in text.splitlines() if label in line]
         assert value in line
+
+
+def test_repaired_trials_are_counted_among_the_launched() -> None:
+    summary = summarize(
+        study_of(finished(attributes("repair", (60, 4), (50, 5))), finished(attributes("launch", (60, 4), (50, 5))))
+    )
+    assert (summary.num_launched, summary.num_repaired) == (2, 1)
+    assert "2, 1 repaired" in printed(summary.table())
+
+
+def test_a_launched_trial_without_a_measurement_took_as_long_as_the_study_saw_it_run() -> None:
+    trial = finished(attributes("launch", (60, 4)))
+    trial.datetime_start = datetime.datetime(2026, 11, 21, 12, 0, 0)
+    trial.datetime_complete = datetime.datetime(2026, 11, 21, 12, 1, 30)
+    assert summarize(study_of(trial)).launched_s == 90
+
+
+def test_a_trial_that_was_stopped_on_its_way_says_nothing_on_the_error_of_the_prediction() -> None:
+    assert summarize(study_of(finished(attributes("launch", (60, 9), (60, 2)), state=TrialState.PRUNED))).first_error is None
+
+
+def test_the_limit_that_pruned_is_the_one_that_is_exceeded_most() -> None:
+    study = study_of(finished(attributes("prune", (150, 30)), state=TrialState.PRUNED))  # 1.5 and 3 times
+    assert summarize(study).pruned_for == {"time": 1}
+
+
+def test_the_skipped_trials_are_listed_with_need_limit_and_time_saved(study: optuna.Study) -> None:
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in printed(skipped_table(study)).splitlines() if "│" in line
+    ]
+    assert lines == [
+        ["4", "peak memory", "400 MiB (200 MiB to 800 MiB)", "100 MiB", "30.0 s"],
+        ["5", "trial time", "12.5 s (6.25 s to 25.0 s)", "10.0 s", "12.5 s"],
+        ["all", "", "", "", "42.5 s"],
+    ]
+
+
+def test_a_skipped_trial_without_a_limit_shows_its_reason() -> None:
+    attributes = {"perfguard:verdict": "prune", "perfguard:reason": "nothing [fits]"}
+    text = printed(skipped_table(study_of(finished(attributes, state=TrialState.PRUNED))))
+    assert [cell.strip() for cell in text.splitlines()[-4].split("│")[1:-1]] == ["0", "-", "nothing [fits]", "-", "-"]
+
+
+def test_a_long_list_of_skipped_trials_is_cut_but_counted() -> None:
+    pruned = [finished(attributes("prune", (400, 30)), state=TrialState.PRUNED) for _ in range(9)]
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in printed(skipped_table(study_of(*pruned), max_rows=2)).splitlines()
+    ]
+    assert [line[0] for line in lines if line] == ["…", "7", "8", "all"]
+    assert lines[-2][-1] == "4.50 min"
+
+
+def test_nothing_skipped_is_an_empty_table() -> None:
+    assert "0 trials pruned before launch" in printed(skipped_table(optuna.create_study()))
 
 
 def printed(renderable: Any) -> str:
@@ -153,6 +211,14 @@ def test_a_line_for_each_trial(study: optuna.Study, number: int, line: str) -> N
     assert len(shown) <= 80
 
 
+def test_the_line_of_a_repaired_trial_says_so() -> None:
+    study = study_of(finished(attributes("repair", (60, 4), (50, 5))))
+    console = Console(file=io.StringIO(), width=160)
+    TrialPrinter(console)(study, study.trials[0])
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[1].split()[:2] == ["0", "repaired"]
+
+
 def test_the_printer_copes_with_two_objectives() -> None:
     study = optuna.create_study(directions=["minimize", "minimize"])
     study.add_trial(create_trial(values=[1.0, 2.0], user_attrs=attributes("launch", (60, 4), (50, 5))))
@@ -160,26 +226,3 @@ def test_the_printer_copes_with_two_objectives() -> None:
     TrialPrinter(console)(study, study.trials[0])
     assert isinstance(console.file, io.StringIO)
     assert "launched" in console.file.getvalue()
-
-
-def test_the_picture_has_an_axes_for_each_quantity(study: optuna.Study) -> None:
-    pytest.importorskip("matplotlib")
-    figure = plot_predictions(study)
-    assert len(figure.axes) == 2
-    assert [axes.get_xlabel() for axes in figure.axes] == ["measured peak memory (MiB)", "measured trial time (s)"]
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
-    assert set(labels) == {"launched (4)", "pruned before launch (2)", "budget"}
-    figure.savefig(io.BytesIO())
-
-
-@pytest.mark.parametrize("user_attrs", [{}, UNPREDICTED])
-def test_the_picture_of_nothing_says_so(user_attrs: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib")
-    figure = plot_predictions(study_of(finished(user_attrs)))
-    assert [axes.get_title() for axes in figure.axes] == ["nothing was predicted"] * 2
-    figure.savefig(io.BytesIO())
-
-
-def test_the_picture_of_a_study_without_trials_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    assert len(plot_predictions(optuna.create_study(), quantities=("memory", "time", "step_time")).axes) == 3

@@ -123,7 +123,7 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
     verdict = guard.check(WORKLOAD)
     assert verdict.action == action
     assert [limit.quantity for limit in verdict.limits] == list(verdict.margins) == quantities
-    assert set(guard.limited_quantities) == set(quantities)
+    assert set(guard.budget.quantities) == set(quantities)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,377 @@
+"""What a guard does for a search: simulated studies on measured truth.
+
+    python benchmarks/search_quality.py TABLE... --cache .perfguard-cache --seeds 20 --plot docs/images/search_quality.png
+
+The search spaces are rows of a workload table: networks by family and by rank in it, and batch sizes. Whether a trial fits is as
+measured; what the guard believes was predicted by a predictor that has not seen the family (the folds of `perfguard leaderboard`,
+made here if the cache lacks them). Optuna, its TPE and the plugins are the real ones; only the training is not run: a trial takes
+2,000 steps of the time that was measured, or where the table has none of the roofline; a trial that fails costs a tenth of that.
+
+    none       no guard: a trial that does not fit crashes and is told as failed
+    fake       pruned where live bytes exceed the limit, as estimators on fake tensors say, and nothing is told of how far
+    pruner     PerfGuardPruner
+    sampler    PerfGuardSampler around the same TPE
+    oracle     the same sampler with a guard that knows the truth
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import math
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from perfguard import Estimate, Prediction, Workload
+from perfguard.guard import Decision, Verdict
+from perfguard_models.dataset import Run
+from perfguard_models.held_out import Judged, log_sigmas_of
+from perfguard_models.leaderboard import predictions
+from perfguard_models.sums import SUMS
+from perfguard_optuna import OptunaGuard, PerfGuardSampler
+
+_POLICIES = ("none", "fake", "pruner", "sampler", "oracle")
+_STEPS = 2000
+_CRASH_SHARE = 0.1
+_NEARLY_SURE = 0.01
+_A100_BUDGET = 16 * 2**30
+_BATCHES = (8, 16, 32, 64, 128)
+_RANKS = 4
+"""Networks of a family, from the smallest to the largest."""
+_LIVE, _ROOFLINE = SUMS.index("log_live"), SUMS.index("log_roofline")
+
+
+class Point(NamedTuple):
+    """One configuration: what is true of it, and what was predicted."""
+
+    fits: bool
+    memory_bytes: float
+    """As measured; where only known to have fitted or failed, live bytes moved to that side of the limit."""
+    live_bytes: float
+    trial_s: float
+    predicted_bytes: float
+    log_sigma: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Space:
+    """A search space on one GPU: a family, and numbers from 0 up to a size each; and what comes of every point."""
+
+    name: str
+    gpu: str
+    limit_bytes: int
+    families: tuple[str, ...]
+    sizes: Mapping[str, int]
+    points: Mapping[tuple[Any, ...], Point]
+
+    def at(self, params: Mapping[str, Any]) -> Point:
+        """The configuration."""
+        return self.points[(params["family"], *(params[name] for name in self.sizes))]
+
+    @property
+    def loss_range(self) -> float:
+        """From the best to the worst that fits."""
+        losses = [point.loss for point in self.points.values() if point.fits]
+        return max(losses) - min(losses)
+
+
+@dataclass
+class Outcome:
+    """What one study came to."""
+
+    time_s: float = 0.0
+    wasted_s: float = 0.0
+    launched: int = 0
+    crashed: int = 0
+    rejected: int = 0
+    rejected_though_fitting: int = 0
+    near_limit: int = 0
+    """Launched trials that need 90 to 100% of the limit."""
+    best: list[tuple[float, float]] = field(default_factory=list)
+    """Time and loss, at each improvement."""
+
+    def best_by(self, time_s: float) -> float:
+        """The best loss after ``time_s``; infinite before the first."""
+        return min((loss for at, loss in self.best if at <= time_s), default=math.inf)
+
+
+class TablePredictor:
+    """Says what was predicted of a point when its family was held out; ``knows`` makes it an oracle."""
+
+    def __init__(self, *, knows: bool) -> None:
+        self.knows = knows
+        self.name = "oracle" if knows else "held-out"
+
+    def predict(self, graph: Any, device: Any, *, steps: int | None = None) -> Prediction:
+        """``graph`` is a Point."""
+        memory = (
+            Estimate(graph.memory_bytes, 1e-4)
+            if self.knows
+            else Estimate(graph.predicted_bytes, max(graph.log_sigma, _NEARLY_SURE))
+        )
+        return Prediction(memory, Estimate(1.0, 0.1), None, self.name, device.id, trained_on_device=True)
+
+    def fine_tune(self, observations: Sequence[Any]) -> None:
+        """The folds' predictions stay as they are."""
+
+
+class TableGuard(OptunaGuard):
+    """An OptunaGuard whose workloads are points of a table: nothing is traced, nothing is logged."""
+
+    def trace(self, workload: Workload) -> Any:
+        """The point that ``build`` found."""
+        return workload.model
+
+    def record(self, verdict: Verdict, graph: Any, **_: Any) -> Decision:
+        """Not kept."""
+        return Decision("", verdict)
+
+
+def build(params: Mapping[str, Any], space: Space) -> Workload:
+    """A workload whose model is the point itself."""
+    return Workload(space.at(params), inputs=(1,))  # type: ignore[arg-type]
+
+
+def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int, Outcome]:
+    """One study of ``trials`` launched trials."""
+    space, policy, seed = work
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore")
+    guard: TableGuard | None = None
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=seed)
+    if policy in ("pruner", "sampler", "oracle"):
+        guard = TableGuard(
+            space.gpu,
+            build=partial(build, space=space),
+            memory_budget=space.limit_bytes,
+            predictor=TablePredictor(knows=policy == "oracle"),
+            log=False,
+        )
+        if policy != "pruner":
+            sampler = PerfGuardSampler(sampler, guard)
+    study = optuna.create_study(sampler=sampler)
+    outcome = Outcome()
+    while outcome.launched < trials:
+        _one_trial(study, space, policy, guard, outcome)
+    for trial in study.trials:  # what the sampler rejected without asking us
+        if trial.user_attrs.get("perfguard:verdict") == "prune" and len(trial.params) == 1 + len(space.sizes):
+            outcome.rejected += 1
+            outcome.rejected_though_fitting += space.at(trial.params).fits
+    return space.name, policy, seed, outcome
+
+
+def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard | None, outcome: Outcome) -> None:
+    trial = study.ask()
+    params = {"family": trial.suggest_categorical("family", list(space.families))}
+    params |= {name: trial.suggest_int(name, 0, size - 1) for name, size in space.sizes.items()}
+    point = space.at(params)
+    if policy == "fake" and point.live_bytes > space.limit_bytes:
+        outcome.rejected += 1
+        outcome.rejected_though_fitting += point.fits
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        return
+    if guard is not None:
+        decision = guard.decision_of(study, trial) or guard.judge(study, trial, trial.params, guard.build)
+        assert decision is not None
+        if decision.verdict.action == "prune":
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return
+    outcome.launched += 1
+    if not point.fits:
+        outcome.crashed += 1
+        outcome.wasted_s += point.trial_s * _CRASH_SHARE
+        outcome.time_s += point.trial_s * _CRASH_SHARE
+        if guard is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:  # as OptunaGuard does when a trial runs out of memory
+            trial.set_constraint("perfguard:memory", 0.01)
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        return
+    outcome.time_s += point.trial_s
+    outcome.near_limit += point.memory_bytes > 0.9 * space.limit_bytes
+    if point.loss < outcome.best_by(math.inf):
+        outcome.best.append((outcome.time_s, point.loss))
+    study.tell(trial, point.loss)
+
+
+def spaces_of(runs: Sequence[Run], judged: Judged) -> list[Space]:
+    """The A100's training runs under a budget, and the RTX 3090's up to its memory; each with two losses."""
+    predicted: dict[int, tuple[float, float]] = {}
+    for (fold, values), sigma in zip(judged, log_sigmas_of(runs, "family", judged), strict=True):
+        for position, index in enumerate(fold.judge):
+            predicted[index] = math.exp(values["memory"][position]), float(sigma["memory"][position])
+    spaces = []
+    for gpu, variants, limit_bytes in (("a100-pcie-40gb", False, _A100_BUDGET), ("rtx3090", True, None)):
+        mine = {
+            index: run
+            for index, run in enumerate(runs)
+            if run.table == "workload" and run.gpu == gpu and run.mode == "train" and index in predicted
+        }
+        limit = limit_bytes or next(iter(mine.values())).capacity_bytes
+        for favours in ("large", "border"):
+            points, families, sizes = _points(mine, predicted, limit, favours, by_layout=variants)
+            spaces.append(Space(f"{gpu}, favours {favours}", gpu, limit, families, sizes, points))
+    return spaces
+
+
+def _points(
+    runs: Mapping[int, Run], predicted: Mapping[int, tuple[float, float]], limit: int, favours: str, *, by_layout: bool
+) -> tuple[dict[tuple[Any, ...], Point], tuple[str, ...], dict[str, int]]:
+    """The points of families in which enough networks were measured at every setting."""
+    settings: defaultdict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
+    for index, run in runs.items():
+        layout = int("nhwc" in run.variant)
+        setting = (layout, int(not run.fits)) if by_layout else (_BATCHES.index(run.batch_size),)
+        settings[run.family, run.model][setting] = index
+    wanted = set(product((0, 1), (0, 1))) if by_layout else {(batch,) for batch in range(len(_BATCHES))}
+    networks: defaultdict[str, list[dict[tuple[int, ...], int]]] = defaultdict(list)
+    for (family, _), measured in settings.items():
+        if measured.keys() == wanted:
+            networks[family].append(measured)
+    points: dict[tuple[Any, ...], Point] = {}
+    families = tuple(sorted(family for family, known in networks.items() if len(known) >= _RANKS))
+    for family, offset in zip(families, (hash_share(family) for family in families), strict=True):
+        known = sorted(networks[family], key=lambda measured: _live(runs[measured[min(wanted)]]))
+        for rank in range(_RANKS):
+            measured = known[round(rank * (len(known) - 1) / (_RANKS - 1))]
+            for setting, index in measured.items():
+                pair = runs[measured[setting[0], 0]] if by_layout else runs[index]
+                points[(family, rank, *setting)] = _point(runs[index], pair, predicted[index], limit, favours, offset)
+    sizes = {"rank": _RANKS} | ({"layout": 2, "rung": 2} if by_layout else {"batch": len(_BATCHES)})
+    return points, families, sizes
+
+
+def _point(run: Run, pair: Run, predicted: tuple[float, float], limit: int, favours: str, offset: float) -> Point:
+    live = _live(run)
+    if "memory" in run.labels:
+        memory = math.exp(run.labels["memory"])
+    else:
+        memory = min(live, 0.95 * limit) if run.fits else max(live, 1.05 * limit)
+    roofline_s = math.exp(float(run.view["sums"][_ROOFLINE]))
+    step_s = math.exp(pair.labels["time"]) * run.batch_size / pair.batch_size if "time" in pair.labels else roofline_s
+    loss = -math.log(live) if favours == "large" else abs(math.log(memory / (0.95 * limit)))
+    return Point(run.fits and memory <= limit, memory, live, _STEPS * step_s, *predicted, loss + offset)
+
+
+def _live(run: Run) -> float:
+    return math.exp(float(run.view["sums"][_LIVE]))
+
+
+def hash_share(text: str) -> float:
+    """0 to 0.5, the same for the same text: some families are better than others."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**33
+
+
+def main() -> None:
+    """Run the studies, print the table, draw the best loss against GPU time."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--predictor", default="guardnet")
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    parser.add_argument("--most-operators", type=int, default=60_000)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    runs, found = predictions(
+        arguments.tables, {arguments.predictor: {}}, ["family"], cache=arguments.cache, jobs=arguments.jobs,
+        most_operators=arguments.most_operators,
+    )  # fmt: skip
+    spaces = spaces_of(runs, found["family", arguments.predictor])
+    work = list(product(spaces, _POLICIES, range(arguments.seeds)))
+    outcomes: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for name, policy, _, outcome in track(
+            pool.map(partial(run_study, trials=arguments.trials), work, chunksize=4), total=len(work)
+        ):
+            outcomes[name, policy].append(outcome)
+    console = Console(width=150)
+    console.print(f"{arguments.predictor}, {arguments.seeds} seeds, {arguments.trials} launched trials, {datetime.date.today()}")
+    for space in spaces:
+        console.print(_table(space, outcomes))
+    if arguments.plot is not None:
+        _draw(spaces, outcomes, arguments.plot)
+
+
+def _table(space: Space, outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) -> Table:
+    failing = statistics.fmean(not point.fits for point in space.points.values())
+    table = Table(title=f"{space.name}: {len(space.points)} points, {failing:.0%} do not fit")
+    for heading in (
+        "",
+        "launched, did not fit",
+        "GPU time wasted",
+        "rejected though fitting",
+        "behind the oracle",
+        "near the limit",
+    ):
+        table.add_column(heading, justify="right" if heading else "left")
+    oracle = outcomes[space.name, "oracle"]
+    wasted_without = statistics.fmean(outcome.wasted_s for outcome in outcomes[space.name, "none"])
+    for policy in _POLICIES:
+        mine = outcomes[space.name, policy]
+        wasted = statistics.fmean(outcome.wasted_s for outcome in mine)
+        rejected = sum(outcome.rejected for outcome in mine)
+        behind = [
+            (min(own.best_by(best.time_s), _worst(space)) - best.best_by(best.time_s)) / space.loss_range
+            for own, best in zip(mine, oracle, strict=True)
+        ]
+        launched = sum(outcome.launched - outcome.crashed for outcome in mine)
+        table.add_row(
+            policy,
+            f"{sum(outcome.crashed for outcome in mine) / sum(outcome.launched for outcome in mine):.1%}",
+            f"{wasted / 3600:.2f} h ({1 - wasted / wasted_without:.0%} gone)" if wasted_without else "-",
+            f"{sum(outcome.rejected_though_fitting for outcome in mine) / rejected:.1%} of {rejected}" if rejected else "-",
+            f"{statistics.fmean(behind):.1%} of the range",
+            f"{sum(outcome.near_limit for outcome in mine) / launched:.1%}",
+        )
+    return table
+
+
+def _worst(space: Space) -> float:
+    return max(point.loss for point in space.points.values() if point.fits)
+
+
+def _draw(spaces: Sequence[Space], outcomes: Mapping[tuple[str, str], Sequence[Outcome]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    colors = {"none": "tab:red", "fake": "tab:orange", "pruner": "tab:blue", "sampler": "tab:green", "oracle": "0.3"}
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    for axes, space in zip(figure.subplots(2, 2).flat, spaces, strict=True):
+        end = statistics.median(outcome.time_s for outcome in outcomes[space.name, "oracle"])
+        times = [end * share / 60 for share in range(1, 61)]
+        for policy in _POLICIES:
+            means = [
+                statistics.fmean(min(outcome.best_by(at), _worst(space)) for outcome in outcomes[space.name, policy])
+                for at in times
+            ]
+            axes.plot(
+                [at / 3600 for at in times],
+                means,
+                color=colors[policy],
+                label=policy,
+                linestyle="--" if policy == "oracle" else "-",
+            )
+        axes.set(title=space.name, xlabel="GPU time (h)", ylabel="best loss, mean over seeds")
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

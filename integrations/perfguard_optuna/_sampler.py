@@ -1,0 +1,406 @@
+"""PerfGuardSampler: proposes what is predicted to fit, and tells the sampler inside where the border is.
+
+Drawing again is not enough: nothing tells the inner sampler why its proposal came back. So each rejected proposal becomes a
+PRUNED trial of the study with its constraints, which TPE learns from as it is; then the inner sampler is asked again. What a
+proposal needs is found out by ``build`` itself: where it asks for a parameter that the inner sampler draws one by one, that
+parameter is drawn, so a joint limit is judged on joint proposals and a conditional space is followed branch by branch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.guard import Verdict
+from perfguard.workload import Workload, asks_for_missing, build_workload
+from perfguard_optuna._attributes import PREFIX, attributes_of
+from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, WatchedParams, warn_nothing_feasible
+from perfguard_optuna._pruner import PerfGuardPruner
+
+_GRID_KEYS = ("grid_id", "search_space")
+"""System attributes by which a GridSampler knows which points it has visited (Optuna 5.0)."""
+_BISECTIONS = 6
+_GOALS = 5
+_MOST_REJECTED_FOR_GP = 100
+"""Its cost grows with the cube of the trials."""
+
+
+class PerfGuardSampler(BaseSampler):
+    """Wraps any Optuna sampler so that the study spends its trials on what is predicted to fit.
+
+    Example:
+        >>> pruner = PerfGuardPruner(gpu="a100", build=build)                                          # doctest: +SKIP
+        >>> sampler = PerfGuardSampler(TPESampler(), pruner)                                           # doctest: +SKIP
+        >>> study = optuna.create_study(sampler=sampler, pruner=pruner)                                # doctest: +SKIP
+
+    What does not fit is in the study as a PRUNED trial, with the reason, but does not count for ``n_trials``. The first trial of
+    a fresh study is the exception: the parameters' distributions are known only after it has suggested them.
+
+    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the last proposal is moved towards the nearest
+    trial that was launched until it fits. Where none was launched yet the trial is PRUNED, and after 300 proposals in a row the
+    study ends with a NothingFeasibleWarning.
+
+    Args:
+        inner: the sampler that proposes.
+        guard: the OptunaGuard that judges, or the PerfGuardPruner that has one. It needs a ``build``.
+        max_proposals: proposals for one trial before the last of them is moved.
+        max_seconds: time for one trial's proposals before that.
+
+    Raises:
+        ConfigurationError: if ``guard`` has no ``build``, or a bound is not positive.
+    """
+
+    def __init__(
+        self,
+        inner: BaseSampler,
+        guard: OptunaGuard | PerfGuardPruner,
+        *,
+        max_proposals: int = 50,
+        max_seconds: float = 20.0,
+    ) -> None:
+        if not isinstance(inner, BaseSampler):
+            raise ConfigurationError(f"inner must be an Optuna sampler, for instance TPESampler(), but got {inner!r}.")
+        guard = guard.guard if isinstance(guard, PerfGuardPruner) else guard
+        if not isinstance(guard, OptunaGuard):
+            raise ConfigurationError(f"guard must be an OptunaGuard or a PerfGuardPruner, but got {guard!r}.")
+        if guard.build is None:
+            raise ConfigurationError(
+                "PerfGuardSampler must know what a proposal would run. Give its guard `build=lambda params: Workload(...)`."
+            )
+        if max_proposals < 1 or not max_seconds > 0:
+            raise ConfigurationError(
+                f"max_proposals and max_seconds must be positive, but got {max_proposals} and {max_seconds}."
+            )
+        self.inner = inner
+        self.guard = guard
+        self._max_proposals = max_proposals
+        self._max_seconds = max_seconds
+        self._rejected_in_a_row = 0
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"PerfGuardSampler({self.inner})"
+
+    def reseed_rng(self) -> None:
+        """As the inner sampler."""
+        self.inner.reseed_rng()
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """As the inner sampler."""
+        self.inner.before_trial(study, trial)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """As the inner sampler."""
+        self.inner.after_trial(study, trial, state, values)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """As the inner sampler: a single parameter cannot be judged."""
+        return self.inner.sample_independent(self._view(study, trial), trial, param_name, param_distribution)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The inner sampler's space and every other parameter that a trial has had: ``build`` may ask for it."""
+        return _known_distributions(study) | self.inner.infer_relative_search_space(self._view(study, trial), trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
+        try:
+            return self._sample_feasible(study, trial, search_space)
+        except optuna.TrialPruned:
+            raise
+        except Exception as error:
+            self.guard._warn_once(
+                UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
+            )
+            inner_space = self.inner.infer_relative_search_space(study, trial)
+            return self.inner.sample_relative(study, trial, inner_space)
+
+    def _sample_feasible(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        started_at = time.monotonic()
+        num_rejected = 0
+        while True:
+            proposal = self._propose(study, trial, search_space)
+            if proposal.workload is None:
+                return proposal.params
+            verdict = self._check(proposal.workload)
+            if verdict is None or verdict.action != "prune" or proposal.is_fixed:
+                return self._accept(study, trial, proposal)
+            self._reject(study, trial, proposal, verdict)
+            num_rejected += 1
+            if num_rejected >= self._max_proposals or time.monotonic() - started_at > self._max_seconds:
+                moved = self._moved_to_fit(study, proposal)
+                if moved is not None:
+                    return self._accept(study, trial, moved)
+            if study._stop_flag or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
+                self._give_up(study, trial, verdict)
+            if time.monotonic() - started_at > self._max_seconds:
+                raise self._pruned(study, trial, verdict)
+
+    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        base = self.inner._base_sampler if isinstance(self.inner, PartialFixedSampler) else self.inner
+        return _StudyWithRejected(study, trial) if isinstance(base, GPSampler) else study
+
+    def _propose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> _Proposal:
+        """One joint proposal of the inner sampler, as far as ``build`` asks for it."""
+        assert self.guard.build is not None
+        view = self._view(study, trial)
+        inner_names = self.inner.infer_relative_search_space(view, trial).keys()
+        drawn = self.inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
+        fixed: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
+        while True:
+            params = WatchedParams(drawn | fixed)
+            workload: Workload | None = None
+            try:
+                workload = build_workload(self.guard.build, params)
+                wanted = params.missing
+            except Exception as error:
+                if not asks_for_missing(error, drawn | fixed):
+                    break  # the guard will say why when the trial is judged
+                wanted = {error.args[0]}
+            name = next((name for name in search_space if name in wanted), None)
+            if name is None:
+                break
+            draft = _with_params(trial, study, drawn | fixed, search_space)
+            drawn[name] = self.inner.sample_independent(view, draft, name, search_space[name])
+        return _Proposal(drawn, params, search_space, workload, set(params.used()) <= set(fixed))
+
+    def _check(self, workload: Workload) -> Verdict | None:
+        """None: it cannot be judged, so it is launched, and the guard says why when it is."""
+        try:
+            return self.guard.check(workload)
+        except Exception:
+            return None
+
+    def _accept(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal) -> dict[str, Any]:
+        with self._lock:
+            self._rejected_in_a_row = 0
+        workload = proposal.workload
+        assert workload is not None
+        self.guard.settle(study, trial, proposal.watched, lambda: workload)
+        return proposal.params
+
+    def _reject(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal, verdict: Verdict) -> None:
+        """Record a proposal as a pruned trial, as if the inner sampler had been asked for it and told what became of it."""
+        with self._lock:
+            self._rejected_in_a_row += 1
+        storage, attributes = study._storage, study._storage.get_trial_system_attrs(trial._trial_id)
+        params = {name: value for name, value in proposal.watched.all().items() if name in proposal.space}
+        rejected = create_trial(
+            state=TrialState.RUNNING,
+            params=params,
+            distributions={name: proposal.space[name] for name in params},
+            user_attrs=attributes_of(verdict),
+            system_attrs={key: attributes[key] for key in _GRID_KEYS if key in attributes},
+        )
+        trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
+        rejected = storage.get_trial(trial_id)
+        self.guard.write(study, rejected, {}, lambda: self.guard.constraints_of(study, verdict))
+        self.guard.record(
+            verdict,
+            self.guard.trace(proposal.workload) if proposal.workload is not None else None,
+            study=study.study_name,
+            trial=rejected.number,
+            params=params,
+        )
+        try:
+            self.inner.after_trial(study, rejected, TrialState.PRUNED, None)
+        finally:
+            storage.set_trial_state_values(trial_id, TrialState.PRUNED)
+        again = copy.copy(trial)
+        again.number = rejected.number
+        again.system_attrs = {key: value for key, value in attributes.items() if key not in _GRID_KEYS}
+        self.inner.before_trial(study, again)
+
+    def _moved_to_fit(self, study: optuna.Study, proposal: _Proposal) -> _Proposal | None:
+        """The point nearest to the proposal on the way to the nearest launched trial that fits. None: none was launched."""
+        assert self.guard.build is not None
+        names = proposal.watched.used().keys()
+        drawn, launched = proposal.watched.all(), []
+        for known in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING)):
+            ran = known.state == TrialState.COMPLETE or known.user_attrs.get(f"{PREFIX}:verdict") in ("launch", "repair")
+            if ran and names <= known.params.keys():
+                launched.append(known.params)
+        space = {name: proposal.space[name] for name in names if name in proposal.space}
+        launched.sort(key=lambda params: _distance(params, drawn, space))
+        candidates = (self._between(proposal, goal, space) for goal in launched[:_GOALS])
+        return next((moved for moved in candidates if moved is not None), None)
+
+    def _between(self, proposal: _Proposal, goal: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> _Proposal | None:
+        """The first point that fits on the way from a proposal to ``goal``; None if that does not fit itself."""
+        assert self.guard.build is not None
+        best: _Proposal | None = None
+        low, share, high = 0.0, 1.0, 1.0
+        for _ in range(1 + _BISECTIONS):
+            moved = proposal.moved(goal, share, space, self.guard.build)
+            verdict = None if moved.workload is None else self._check(moved.workload)
+            if verdict is not None and verdict.action != "prune":
+                best, high = moved, share
+            elif best is None:
+                return None
+            else:
+                low = share
+            share = (low + high) / 2
+        return best
+
+    def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
+        if not study._stop_flag:
+            warn_nothing_feasible(self._rejected_in_a_row, verdict.reason)
+            if study._thread_local.in_optimize_loop:
+                study.stop()
+        raise self._pruned(study, trial, verdict)
+
+    def _pruned(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> optuna.TrialPruned:
+        self.guard.write(study, trial, attributes_of(verdict), lambda: self.guard.constraints_of(study, verdict))
+        return optuna.TrialPruned(f"nothing that was proposed fits: {verdict.reason}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A joint proposal and what it would run."""
+
+    params: dict[str, Any]
+    """For the trial: what the inner sampler drew."""
+    watched: WatchedParams
+    """Those, and the trial's fixed ones, as ``build`` saw them."""
+    space: Mapping[str, BaseDistribution]
+    workload: Workload | None
+    """None: ``build`` failed, or asks for a parameter that no trial has had."""
+    is_fixed: bool
+    """Whether all that ``build`` looked at was fixed by the user, who is not contradicted."""
+
+    def moved(self, goal: Mapping[str, Any], share: float, space: Mapping[str, BaseDistribution], build: Any) -> _Proposal:
+        """The proposal with its drawn parameters moved by ``share`` of the way to ``goal``."""
+        params = self.params | {
+            name: _between(self.params[name], goal[name], share, space[name]) for name in space if name in self.params
+        }
+        watched = WatchedParams(self.watched.all() | params)
+        try:
+            workload = build_workload(build, watched)
+        except Exception:
+            workload = None
+        return _Proposal(params, watched, self.space, workload, self.is_fixed)
+
+
+class _StudyWithRejected(optuna.Study):
+    """A study as the GP sampler should see it: rejected proposals are completed trials, so that it learns where the border is.
+
+    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value; it gets that of the nearest completed
+    trial, so that the model of the objective learns nothing from it, least of all to stay away from the border. In a study that
+    was begun without constraints it gets the worst value instead: there is no other way to say that it will not do. The trial
+    that is asked for is left out of the running ones: the GP would take its own last, rejected proposal for one under way.
+    """
+
+    def __init__(self, study: optuna.Study, asking: FrozenTrial) -> None:
+        self.__dict__.update(study.__dict__)
+        self._asking = asking.number
+
+    def _get_trials(
+        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
+    ) -> list[FrozenTrial]:
+        trials = super()._get_trials(deepcopy=deepcopy, states=states, use_cache=use_cache)
+        trials = [trial for trial in trials if trial.number != self._asking]
+        if states is None or TrialState.COMPLETE not in states:
+            return trials
+        completed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+        pruned = super()._get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+        rejected = [trial for trial in pruned if trial.user_attrs.get(f"{PREFIX}:verdict") == "prune"]
+        if completed:
+            first = completed[0]
+            trials += [
+                _as_completed(trial, completed, self.directions)
+                for trial in rejected[-_MOST_REJECTED_FOR_GP:]
+                if trial.constraints.keys() == first.constraints.keys() and trial.params.keys() >= first.params.keys()
+            ]
+        return trials
+
+
+def _as_completed(
+    rejected: FrozenTrial, completed: Sequence[FrozenTrial], directions: Sequence[optuna.study.StudyDirection]
+) -> FrozenTrial:
+    twin = copy.copy(rejected)
+    twin.state = TrialState.COMPLETE
+    if rejected.constraints:
+        twin.values = min(completed, key=lambda trial: _distance(trial.params, rejected.params, rejected.distributions)).values
+    else:
+        worst = (max if direction == optuna.study.StudyDirection.MINIMIZE else min for direction in directions)
+        twin.values = [
+            of(values) for of, values in zip(worst, zip(*(trial.values for trial in completed), strict=True), strict=True)
+        ]
+    return twin
+
+
+def _known_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
+    """The newest distribution of every parameter that a trial of ``study`` has had."""
+    known: dict[str, BaseDistribution] = {}
+    for trial in study.get_trials(deepcopy=False):
+        known |= trial.distributions
+    return {name: distribution for name, distribution in known.items() if not distribution.single()}
+
+
+def _with_params(
+    trial: FrozenTrial, study: optuna.Study, params: Mapping[str, Any], space: Mapping[str, BaseDistribution]
+) -> FrozenTrial:
+    """``trial`` as it would be after ``params`` were suggested."""
+    draft = copy.copy(trial)
+    draft.params = {name: value for name, value in params.items() if name in space}
+    draft.distributions = {name: space[name] for name in draft.params}
+    draft.system_attrs = study._storage.get_trial_system_attrs(trial._trial_id)
+    return draft
+
+
+def _unit(value: Any, distribution: BaseDistribution) -> float:
+    """Where a number lies in its range, 0 to 1, on a logarithmic scale if it is drawn so."""
+    low, high = float(distribution.low), float(distribution.high)  # type: ignore[attr-defined]
+    if distribution.log:  # type: ignore[attr-defined]
+        low, high, value = math.log(low), math.log(high), math.log(value)
+    return (value - low) / (high - low) if high > low else 0.0
+
+
+def _distance(a: Mapping[str, Any], b: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> float:
+    """Sum of squared differences in units of each range; 1 for another category."""
+    total = 0.0
+    for name, distribution in space.items():
+        if name not in a or name not in b:
+            total += 1.0
+        elif isinstance(distribution, CategoricalDistribution):
+            total += float(a[name] != b[name])
+        else:
+            total += (_unit(a[name], distribution) - _unit(b[name], distribution)) ** 2
+    return total
+
+
+def _between(start: Any, goal: Any, share: float, distribution: BaseDistribution) -> Any:
+    """The value at ``share`` of the way; a category changes at half of it, a step is rounded towards the goal."""
+    if isinstance(distribution, CategoricalDistribution):
+        return goal if share >= 0.5 else start
+    log = bool(distribution.log)  # type: ignore[attr-defined]
+    low, step = distribution.low, distribution.step  # type: ignore[attr-defined]
+    value = math.exp(math.log(start) + share * math.log(goal / start)) if log else start + share * (goal - start)
+    if step is not None:
+        toward = math.ceil if goal > start else math.floor
+        value = low + step * toward(round((value - low) / step, 9))
+        value = min(value, max(start, goal)) if goal > start else max(value, min(start, goal))
+    return int(value) if isinstance(goal, int) else float(value)

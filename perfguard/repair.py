@@ -1,0 +1,269 @@
+"""Repair: the least change that lets a workload fit, and the largest batch that does.
+
+A trial that needs too much memory is often worth running otherwise: in smaller batches whose gradients are accumulated, so that
+the optimizer sees the same batch; in half precision; with activations that are computed again instead of kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from perfguard.exceptions import ConfigurationError, TraceError, WorkloadError
+from perfguard.workload import Precision, TensorSpec, Workload
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+Remedy = Literal["accumulation", "precision", "checkpointing"]
+_MOST_SAMPLES = 2**20
+_MOST_PASSES = 32
+"""Of one optimizer step after a repair: more would take too long to be worth it, to trace and to run."""
+_GROWTH = 8
+"""From one batch that fits to the next that is tried; each of these is traced, those between are not."""
+_SMALLEST_BATCHES = (1, 2, 3)
+"""The first that can be traced: batch normalisation cannot train on one value a channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What the objective has to change. Without any change every field has its default."""
+
+    micro_batch_size: int | None = None
+    """Samples of one forward and backward pass. None: the batch as proposed."""
+    accumulation: int = 1
+    """Forward and backward passes for one optimizer step, so that the optimizer sees the proposed batch."""
+    precision: Precision | None = None
+    """None: as proposed."""
+    checkpointing: bool = False
+    """Whether to switch on the model's own activation checkpointing."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.micro_batch_size is not None:
+            parts.append(f"micro-batch {self.micro_batch_size} accumulated {self.accumulation} times")
+        if self.precision is not None:
+            parts.append(self.precision)
+        if self.checkpointing:
+            parts.append("activation checkpointing")
+        return ", ".join(parts) or "as proposed"
+
+
+AS_PROPOSED = Repair()
+"""No change."""
+
+
+def check_remedies(remedies: Sequence[str]) -> tuple[Remedy, ...]:
+    """``remedies``, if they are known and there is one.
+
+    Raises:
+        ConfigurationError: otherwise.
+    """
+    if isinstance(remedies, str) or not remedies or any(remedy not in get_args(Remedy) for remedy in remedies):
+        raise ConfigurationError(f"remedies must name some of {', '.join(get_args(Remedy))}, but got {remedies!r}.")
+    return tuple(remedies)  # type: ignore[arg-type]
+
+
+def batch_size_of(workload: Workload) -> int:
+    """The first dimension that all inputs and targets share.
+
+    Raises:
+        WorkloadError: if they share none, so that nobody can tell what the batch is.
+    """
+    leading = {shape[0] for shape in _shapes((workload.inputs, workload.targets)) if shape}
+    if len(leading) != 1:
+        sizes = ", ".join(map(str, sorted(leading))) or "none"
+        raise WorkloadError(
+            f"The batch size is the first dimension that all inputs and targets share, but theirs are {sizes}. "
+            f"Describe them so that they start with the batch dimension."
+        )
+    return leading.pop()
+
+
+def with_batch_size(workload: Workload, batch_size: int) -> Workload:
+    """``workload`` on another number of samples. Tensors become specifications; nothing is allocated."""
+    batch_size_of(workload)
+    return replace(workload, inputs=_resized(workload.inputs, batch_size), targets=_resized(workload.targets, batch_size))
+
+
+def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = _MOST_SAMPLES) -> int:
+    """The largest batch that fits while the next one does not; 0 if none does, ``at_most`` if that does.
+
+    The two smallest batches and the largest that comes into question are judged first: where all numbers of the graph are affine
+    in the batch, the trace cache then answers for every batch between them without another trace.
+    """
+    low, low_fits = _smallest(fits, workload)
+    if not low_fits:
+        return 0
+    high = low + 1
+    while high <= at_most and fits(with_batch_size(workload, high)):
+        low, high = high, _GROWTH * high
+    if high > at_most:
+        if fits(with_batch_size(workload, at_most)):
+            return at_most
+        high = at_most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(with_batch_size(workload, middle)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def find_repair(
+    fits: Callable[[Workload], bool], workload: Workload, remedies: Sequence[Remedy], device: Device
+) -> tuple[Repair, Workload] | None:
+    """The first repair that fits: each remedy alone in the order given, then together. None: none does."""
+    for count in range(1, len(remedies) + 1):
+        for chosen in itertools.combinations(remedies, count):
+            found = _apply(fits, workload, chosen, device)
+            if found is not None:
+                return found
+    return None
+
+
+def _apply(
+    fits: Callable[[Workload], bool], workload: Workload, remedies: Sequence[Remedy], device: Device
+) -> tuple[Repair, Workload] | None:
+    repair = Repair()
+    if "precision" in remedies:
+        if workload.precision != "fp32":
+            return None
+        precision = _half_precision(device)
+        repair = replace(repair, precision=precision)
+        workload = replace(workload, precision=precision)
+    if "checkpointing" in remedies:
+        if not can_checkpoint(workload.model):
+            return None
+        repair = replace(repair, checkpointing=True)
+    with checkpointing(workload.model, on=repair.checkpointing):
+        if "accumulation" not in remedies:
+            return (repair, workload) if fits(workload) else None
+        return _accumulate(fits, workload, repair)
+
+
+def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Repair) -> tuple[Repair, Workload] | None:
+    """The largest divisor of the batch that fits."""
+    if workload.mode == "infer" or workload.step is not None:
+        return None
+    try:
+        batch = batch_size_of(workload)
+    except WorkloadError:
+        return None
+
+    def micro(size: int, *, most_passes: int = _MOST_PASSES) -> Workload:
+        passes = workload.accumulation * (batch // size)
+        return replace(with_batch_size(workload, size), accumulation=min(passes, most_passes))
+
+    sizes = [size for size in range(1, batch) if batch % size == 0 and workload.accumulation * (batch // size) <= _MOST_PASSES]
+    best = None
+    while sizes:
+        middle = len(sizes) // 2
+        if _can_run(fits, micro(sizes[middle], most_passes=2)):  # from the second pass on each needs the same memory
+            best = sizes[middle]
+            sizes = sizes[middle + 1 :]
+        else:
+            sizes = sizes[:middle]
+    if best is None or not fits(micro(best)):
+        return None
+    repaired = micro(best)
+    return replace(repair, micro_batch_size=best, accumulation=repaired.accumulation), repaired
+
+
+def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:
+    try:
+        return fits(workload)
+    except TraceError:  # batch normalisation cannot train on one value a channel
+        return False
+
+
+def _smallest(fits: Callable[[Workload], bool], workload: Workload) -> tuple[int, bool]:
+    for size in _SMALLEST_BATCHES[:-1]:
+        try:
+            return size, fits(with_batch_size(workload, size))
+        except TraceError:
+            continue
+    return _SMALLEST_BATCHES[-1], fits(with_batch_size(workload, _SMALLEST_BATCHES[-1]))
+
+
+def _half_precision(device: Device) -> Precision:
+    return "amp-bf16" if device.kind == "cpu" or "bf16" in device.peak_flops else "amp-fp16"
+
+
+def can_checkpoint(model: Any) -> bool:
+    """Whether ``model`` has a switch for activation checkpointing, as those of transformers and timm have, and it is off."""
+    states = ("is_activation_checkpointing", "is_gradient_checkpointing", "grad_checkpointing")
+    is_on = next((bool(getattr(model, state)) for state in states if hasattr(type(model), state) or state in vars(model)), False)
+    return _switch_of(model) is not None and not is_on
+
+
+@contextmanager
+def checkpointing(model: Any, *, on: bool) -> Iterator[None]:
+    """The model's activation checkpointing switched on inside the block, and off after it."""
+    switch = _switch_of(model) if on else None
+    if switch is None:
+        yield
+        return
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
+def _switch_of(model: Any) -> Callable[[bool], object] | None:
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # transformers since 5.23, and before
+        enable, disable = getattr(model, f"{name}_enable", None), getattr(model, f"{name}_disable", None)
+        if callable(enable) and callable(disable):
+            return lambda on: enable() if on else disable()
+    switch = getattr(model, "set_grad_checkpointing", None)  # timm
+    return switch if callable(switch) else None
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+
+
+def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    if _is_shape(value):
+        yield tuple(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _shapes(item)
+    elif isinstance(value, dict):
+        yield from _shapes(list(value.values()))
+    elif hasattr(value, "shape"):
+        yield tuple(value.shape)
+
+
+def _resized(value: Any, batch_size: int) -> Any:
+    if _is_shape(value):
+        return (batch_size, *value[1:])
+    if isinstance(value, (tuple, list)):
+        return type(value)(_resized(item, batch_size) for item in value)
+    if isinstance(value, dict):
+        return {key: _resized(item, batch_size) for key, item in value.items()}
+    if isinstance(value, TensorSpec):
+        return TensorSpec((batch_size, *value.shape[1:]), value.dtype) if value.shape else value
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        shape = tuple(value.shape)
+        return TensorSpec((batch_size, *shape[1:]), str(value.dtype).removeprefix("torch.")) if shape else value
+    return value
+
+
+__all__ = [
+    "AS_PROPOSED",
+    "Remedy",
+    "Repair",
+    "batch_size_of",
+    "can_checkpoint",
+    "check_remedies",
+    "checkpointing",
+    "find_repair",
+    "largest_batch",
+    "with_batch_size",
+]

@@ -1,0 +1,113 @@
+"""Threads, processes and studies that share a guard, a study or a log: every trial is judged and measured once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import MeasurementStore, Workload
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
+from tests.doubles import ReplayPredictor
+
+PROCESSES, TRIALS = 3, 4
+COMPLETE, PRUNED = TrialState.COMPLETE, TrialState.PRUNED
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
+
+
+def objective(trial: optuna.Trial) -> float:
+    """Widths above about 1,700 need more than the budget of 1 MiB."""
+    weight = nn.Parameter(torch.zeros(trial.suggest_int("width", 8, 4096)))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+    return float(weight.detach().mean())
+
+
+def make_pruner(log: str) -> PerfGuardPruner:
+    return PerfGuardPruner(gpu="a100", build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=log)
+
+
+def storage_at(place: str) -> Any:
+    return JournalStorage(JournalFileBackend(place)) if place.endswith(".journal") else place
+
+
+def work(storage: str, log: str, study_name: str) -> None:
+    """What one process does."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pruner = make_pruner(log)
+    sampler = PerfGuardSampler(optuna.samplers.RandomSampler(), pruner)
+    study = create_study(study_name=study_name, storage=storage_at(storage), load_if_exists=True, sampler=sampler)
+    study.optimize(objective, n_trials=TRIALS, pruner=pruner)
+
+
+def run_processes(storage: str, log: str, study_names: list[str]) -> None:
+    program = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import work; work(*sys.argv[1:])"
+    running = [
+        subprocess.Popen([sys.executable, "-c", program, storage, log, name], stderr=subprocess.PIPE, text=True)
+        for name in study_names
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+
+
+def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched: int) -> None:
+    """In the study and in the log: as many launched trials as were asked for, each judged once and measured once."""
+    decisions = log.decisions(study.study_name)
+    by_trial = Counter(decision.trial for decision in decisions)
+    assert set(by_trial.values()) == {1}
+    assert set(by_trial) == {trial.number for trial in study.trials}
+    completed = study.get_trials(states=(COMPLETE,))
+    assert len(completed) == launched
+    assert {decision.trial for decision in decisions if decision.status == "ok"} == {trial.number for trial in completed}
+    assert all(decision.status is None for decision in decisions if decision.action == "prune")
+    assert all("time" in record_of(trial).measured for trial in completed)
+
+
+def test_eight_threads_share_a_guard(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.db")
+    study = create_study(study_name="threads")
+    study.optimize(objective, n_trials=24, n_jobs=8, pruner=make_pruner(log))
+    assert_each_trial_once(study, MeasurementStore(log), 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "postgresql"])
+def test_processes_share_a_study_and_a_log(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    places = {"sqlite": f"sqlite:///{tmp_path / 'study.db'}", "journal": str(tmp_path / "study.journal")}
+    storage = places[kind] if kind in places else request.getfixturevalue("postgres_url")
+    log = storage if kind == "postgresql" else str(tmp_path / "log.db")  # one database for both
+    optuna.create_study(study_name="shared", storage=storage_at(storage))
+    run_processes(storage, log, ["shared"] * PROCESSES)
+    study = optuna.load_study(study_name="shared", storage=storage_at(storage))
+    assert_each_trial_once(study, MeasurementStore(log), PROCESSES * TRIALS)
+
+
+@pytest.mark.slow
+def test_studies_share_a_log(tmp_path: Path) -> None:
+    storage, log = f"sqlite:///{tmp_path / 'study.db'}", str(tmp_path / "log.db")
+    names = ["first", "second", "third"]
+    for name in names:
+        optuna.create_study(study_name=name, storage=storage)
+    run_processes(storage, log, names)
+    with MeasurementStore(log) as shared:
+        for name in names:
+            assert_each_trial_once(optuna.load_study(study_name=name, storage=storage), shared, TRIALS)
+        assert len(shared.observations("a100-pcie-40gb")) == len(names) * TRIALS

@@ -1,0 +1,301 @@
+"""OptunaGuard: inline in the objective, with ask and tell, with repairs, and when a trial breaks a budget all the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Workload
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard_optuna import GuardedStudy, OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
+from tests.doubles import ReplayPredictor
+
+COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+SMALL, LARGE = 8, 4096
+"""Widths that need about 17 KiB and 2.5 MiB, of a budget of 1 MiB."""
+
+
+def make_guard(**options: Any) -> OptunaGuard:
+    defaults: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
+    return OptunaGuard("a100", **(defaults | options))
+
+
+def study_of(*widths: int, **options: Any) -> GuardedStudy:
+    study = create_study(**options)
+    for width in widths:
+        study.enqueue_trial({"width": width})
+    return study
+
+
+def suggest_width(trial: optuna.Trial) -> int:
+    return trial.suggest_int("width", SMALL, LARGE)
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean, steps=40)
+
+
+def test_a_model_and_a_batch_are_judged_where_they_are_at_hand() -> None:
+    guard = make_guard()
+    trained = []
+
+    def objective(trial: optuna.Trial) -> float:
+        model = nn.Linear(64, suggest_width(trial))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with guard.trial(trial, model, torch.ones(32, 64), loss=torch.mean, optimizer=optimizer) as run:
+            trained.append(model.out_features)
+            for _ in range(3):
+                model(torch.ones(32, 64)).mean().backward()
+                optimizer.step()
+                run.step()
+        assert run.measurement is not None
+        return float(run.measurement.num_steps)
+
+    study = study_of(SMALL, LARGE, SMALL)
+    study.optimize(objective, n_trials=3)
+    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
+    assert trained == [SMALL, SMALL]
+    assert study.best_value == 3
+    assert record_of(study.trials[0]).measured["time"] > 0
+
+
+def test_check_answers_for_people_with_their_own_loop() -> None:
+    guard = make_guard()
+    study = optuna.create_study()
+    for width, action in ((SMALL, "launch"), (LARGE, "prune")):
+        study.enqueue_trial({"width": width})
+        trial = study.ask()
+        verdict = guard.check(nn.Linear(64, suggest_width(trial)), (32, 64), loss=torch.mean)
+        assert verdict.action == action
+        study.tell(trial, state=PRUNED) if verdict.action == "prune" else study.tell(trial, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((nn.Linear(2, 2),), "Give a Workload, or a model and an example batch, but got only Linear"),
+        ((Workload(nn.Linear(2, 2), inputs=(1, 2)), (1, 2)), "A Workload says it all"),
+    ],
+)
+def test_half_a_workload_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_guard().check(*arguments)
+
+
+def test_an_out_of_memory_error_is_a_lower_bound_and_tells_the_sampler() -> None:
+    guard = make_guard(build=build)
+
+    def objective(trial: optuna.Trial) -> float:
+        suggest_width(trial)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
+    (trial,) = study.trials
+    assert trial.state == PRUNED
+    assert record_of(trial).status == "oom"
+    assert trial.constraints["perfguard:memory"] > 0
+    assert [decision.status for decision in guard.log.decisions()] == ["oom"]
+
+
+def test_a_time_out_is_recorded_and_the_study_goes_on() -> None:
+    guard = make_guard(build=build, time_budget="1h")
+
+    def objective(trial: optuna.Trial) -> float:
+        if suggest_width(trial) == 9:
+            raise TimeoutError("the collective took more than 600 s")
+        return 1.0
+
+    study = study_of(9, SMALL)
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=guard))
+    assert [trial.state for trial in study.trials] == [PRUNED, COMPLETE]
+    assert record_of(study.trials[0]).status == "timeout"
+    assert study.trials[0].constraints["perfguard:time"] > 0
+
+
+def slowly(step: Any, num_steps: int, seconds: float) -> None:
+    for _ in range(num_steps):
+        time.sleep(seconds)
+        step()
+
+
+def test_a_trial_is_stopped_when_its_pace_will_break_the_budget() -> None:
+    """The predictor says 40 steps of 10 ms; they take 30 ms, so that after 25 of them the budget of 0.6 s is out of reach."""
+    guard = make_guard(time_budget="600ms")
+    steps = []
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build({"width": suggest_width(trial)})) as run:
+            for _ in range(40):
+                steps.append(1)
+                slowly(run.step, 1, 0.03)
+        return 1.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1)
+    (trial,) = study.trials
+    assert trial.state == PRUNED
+    assert 20 <= len(steps) < 40
+    assert "at the measured pace it takes" in trial.user_attrs["perfguard:stopped"]
+    assert trial.constraints["perfguard:time"] > 0
+
+
+def test_should_prune_looks_at_the_pace_too() -> None:
+    pruner = PerfGuardPruner(guard=make_guard(build=build, time_budget="600ms"))
+
+    def objective(trial: optuna.Trial) -> float:
+        suggest_width(trial)
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight])
+        for epoch in range(4):
+            slowly(optimizer.step, 10, 0.03)
+            trial.report(1.0, epoch)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return 1.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1, pruner=pruner)
+    assert study.trials[0].state == PRUNED
+    assert study.trials[0].last_step == 2
+
+
+def test_a_trial_within_its_pace_runs_to_its_end() -> None:
+    guard = make_guard(time_budget="60s")
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build({"width": suggest_width(trial)})) as run:
+            slowly(run.step, 40, 0.001)
+        return 1.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1)
+    assert study.trials[0].state == COMPLETE
+
+
+def test_a_trial_that_would_outlast_the_study_is_not_launched() -> None:
+    """400 ms are predicted; a study of 100 ms has no time for it, a study of an hour has."""
+    states = []
+    for timeout in (0.1, 3600):
+        study = study_of(SMALL)
+        pruner = PerfGuardPruner(guard=make_guard(build=build, within_timeout=True))
+        study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, timeout=timeout, pruner=pruner, count="proposed")
+        states.append(study.trials[0].state)
+    assert states == [PRUNED, COMPLETE]
+
+
+def build_wide_batch(params: Mapping[str, Any]) -> Workload:
+    """Mostly activations, which smaller batches mend."""
+    return Workload(nn.Linear(64, params["width"]), inputs=(512, 64), loss=torch.mean)
+
+
+def repairing() -> OptunaGuard:
+    return make_guard(build=build_wide_batch, on_violation="repair", memory_budget="6MiB")
+
+
+def test_a_repair_reaches_the_objective_and_the_trials_attributes() -> None:
+    guard = repairing()
+    seen = []
+
+    def objective(trial: optuna.Trial) -> float:
+        suggest_width(trial)
+        seen.append(repair_of(trial))
+        return 1.0
+
+    study = study_of(SMALL, LARGE)
+    study.optimize(objective, n_trials=2, pruner=PerfGuardPruner(guard=guard))
+    plain, repaired = seen
+    assert (plain.micro_batch_size, plain.accumulation) == (None, 1)
+    assert repaired.micro_batch_size is not None
+    assert repaired.micro_batch_size * repaired.accumulation == 512
+    attributes = study.trials[1].user_attrs
+    assert attributes["perfguard:verdict"] == "repair"
+    assert attributes["perfguard:repair:micro_batch_size"] == repaired.micro_batch_size
+    assert attributes["perfguard:repair:accumulation"] == repaired.accumulation
+    assert study.trials[1].constraints["perfguard:memory"] < 0
+
+
+def test_a_repair_reaches_the_block() -> None:
+    guard = repairing()
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build_wide_batch({"width": suggest_width(trial)})) as run:
+            return float(run.repair.accumulation)
+
+    study = study_of(LARGE)
+    study.optimize(objective, n_trials=1)
+    assert study.best_value > 1
+
+
+def test_a_repair_that_the_objective_ignores_is_not_learnt() -> None:
+    guard = repairing()
+    study = study_of(LARGE)
+    with pytest.warns(UnguardedTrialWarning, match=r"did not ask `repair_of\(trial\)`"):
+        study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=guard))
+    assert study.trials[0].state == COMPLETE
+    assert guard.predictor.learnt == []  # type: ignore[attr-defined]
+
+
+def test_without_a_guard_a_trial_is_as_proposed() -> None:
+    assert repair_of(optuna.create_study().ask()).accumulation == 1
+
+
+def test_the_pruner_takes_a_guard_or_settings_but_not_both() -> None:
+    with pytest.raises(ConfigurationError, match="Give a guard, or the settings of one"):
+        PerfGuardPruner(guard=make_guard(), risk=0.1)
+    with pytest.raises(ConfigurationError, match="inner must be an Optuna pruner"):
+        PerfGuardPruner("a100", inner="hyperband", log=False)  # type: ignore[arg-type]
+
+
+def test_another_budget_keeps_the_constraints_with_which_the_study_was_begun() -> None:
+    study = study_of(SMALL, SMALL)
+    study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=make_guard(build=build)))
+    strict = PerfGuardPruner(guard=make_guard(build=build, time_budget="1ms"))
+    study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=strict, count="proposed")
+    first, second = study.trials
+    assert set(first.constraints) == set(second.constraints) == {"perfguard:memory"}
+    assert first.constraints["perfguard:memory"] < 0 < second.constraints["perfguard:memory"]
+
+
+def test_hyperband_is_composed_with_the_guard() -> None:
+    pruner = PerfGuardPruner(guard=make_guard(build=build), inner=optuna.pruners.HyperbandPruner(max_resource=9))
+    study = create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+
+    def objective(trial: optuna.Trial) -> float:
+        width = suggest_width(trial)
+        for epoch in range(9):
+            trial.report(float(width), epoch)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return float(width)
+
+    study.optimize(objective, n_trials=12, pruner=pruner)
+    by_verdict = {
+        verdict: [t for t in study.trials if t.user_attrs["perfguard:verdict"] == verdict] for verdict in ("launch", "prune")
+    }
+    assert len(by_verdict["launch"]) == 12
+    assert any(trial.state == PRUNED and trial.last_step is not None for trial in by_verdict["launch"])
+    assert all(trial.last_step is None for trial in by_verdict["prune"])
+
+
+def test_a_storage_that_goes_away_in_the_middle_does_not_stop_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = make_guard(build=build)
+    study = study_of(SMALL, LARGE, SMALL)
+
+    def away(*_: Any) -> None:
+        raise ConnectionError("the server closed the connection")
+
+    monkeypatch.setattr(study._storage, "set_trial_user_attr", away)
+    with pytest.warns(UnguardedTrialWarning, match="could not write into trial 0 .* the server closed the connection") as caught:
+        study.optimize(
+            lambda trial: float(suggest_width(trial)), n_trials=3, pruner=PerfGuardPruner(guard=guard), count="proposed"
+        )
+    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
+    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1

@@ -1,0 +1,293 @@
+"""PerfGuardSampler: the study spends its trials on what fits, and the inner sampler learns where the border is."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.samplers import (
+    BaseSampler,
+    BruteForceSampler,
+    CmaEsSampler,
+    GPSampler,
+    GridSampler,
+    NSGAIIISampler,
+    NSGAIISampler,
+    PartialFixedSampler,
+    QMCSampler,
+    RandomSampler,
+    TPESampler,
+)
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Workload
+from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
+from tests.doubles import ReplayPredictor
+
+COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+GRID = {"width": [8, 256, 4096], "batch": [8, 128, 1024]}
+GRID_THAT_FITS = [(8, 8), (8, 128), (8, 1024), (256, 8), (256, 128)]
+
+
+@pytest.fixture(autouse=True)
+def quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.filterwarnings("ignore", message="Constraints have been set, but CmaEsSampler")
+        yield
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    """Needs more than 1 MiB in the corner where both are large: a joint limit."""
+    return Workload(nn.Linear(64, params["width"]), inputs=(params["batch"], 64), loss=torch.mean)
+
+
+def suggest(trial: optuna.Trial) -> tuple[int, int]:
+    return trial.suggest_int("width", 8, 4096, log=True), trial.suggest_int("batch", 8, 1024, log=True)
+
+
+def objective(trial: optuna.Trial) -> float:
+    width, batch = suggest(trial)
+    lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
+    if trial.should_prune():
+        raise optuna.TrialPruned
+    return width * batch * (1 - lr)  # favours what does not fit
+
+
+def make_pruner(**options: Any) -> PerfGuardPruner:
+    defaults: dict[str, Any] = {
+        "gpu": "a100", "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
+    }  # fmt: skip
+    return PerfGuardPruner(**(defaults | options))
+
+
+def plain_study(inner: BaseSampler, **options: Any) -> optuna.Study:
+    pruner = make_pruner(**options)
+    return optuna.create_study(direction="maximize", sampler=PerfGuardSampler(inner, pruner), pruner=pruner)
+
+
+def completed(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    return study.get_trials(states=(COMPLETE,))
+
+
+def fits(study: optuna.Study, params: Mapping[str, Any]) -> bool:
+    pruner = study.pruner
+    assert isinstance(pruner, PerfGuardPruner)
+    return pruner.guard.check(build(params)).action == "launch"
+
+
+SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
+    "tpe": lambda: TPESampler(seed=1),
+    "multivariate tpe": lambda: TPESampler(seed=1, multivariate=True, group=True),
+    "cma-es": lambda: CmaEsSampler(seed=1),
+    "nsga-ii": lambda: NSGAIISampler(seed=1, population_size=5),
+    "nsga-iii": lambda: NSGAIIISampler(seed=1, population_size=5),
+    "qmc": lambda: QMCSampler(seed=1),
+    "random": lambda: RandomSampler(seed=1),
+    "partial fixed": lambda: PartialFixedSampler({"batch": 512}, TPESampler(seed=1)),
+    "gp": lambda: GPSampler(seed=1, n_startup_trials=5, deterministic_objective=True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_plain_study_launches_as_many_trials_as_it_was_asked_for(name: str) -> None:
+    study = plain_study(SAMPLERS[name]())
+    study.optimize(objective, n_trials=12)
+    assert len(completed(study)) >= 11  # the very first trial of a study is judged after its suggestions
+    assert all(fits(study, trial.params) for trial in completed(study))
+    rejected = study.get_trials(states=(PRUNED,))
+    assert rejected or name == "cma-es"  # which stays where it begins
+    assert all(trial.constraints["perfguard:memory"] > 0 for trial in rejected)
+    assert all(trial.constraints["perfguard:memory"] < 0 for trial in completed(study))
+    assert all("the budget is 1.00 MiB" in record_of(trial).reason for trial in rejected)
+
+
+def test_a_guarded_study_launches_exactly_as_many_trials_as_it_was_asked_for() -> None:
+    pruner = make_pruner()
+    study = create_study(direction="maximize", sampler=PerfGuardSampler(TPESampler(seed=0), pruner))
+    study.optimize(objective, n_trials=10, pruner=pruner)
+    assert len(completed(study)) == 10
+
+
+def test_two_jobs_share_a_sampler() -> None:
+    pruner = make_pruner()
+    study = create_study(direction="maximize", sampler=PerfGuardSampler(TPESampler(seed=0), pruner))
+    study.optimize(objective, n_trials=12, n_jobs=2, pruner=pruner)
+    assert len(completed(study)) == 12
+    assert all(fits(study, trial.params) for trial in completed(study))
+
+
+def test_every_point_of_a_grid_that_fits_is_tried_once_and_the_study_ends() -> None:
+    study = plain_study(GridSampler(GRID))
+    study.optimize(lambda trial: float(sum(suggest(trial))), n_trials=40)
+    tried = sorted((trial.params["width"], trial.params["batch"]) for trial in completed(study))
+    assert sorted(set(tried) & set(GRID_THAT_FITS)) == sorted(GRID_THAT_FITS)
+    assert len(study.trials) <= 10
+
+
+def test_brute_force_tries_every_point_that_fits_and_the_study_ends() -> None:
+    def small_space(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", GRID["width"])
+        batch = trial.suggest_categorical("batch", GRID["batch"])
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width + batch)
+
+    study = plain_study(BruteForceSampler(seed=0))
+    study.optimize(small_space, n_trials=60)
+    assert sorted({(trial.params["width"], trial.params["batch"]) for trial in completed(study)}) == sorted(GRID_THAT_FITS)
+    assert len(study.trials) <= 11
+
+
+def test_the_gp_learns_the_border_from_rejected_proposals() -> None:
+    """What it proposes after some trials fits more often than the space does."""
+    study = plain_study(GPSampler(seed=0, n_startup_trials=5, deterministic_objective=True))
+    study.optimize(objective, n_trials=15)
+    later = [trial for trial in study.trials if trial.number > len(study.trials) // 2]
+    assert sum(trial.state == COMPLETE for trial in later) > len(later) / 2
+
+
+def conditional_build(params: Mapping[str, Any]) -> Workload:
+    width = params["wide"] if params["kind"] == "wide" else params["narrow"]
+    return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)
+
+
+def test_a_conditional_space_is_followed_branch_by_branch() -> None:
+    def conditional(trial: optuna.Trial) -> float:
+        kind = trial.suggest_categorical("kind", ["wide", "narrow"])
+        width = trial.suggest_int("wide", 512, 3000) if kind == "wide" else trial.suggest_int("narrow", 8, 64)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width)
+
+    study = plain_study(TPESampler(seed=0), build=conditional_build)
+    study.optimize(conditional, n_trials=15)
+    assert len(completed(study)) >= 13  # the first trial, and the first of the other branch
+    branches = {trial.params["kind"] for trial in completed(study)}
+    assert branches == {"wide", "narrow"}
+    assert all(
+        trial.params.get("wide", 0) < 2048 and set(trial.params) in ({"kind", "wide"}, {"kind", "narrow"})
+        for trial in completed(study)
+    )
+
+
+def test_what_the_user_enqueues_is_judged_and_never_replaced() -> None:
+    study = plain_study(RandomSampler(seed=0))
+    study.optimize(objective, n_trials=2)
+    study.enqueue_trial({"width": 4096, "batch": 1024})
+    study.enqueue_trial({"width": 16, "batch": 16})
+    study.optimize(objective, n_trials=2)
+    large, small = (trial for trial in study.trials if (trial.params["width"], trial.params["batch"]) in ((4096, 1024), (16, 16)))
+    assert (large.state, small.state) == (PRUNED, COMPLETE)
+
+
+def test_a_study_with_several_objectives_is_guarded() -> None:
+    pruner = make_pruner()
+    study = create_study(directions=["maximize", "minimize"], sampler=PerfGuardSampler(NSGAIISampler(seed=0), pruner))
+    study.optimize(lambda trial: (float(suggest(trial)[0]), trial.suggest_float("lr", 0, 1)), n_trials=12, pruner=pruner)
+    assert len(completed(study)) == 12
+    assert all(fits(study, trial.params) for trial in completed(study))
+
+
+def test_a_resumed_study_knows_its_space_from_the_first_trial(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    for _ in range(2):
+        pruner = make_pruner()
+        study = optuna.create_study(
+            study_name="resumed", storage=storage, load_if_exists=True, direction="maximize",
+            sampler=PerfGuardSampler(TPESampler(seed=0), pruner), pruner=pruner,
+        )  # fmt: skip
+        before = len(completed(study))
+        study.optimize(objective, n_trials=5)
+    assert len(completed(study)) == before + 5
+
+
+def test_a_study_that_was_begun_without_the_guard_goes_on_with_a_sampler_that_models_constraints() -> None:
+    study = optuna.create_study(direction="maximize", sampler=RandomSampler(seed=0))
+    study.optimize(objective, n_trials=6)
+    pruner = make_pruner()
+    study.sampler = PerfGuardSampler(GPSampler(seed=0, n_startup_trials=2, deterministic_objective=True), pruner)
+    study.pruner = pruner
+    study.optimize(objective, n_trials=3)
+    assert [trial.constraints for trial in completed(study)] == [{}] * 9
+    assert all(fits(study, trial.params) for trial in completed(study)[6:])
+
+
+def test_a_space_with_nothing_feasible_ends_and_says_so() -> None:
+    study = plain_study(RandomSampler(seed=0), memory_budget="1KiB")
+    with pytest.warns(NothingFeasibleWarning, match=r"Nothing fits: 300 proposals in a row .* the budget is 1\.00 KiB"):
+        study.optimize(objective, n_trials=1000)
+    assert not completed(study)
+    assert len(study.trials) < 310
+
+
+def test_a_guarded_study_with_nothing_feasible_ends_and_says_so() -> None:
+    study = create_study(sampler=RandomSampler(seed=0))
+    with pytest.warns(NothingFeasibleWarning, match="Raise the budget"):
+        study.optimize(objective, n_trials=1000, pruner=make_pruner(memory_budget="1KiB"))
+    assert len(study.trials) == 300
+
+
+def test_after_too_many_proposals_the_last_is_moved_until_it_fits() -> None:
+    class Stubborn(RandomSampler):
+        """Proposes the same point for ever."""
+
+        def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+            return {"width": 4096, "batch": 1024, "lr": 0.01}[param_name]
+
+    pruner = make_pruner()
+    study = create_study(direction="maximize", sampler=PerfGuardSampler(Stubborn(), pruner, max_proposals=3))
+    study.enqueue_trial({"width": 16, "batch": 16, "lr": 0.1})
+    study.optimize(objective, n_trials=2, pruner=pruner)
+    moved = completed(study)[-1].params
+    assert moved["lr"] == 0.01  # which build does not look at
+    assert fits(study, moved)
+    assert not fits(study, moved | {"width": int(moved["width"] * 1.3), "batch": int(moved["batch"] * 1.3)})
+
+
+def test_a_sampler_pickles() -> None:
+    study = plain_study(TPESampler(seed=0))
+    study.optimize(objective, n_trials=3)
+    twin = pickle.loads(pickle.dumps(study.sampler))
+    assert str(twin) == "PerfGuardSampler(TPESampler)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda: ("tpe", make_pruner()), "inner must be an Optuna sampler"),
+        (lambda: (TPESampler(), "a100"), "guard must be an OptunaGuard or a PerfGuardPruner"),
+        (lambda: (TPESampler(), make_pruner(build=None)), "build=lambda params: Workload"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: Callable[[], tuple[Any, Any]], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PerfGuardSampler(*arguments())
+
+
+def test_a_bound_must_be_positive() -> None:
+    with pytest.raises(ConfigurationError, match="must be positive, but got 0"):
+        PerfGuardSampler(TPESampler(), make_pruner(), max_proposals=0)
+
+
+def test_a_guard_that_fails_leaves_the_search_to_the_inner_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = plain_study(RandomSampler(seed=0))
+    sampler = study.sampler
+    assert isinstance(sampler, PerfGuardSampler)
+    study.optimize(objective, n_trials=2)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no verdict today")
+
+    monkeypatch.setattr(sampler, "_propose", broken)
+    with pytest.warns(UnguardedTrialWarning, match="could not guide the search .* no verdict today"):
+        study.optimize(objective, n_trials=4)
+    assert len(study.trials) >= 6

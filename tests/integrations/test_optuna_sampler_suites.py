@@ -1,0 +1,86 @@
+"""PerfGuardSampler passes Optuna's own suites around samplers of every kind, with a guard that finds that everything fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.testing.pytest_samplers import BasicSamplerTestCase, MultiObjectiveSamplerTestCase, RelativeSamplerTestCase
+from torch import nn
+
+from perfguard import Workload
+from perfguard_optuna import OptunaGuard, PerfGuardSampler
+from tests.doubles import ReplayPredictor
+
+MODEL = nn.Linear(2, 1)
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    """Looks at two of the suites' parameters, one of them only where it is there."""
+    size = 1 + int(params["x"] not in (0, "a")) + int(params.get("y", 0) not in (0, "b"))
+    return Workload(MODEL, inputs=(size, 2), loss=torch.mean)
+
+
+def guarded(make_inner: Callable[[], BaseSampler]) -> Callable[[], BaseSampler]:
+    def make() -> BaseSampler:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return PerfGuardSampler(make_inner(), OptunaGuard("a100", build=build, predictor=ReplayPredictor(), log=False))
+
+    return make
+
+
+class _TPE:
+    @pytest.fixture
+    def sampler(self) -> Callable[[], BaseSampler]:
+        return guarded(TPESampler)
+
+
+class TestTPE(_TPE, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
+    pass
+
+
+class _MultivariateTPE:
+    @pytest.fixture
+    def sampler(self) -> Callable[[], BaseSampler]:
+        return guarded(lambda: TPESampler(n_startup_trials=0, multivariate=True))
+
+
+class TestMultivariateTPE(_MultivariateTPE, BasicSamplerTestCase, RelativeSamplerTestCase, MultiObjectiveSamplerTestCase):
+    pass
+
+
+class _GP:
+    @pytest.fixture
+    def sampler(self) -> Callable[[], BaseSampler]:
+        return guarded(lambda: GPSampler(n_startup_trials=0, deterministic_objective=True))
+
+
+@pytest.mark.slow
+class TestGP(_GP, BasicSamplerTestCase, RelativeSamplerTestCase, MultiObjectiveSamplerTestCase):
+    pass
+
+
+class _NSGAII:
+    @pytest.fixture
+    def sampler(self) -> Callable[[], BaseSampler]:
+        return guarded(NSGAIISampler)
+
+
+class TestNSGAII(_NSGAII, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
+    pass
+
+
+class _Random:
+    @pytest.fixture
+    def sampler(self) -> Callable[[], BaseSampler]:
+        return guarded(RandomSampler)
+
+
+class TestRandom(_Random, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
+    pass
