@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard_models.baselines import column, sums_table
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import ALL_TABLES, TARGETS, Run
 from perfguard_models.learner import OnEpoch, Predicted, State, labels_of
 from perfguard_models.operator_network import OperatorNetwork
 from perfguard_models.trees import Forest, forest_of_boosting
@@ -70,6 +70,7 @@ class GuardEnsemble:
 
     name: ClassVar[str] = "guardnet"
     views: ClassVar[tuple[str, ...]] = ("sums", "operators")
+    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def __init__(
         self,

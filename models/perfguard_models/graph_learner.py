@@ -3,7 +3,9 @@
 They predict logarithms, standardised, of all targets that have labels, one output each. The papers regress the plain quantity
 of one device and one range of sizes; here steps of a millisecond stand beside steps of ten seconds, and in plain units only the
 longest would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers'
-networks.
+networks. So does this: scaled features are held within six widths (a column that hardly varied in training would else shout),
+and answers within one standard deviation of the range of the training's labels, for a network without physics may say anything
+of what lies far from what it has seen.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import TARGETS, WHOLE_STEPS, Run
 from perfguard_models.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
 from perfguard_models.learner import Epochs, OnEpoch, Predicted, State, identity_of, labels_of, shuffled
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NODES_A_BATCH = 6_000
+_FARTHEST = 6.0
+_MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 
 
@@ -39,12 +43,13 @@ class GraphLearner(ABC):
         epochs: how often each run is seen.
         hidden: channels; the paper's where None.
         learning_rate: of Adam, at the start; it falls to nothing along half a cosine.
-        most_runs: how many runs it looks at, drawn with the seed: what two cores can see in a minute or two.
+        most_runs: how many runs of each kind of table it looks at, drawn with the seed: what two cores can see in a minute or two.
         seed: of the weights and of the order of the runs.
     """
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("layers",)
+    tables: ClassVar[tuple[str, ...]] = WHOLE_STEPS
     targets: ClassVar[tuple[str, ...]] = TARGETS
     scaling: ClassVar[str] = "standard"
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
@@ -58,8 +63,9 @@ class GraphLearner(ABC):
             "epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "most_runs": most_runs, "seed": seed,
         }  # fmt: skip
         self._scale: dict[str, torch.Tensor] = {}
-        self._labels = torch.zeros(2, len(self.targets))
-        self._labels[1] = 1
+        self._labels = torch.zeros(4, len(self.targets))
+        """Of each target the mean and the scale, and the lowest and the highest answer, scaled; NaN where it had no label."""
+        self._labels[1], self._labels[2:] = 1, math.nan
         self._network: nn.Module | None = None
 
     @abstractmethod
@@ -78,17 +84,18 @@ class GraphLearner(ABC):
         """See :class:`perfguard_models.learner.Learner`. Runs without any label are passed over."""
         torch.manual_seed(self.settings["seed"])
         y = np.stack([labels_of(runs, target) for target in self.targets], axis=1)
-        known = [index for index in range(len(runs)) if not np.isnan(y[index]).all()]
-        if len(known) > self.settings["most_runs"]:
-            known = sorted(random.Random(self.settings["seed"]).sample(known, self.settings["most_runs"]))
+        known = self._drawn(runs, [index for index in range(len(runs)) if not np.isnan(y[index]).all()])
         runs, y = [runs[index] for index in known], y[known]
         self._fit_scale(runs)
         with np.errstate(invalid="ignore"):
             for at in range(len(self.targets)):
                 column = y[:, at][~np.isnan(y[:, at])]
                 if len(column):
-                    self._labels[:, at] = torch.tensor([column.mean(), max(column.std(), 1e-3) if self.scales_labels else 1.0])
+                    self._labels[:2, at] = torch.tensor([column.mean(), max(column.std(), 1e-3) if self.scales_labels else 1.0])
         labels = (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
+        for at, column in enumerate(labels.T):
+            if len(seen := column[~column.isnan()]):
+                self._labels[2:, at] = torch.stack([seen.min() - _MARGIN, seen.max() + _MARGIN])
         self._network = self.make_network(self.settings["hidden"])
         optimizer = torch.optim.Adam(self._network.parameters(), lr=self.settings["learning_rate"])
         epochs = self.settings["epochs"]
@@ -123,7 +130,8 @@ class GraphLearner(ABC):
         out = torch.full((len(runs), len(self.targets)), math.nan, dtype=torch.float64)
         with torch.inference_mode():
             for indices, batch in self._batches(runs, range(len(runs))):
-                out[indices] = (self._network(batch) * self._labels[1] + self._labels[0]).double()
+                scaled = self._network(batch).clamp(self._labels[2], self._labels[3])
+                out[indices] = (scaled * self._labels[1] + self._labels[0]).double()
         found = {target: out[:, at].numpy() for at, target in enumerate(self.targets)}
         return {target: found.get(target, np.full(len(runs), math.nan)) for target in TARGETS}
 
@@ -145,6 +153,14 @@ class GraphLearner(ABC):
         made._network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         return made
 
+    def _drawn(self, runs: Sequence[Run], known: Sequence[int]) -> list[int]:
+        """Of each kind of table at most as many as the settings say."""
+        by_table: dict[str, list[int]] = {}
+        for index in known:
+            by_table.setdefault(runs[index].table, []).append(index)
+        draw, most = random.Random(self.settings["seed"]), self.settings["most_runs"]
+        return sorted(index for found in by_table.values() for index in (found if len(found) <= most else draw.sample(found, most)))
+
     def _fit_scale(self, runs: Sequence[Run]) -> None:
         sample = runs if len(runs) <= 2000 else random.Random(0).sample(list(runs), 2000)
         for key in _SCALERS:
@@ -158,7 +174,7 @@ class GraphLearner(ABC):
     def _scaled(self, key: str, values: Any) -> torch.Tensor:
         low, width = self._scale[key]
         scaled: torch.Tensor = (torch.log1p(torch.from_numpy(values).float()) - low) / width
-        return scaled
+        return scaled.clamp(-_FARTHEST, _FARTHEST)
 
     def _data(self, run: Run) -> Data:
         return Data(

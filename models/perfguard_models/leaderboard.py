@@ -25,8 +25,8 @@ from rich.progress import track
 
 from perfguard_models.dataset import TARGETS, Fold, Run, dataset_of, folds, share_of
 from perfguard_models.ensemble import bracketed
-from perfguard_models.learner import Predicted, predict_with_spread
-from perfguard_models.registry import learner_class
+from perfguard_models.learner import Predicted, identity_of, predict_with_spread
+from perfguard_models.registry import learner_class, source_of
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
 
@@ -80,13 +80,14 @@ def predictions(
     """
     runs = dataset_of(tables, "sums", cache=cache, jobs=jobs, most_operators=most_operators).runs
     work = [
-        Job(name, tuple(sorted(settings.items())), split, fold)
+        Job(name, tuple(sorted(settings.items())), split, own)
         for split in splits
         for fold in folds(runs, split)
         for name, settings in predictors.items()
+        if (own := _of_tables(fold, runs, learner_class(name).tables)).learn and own.judge
     ]
-    digests = [hashlib.sha256(table.read_bytes()).hexdigest() for table in tables]
-    placed = [(job, _place(job, digests, cache, most_operators)) for job in work]
+    data = identity_of("", {}, runs)
+    placed = [(job, _place(job, data, cache)) for job in work]
     by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
     for job, place in placed:
         if not place.is_file():
@@ -109,8 +110,18 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _place(job: Job, digests: Sequence[str], cache: Path, most_operators: int) -> Path:
-    what = job.settings, list(digests), job.fold, most_operators
+def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
+    """The part of ``fold`` that a predictor of these kinds of table learns from and is judged on."""
+    return Fold(
+        fold.name,
+        [index for index in fold.learn if runs[index].table in tables],
+        [index for index in fold.judge if runs[index].table in tables],
+    )
+
+
+def _place(job: Job, data: str, cache: Path) -> Path:
+    """Named by all that a prediction depends on: the runs, the fold, the settings and the learner's source code."""
+    what = job.settings, data, job.fold, source_of(job.predictor)
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
 

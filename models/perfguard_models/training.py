@@ -51,17 +51,19 @@ def train_and_write(
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
     dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
-    if len(dataset.runs) < _FEWEST_RUNS:
-        raise TableError(f"{len(dataset.runs)} rows are too few to learn from. {dataset.rejections()}")
+    own = [run for run in dataset.runs if run.table in kind.tables]
+    if len(own) < _FEWEST_RUNS:
+        known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
+        raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     started = time.monotonic()
     runs, found = predictions(tables, {name: settings}, ["family", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators)
     learner = kind(**settings)
     checkpoint = cache / f"{name}.checkpoint"
-    learner.fit(dataset.runs, on_epoch=on_epoch, checkpoint=checkpoint)
+    learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
     card = {
         "version": 1,
-        "trained_devices": sorted({run.gpu for run in runs}),
-        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in runs).items())),
+        "trained_devices": sorted({run.gpu for run in own}),
+        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in own).items())),
         "left_out": dataset.rejections(),
         "command": _command(name, settings, len(tables), most_operators),
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
@@ -75,7 +77,7 @@ def train_and_write(
     for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
         path.unlink()
     size = (out / name).with_suffix(".safetensors").stat().st_size
-    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(runs)} rows. {dataset.rejections()}"
+    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(own)} rows. {dataset.rejections()}"
 
 
 def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
