@@ -81,8 +81,8 @@ def show_leaderboard(words: Sequence[str]) -> None:
     head = (
         f"{len(runs)} runs of {', '.join(table.name for table in arguments.tables)}; {time.strftime('%Y-%m-%d')}, "
         f"{platform.processor() or platform.machine()}, {arguments.jobs} processes, {time.monotonic() - started:.0f} s.\n"
-        "Errors: mean ± spread over folds / median. What fits: failed runs caught / fitting runs pruned / balanced accuracy "
-        "on pairs.\n\n"
+        "Errors: mean ± spread over folds / median. Intervals: coverage / median width. What fits: failed runs caught / fitting "
+        "runs pruned, by the median; the same at the guard's default risk; balanced accuracy on pairs.\n\n"
     )
     text = head + as_markdown(lines, scores, names)
     if arguments.out is not None:

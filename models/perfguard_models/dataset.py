@@ -36,8 +36,8 @@ WHOLE_STEPS = ("workload", "transformer", "perceptron")
 """Kinds of table whose rows are steps of whole networks."""
 ALL_TABLES = (*WHOLE_STEPS, "operator")
 _STATUSES = ("ok", "oom")
-_RANDOM_FOLDS = 2
-"""Parts of a random split that are judged: it is there for comparison alone, and each part is a fifth of all rows."""
+_RANDOM_FOLDS = 1
+"""Parts of a random split that are judged: it is there for comparison alone, and a part is a fifth of all rows."""
 
 
 class Run(NamedTuple):
@@ -255,7 +255,7 @@ class Fold(NamedTuple):
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
-    GPU likewise) or "random" (of five parts, two are judged).
+    GPU likewise) or "random" (of five parts, one is judged).
 
     Raises:
         ValueError: for another name.

@@ -43,7 +43,7 @@ class GraphLearner(ABC):
         epochs: how often each run is seen.
         hidden: channels; the paper's where None.
         learning_rate: of Adam, at the start; it falls to nothing along half a cosine.
-        most_runs: how many runs of each kind of table it looks at, drawn with the seed: what two cores can see in a minute or two.
+        most_runs: how many runs of each kind of table it looks at, drawn with the seed: what a core can see in a minute.
         seed: of the weights and of the order of the runs.
     """
 
@@ -159,7 +159,9 @@ class GraphLearner(ABC):
         for index in known:
             by_table.setdefault(runs[index].table, []).append(index)
         draw, most = random.Random(self.settings["seed"]), self.settings["most_runs"]
-        return sorted(index for found in by_table.values() for index in (found if len(found) <= most else draw.sample(found, most)))
+        return sorted(
+            index for found in by_table.values() for index in (found if len(found) <= most else draw.sample(found, most))
+        )
 
     def _fit_scale(self, runs: Sequence[Run]) -> None:
         sample = runs if len(runs) <= 2000 else random.Random(0).sample(list(runs), 2000)

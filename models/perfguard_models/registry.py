@@ -64,7 +64,8 @@ def source_of(name: str) -> str:
 def _code_of(module: str) -> tuple[str, list[str]]:
     """The code of a module without comments and docstrings, and which of our modules it imports."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
