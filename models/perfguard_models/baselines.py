@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.dataset import ALL_TABLES, TARGETS, WHOLE_STEPS, Run
+from perfguard_models.dataset import ALL_TABLES, TARGETS, WORKLOADS, Run
 from perfguard_models.learner import OnEpoch, Predicted, State, labels_of
 from perfguard_models.sums import SUMS
 from perfguard_models.trees import Forest, forest_of_boosting
@@ -100,7 +100,7 @@ class Trees:
 
     name: ClassVar[str] = "trees"
     views: ClassVar[tuple[str, ...]] = ("sums",)
-    tables: ClassVar[tuple[str, ...]] = WHOLE_STEPS
+    tables: ClassVar[tuple[str, ...]] = WORKLOADS
     replay: ClassVar[bool] = True
 
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 COVERAGE = 0.9
 _Z = 1.6448536269514722
 _FEWEST = 100
+_LOWEST_FLOOR = 0.01
 NEW_GPU = "new gpu"
 
 
@@ -59,8 +60,8 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
     floor: dict[str, float] = {}
     scale: dict[str, float] = {}
     for target, found in by_target.items():
-        spreads = sorted(error.spread for error in found)
-        floor[target] = max(spreads[len(spreads) // 2], 0.01)
+        spreads = sorted(error.spread for error in found if error.spread > 0)  # 0: one member alone could say
+        floor[target] = max(spreads[len(spreads) // 2], _LOWEST_FLOOR) if spreads else _LOWEST_FLOOR
         groups: defaultdict[str, list[float]] = defaultdict(list)
         for error in found:
             score = abs(error.residual) / difficulty(error.spread, floor[target])

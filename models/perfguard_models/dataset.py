@@ -32,9 +32,9 @@ from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
 """What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
-WHOLE_STEPS = ("workload", "transformer", "perceptron")
-"""Kinds of table whose rows are steps of whole networks."""
-ALL_TABLES = (*WHOLE_STEPS, "operator")
+WORKLOADS = ("workload",)
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator")
+"""Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
 _RANDOM_FOLDS = 1
 """Parts of a random split that are judged: it is there for comparison alone, and a part is a fifth of all rows."""

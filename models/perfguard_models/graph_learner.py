@@ -3,9 +3,8 @@
 They predict logarithms, standardised, of all targets that have labels, one output each. The papers regress the plain quantity
 of one device and one range of sizes; here steps of a millisecond stand beside steps of ten seconds, and in plain units only the
 longest would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers'
-networks. So does this: scaled features are held within six widths (a column that hardly varied in training would else shout),
-and answers within one standard deviation of the range of the training's labels, for a network without physics may say anything
-of what lies far from what it has seen.
+networks. So does this: answers are held within one standard deviation of the range of the training's labels, for a network
+without physics may say anything of what lies far from what it has seen.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.dataset import TARGETS, WHOLE_STEPS, Run
+from perfguard_models.dataset import TARGETS, WORKLOADS, Run
 from perfguard_models.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
 from perfguard_models.learner import Epochs, OnEpoch, Predicted, State, identity_of, labels_of, shuffled
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NODES_A_BATCH = 6_000
-_FARTHEST = 6.0
 _MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 
@@ -43,13 +41,13 @@ class GraphLearner(ABC):
         epochs: how often each run is seen.
         hidden: channels; the paper's where None.
         learning_rate: of Adam, at the start; it falls to nothing along half a cosine.
-        most_runs: how many runs of each kind of table it looks at, drawn with the seed: what a core can see in a minute.
+        most_runs: how many runs it looks at, drawn with the seed: what a core can see in a minute.
         seed: of the weights and of the order of the runs.
     """
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("layers",)
-    tables: ClassVar[tuple[str, ...]] = WHOLE_STEPS
+    tables: ClassVar[tuple[str, ...]] = WORKLOADS
     targets: ClassVar[tuple[str, ...]] = TARGETS
     scaling: ClassVar[str] = "standard"
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
@@ -84,7 +82,9 @@ class GraphLearner(ABC):
         """See :class:`perfguard_models.learner.Learner`. Runs without any label are passed over."""
         torch.manual_seed(self.settings["seed"])
         y = np.stack([labels_of(runs, target) for target in self.targets], axis=1)
-        known = self._drawn(runs, [index for index in range(len(runs)) if not np.isnan(y[index]).all()])
+        known = [index for index in range(len(runs)) if not np.isnan(y[index]).all()]
+        if len(known) > self.settings["most_runs"]:
+            known = sorted(random.Random(self.settings["seed"]).sample(known, self.settings["most_runs"]))
         runs, y = [runs[index] for index in known], y[known]
         self._fit_scale(runs)
         with np.errstate(invalid="ignore"):
@@ -153,16 +153,6 @@ class GraphLearner(ABC):
         made._network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         return made
 
-    def _drawn(self, runs: Sequence[Run], known: Sequence[int]) -> list[int]:
-        """Of each kind of table at most as many as the settings say."""
-        by_table: dict[str, list[int]] = {}
-        for index in known:
-            by_table.setdefault(runs[index].table, []).append(index)
-        draw, most = random.Random(self.settings["seed"]), self.settings["most_runs"]
-        return sorted(
-            index for found in by_table.values() for index in (found if len(found) <= most else draw.sample(found, most))
-        )
-
     def _fit_scale(self, runs: Sequence[Run]) -> None:
         sample = runs if len(runs) <= 2000 else random.Random(0).sample(list(runs), 2000)
         for key in _SCALERS:
@@ -176,7 +166,7 @@ class GraphLearner(ABC):
     def _scaled(self, key: str, values: Any) -> torch.Tensor:
         low, width = self._scale[key]
         scaled: torch.Tensor = (torch.log1p(torch.from_numpy(values).float()) - low) / width
-        return scaled.clamp(-_FARTHEST, _FARTHEST)
+        return scaled
 
     def _data(self, run: Run) -> Data:
         return Data(

@@ -254,7 +254,7 @@ def fit_scores(runs: Sequence[Run], found: Found) -> dict[tuple[str, str, str], 
         for (fold, predicted), sigma in zip(judged, log_sigmas_of(runs, split, judged), strict=True):
             for position, index in enumerate(fold.judge):
                 run, value = runs[index], float(predicted["memory"][position])
-                if run.table == "operator" or not math.isfinite(value):
+                if run.table != "workload" or not math.isfinite(value):
                     continue
                 limit, risky = math.log(run.capacity_bytes), value + _AT_RISK * float(sigma["memory"][position])
                 fails = float(value > limit)

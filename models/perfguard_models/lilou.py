@@ -20,7 +20,6 @@ from torch_geometric.data import Batch
 from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard_models.dataset import ALL_TABLES
 from perfguard_models.graph_learner import NUM_GLOBAL, NUM_KINDS, GraphLearner, one_hot_kinds
 from perfguard_models.layers import NODE_COLUMNS
 
@@ -32,7 +31,6 @@ class Lilou(GraphLearner):
     """LILOU's latency head. Root mean squared error."""
 
     name = "lilou"
-    tables = ALL_TABLES
     targets = ("time",)
     scales_labels = False
 
