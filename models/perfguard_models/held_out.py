@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from perfguard_models.calibration import NEW_GPU, Error, calibrated
+from perfguard_models.calibration import Error, calibrated, on_new_gpu
 from perfguard_models.dataset import Fold, Run
 from perfguard_models.learner import Predicted
 from perfguard_models.served import group_of
@@ -27,7 +27,7 @@ def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
     return [
         Error(
             target,
-            NEW_GPU if split == "gpu" else group_of(runs[index]),
+            on_new_gpu(group_of(runs[index])) if split == "gpu" else group_of(runs[index]),
             runs[index].labels[target] - float(predicted[target][position]),
             float(predicted[f"spread {target}"][position]),
         )
@@ -51,11 +51,10 @@ def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[
         sigmas = {}
         for target in CALIBRATED:
             sigmas[target] = np.full(len(fold.judge), math.nan)
-            if (f"{target}/{NEW_GPU}" if split == "gpu" else target) in calibration.scale:
-                spreads = predicted[f"spread {target}"]
-                for position, index in enumerate(fold.judge):
-                    sigmas[target][position] = calibration.log_sigma(
-                        target, group_of(runs[index]), float(spreads[position]), known_gpu=split != "gpu"
-                    )
+            spreads = predicted[f"spread {target}"]
+            for position, index in enumerate(fold.judge):
+                group, known_gpu = group_of(runs[index]), split != "gpu"
+                if calibration.scale_of(target, group, known_gpu=known_gpu) is not None:
+                    sigmas[target][position] = calibration.log_sigma(target, group, float(spreads[position]), known_gpu=known_gpu)
         found.append(sigmas)
     return found
