@@ -22,7 +22,7 @@ from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Predictor
 from perfguard_models import registry, served
-from perfguard_models.calibration import NEW_GPU, Calibration, Error, calibrated
+from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, Error, calibrated, on_new_gpu
 from perfguard_models.dataset import VIEWS, Run
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.learner import Epochs, Learner
@@ -241,6 +241,15 @@ def test_a_gpu_that_was_never_seen_has_its_own_width() -> None:
     known, new = (calibration.log_sigma("time", "a", 0.01, known_gpu=flag) for flag in (True, False))
     assert new == pytest.approx(4 * known)
     assert calibration.log_sigma("time", "b", 0.01) == pytest.approx(known)
+
+
+def test_single_operators_do_not_widen_the_intervals_of_whole_steps() -> None:
+    steps = [Error("time", "a", 0.1 * (-1) ** i, 0.02) for i in range(200)]
+    operators = [Error("time", group, 3.0 * (-1) ** i, 0.0) for group in (OPERATOR, on_new_gpu(OPERATOR)) for i in range(2000)]
+    with_them, alone = calibrated(steps + operators), calibrated(steps)
+    assert with_them.log_sigma("time", "b", 0.02) == alone.log_sigma("time", "b", 0.02)
+    assert with_them.log_sigma("time", OPERATOR, 0.0) == pytest.approx(3.0 / 1.645, rel=1e-3)
+    assert with_them.scale_of("time", "a", known_gpu=False) == alone.scale_of("time", "a")  # no whole step on a new GPU
 
 
 # Served
