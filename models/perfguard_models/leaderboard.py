@@ -108,6 +108,7 @@ def predictions(
             done = pool.map(do, some)
             for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
                 pass
+    _loaded.clear()
     found: defaultdict[tuple[str, str], Judged] = defaultdict(list)
     for job, place in placed:
         stored = torch.load(place, weights_only=True)
