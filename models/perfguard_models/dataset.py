@@ -32,7 +32,12 @@ from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
 """What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
+WORKLOADS = ("workload",)
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator")
+"""Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
+_RANDOM_FOLDS = 1
+"""Parts of a random split that are judged: it is there for comparison alone, and a part is a fifth of all rows."""
 
 
 class Run(NamedTuple):
@@ -250,7 +255,7 @@ class Fold(NamedTuple):
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
-    GPU likewise) or "random".
+    GPU likewise) or "random" (of five parts, one is judged).
 
     Raises:
         ValueError: for another name.
@@ -262,7 +267,7 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
         part = {index: position % number for position, index in enumerate(order)}
-        return [_fold(f"random {k + 1}", [part[i] == k for i in range(len(runs))]) for k in range(number)]
+        return [_fold(f"random {k + 1}", [part[i] == k for i in range(len(runs))]) for k in range(_RANDOM_FOLDS)]
     if split == "family":
         part_of = _parts_of_families(runs, number, seed)
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
