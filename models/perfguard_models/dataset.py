@@ -36,8 +36,6 @@ WORKLOADS = ("workload",)
 ALL_TABLES = ("workload", "transformer", "perceptron", "operator")
 """Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
-_RANDOM_FOLDS = 1
-"""Parts of a random split that are judged: it is there for comparison alone, and a part is a fifth of all rows."""
 
 
 class Run(NamedTuple):
@@ -255,7 +253,7 @@ class Fold(NamedTuple):
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
-    GPU likewise) or "random" (of five parts, one is judged).
+    GPU likewise) or "random" (for comparison alone: one part of ``number`` is judged).
 
     Raises:
         ValueError: for another name.
@@ -266,8 +264,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split == "random":
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
-        part = {index: position % number for position, index in enumerate(order)}
-        return [_fold(f"random {k + 1}", [part[i] == k for i in range(len(runs))]) for k in range(_RANDOM_FOLDS)]
+        judged = set(order[::number])
+        return [_fold("random 1", [index in judged for index in range(len(runs))])]
     if split == "family":
         part_of = _parts_of_families(runs, number, seed)
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
