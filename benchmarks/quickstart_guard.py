@@ -109,7 +109,7 @@ def study_of(seed: int, trials: int) -> Outcome:
 
     pruner.judge = timed  # type: ignore[method-assign]
     start = time.perf_counter()
-    study.optimize(quickstart.objective, n_trials=trials, pruner=pruner)
+    study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
     study_s = time.perf_counter() - start
     summary = summarize(study)
     errors = [error for record in records_of(study) if (error := prediction_error(record)) is not None]

@@ -322,9 +322,8 @@ class Guard:
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
         """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it."""
-        limits_s = [
-            limit for limit in (self.budget.trial_time_s, time_left_s and run.elapsed_s + time_left_s) if limit is not None
-        ]
+        ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
+        limits_s = [limit for limit in (self.budget.trial_time_s, ends_s) if limit is not None]
         if not limits_s or decision.steps is None:
             return None
         total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)

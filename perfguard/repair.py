@@ -195,24 +195,33 @@ def _half_precision(device: Device) -> Precision:
 
 
 def can_checkpoint(model: Any) -> bool:
-    """Whether ``model`` has a switch for activation checkpointing, as those of transformers and timm have."""
-    return callable(getattr(model, "gradient_checkpointing_enable", None)) or callable(
-        getattr(model, "set_grad_checkpointing", None)
-    )
+    """Whether ``model`` has a switch for activation checkpointing, as those of transformers and timm have, and it is off."""
+    states = ("is_activation_checkpointing", "is_gradient_checkpointing", "grad_checkpointing")
+    is_on = next((bool(getattr(model, state)) for state in states if hasattr(type(model), state) or state in vars(model)), False)
+    return _switch_of(model) is not None and not is_on
 
 
 @contextmanager
 def checkpointing(model: Any, *, on: bool) -> Iterator[None]:
     """The model's activation checkpointing switched on inside the block, and off after it."""
-    if not on:
+    switch = _switch_of(model) if on else None
+    if switch is None:
         yield
         return
-    huggingface = callable(getattr(model, "gradient_checkpointing_enable", None))
-    model.gradient_checkpointing_enable() if huggingface else model.set_grad_checkpointing(True)
+    switch(True)
     try:
         yield
     finally:
-        model.gradient_checkpointing_disable() if huggingface else model.set_grad_checkpointing(False)
+        switch(False)
+
+
+def _switch_of(model: Any) -> Callable[[bool], object] | None:
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # transformers since 5.23, and before
+        enable, disable = getattr(model, f"{name}_enable", None), getattr(model, f"{name}_disable", None)
+        if callable(enable) and callable(disable):
+            return lambda on: enable() if on else disable()
+    switch = getattr(model, "set_grad_checkpointing", None)  # timm
+    return switch if callable(switch) else None
 
 
 def _is_shape(value: Any) -> bool:

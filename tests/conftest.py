@@ -1,9 +1,13 @@
-"""What every test gets: a measurement log of its own, and property tests without deadlines."""
+"""What every test gets: a measurement log of its own, property tests without deadlines, and PostgreSQL for the asking."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import settings
+
+from tests.postgres import postgres, postgres_url
+
+__all__ = ["postgres", "postgres_url"]
 
 settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -175,9 +176,25 @@ class OptunaGuard(Guard):
             make_workload, study=study.study_name, trial=trial.number, params=params.all(), time_left_s=self.time_left_s()
         )
         self._judged[_key(study, trial)] = _Judged(decision, params.used())
-        write_attributes(study, trial, attributes_of(decision.verdict))
-        write_constraints(study, trial, self.constraints_of(study, decision.verdict))
+        self.write(study, trial, attributes_of(decision.verdict), lambda: self.constraints_of(study, decision.verdict))
         return decision
+
+    def write(
+        self,
+        study: optuna.Study,
+        trial: AnyTrial,
+        attributes: Mapping[str, Any],
+        constraints: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Write into ``trial``. A storage that is away is for Optuna to complain about; the guard says so once and goes on."""
+        try:
+            write_attributes(study, trial, attributes)
+            write_constraints(study, trial, constraints())
+        except Exception as error:
+            self._warn_once(
+                UnguardedTrialWarning,
+                f"PerfGuard could not write into trial {trial.number} (said once): {type(error).__name__}: {error}",
+            )
 
     def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
         """How far a trial of ``study`` with that verdict is from feasible, one number for each limit."""
@@ -212,8 +229,8 @@ class OptunaGuard(Guard):
             return None
         reason = self.breaks_time_budget(launched.decision, launched.run, time_left_s=self.time_left_s())
         if reason is not None:
-            write_attributes(study, launched.trial, {f"{PREFIX}:stopped": reason})
-            self._tell_excess(study, launched, "time", _LEAST_VIOLATION)
+            excess = partial(self._excess_of, study, "time", _LEAST_VIOLATION)
+            self.write(study, launched.trial, {f"{PREFIX}:stopped": reason}, excess)
         return reason
 
     def repair_of(self, study: optuna.Study, trial: AnyTrial) -> Repair:
@@ -232,8 +249,8 @@ class OptunaGuard(Guard):
         pruned = isinstance(error, optuna.TrialPruned)
         note = f"{type(error).__name__}: {error}"[:200] if error is not None and not pruned else ""
         measurement = launched.run.finish("ok" if pruned else status_of(error), note=note)
-        write_attributes(study, launched.trial, measured_attributes_of(measurement))
-        self._tell_what_happened(study, launched, measurement)
+        happened = partial(self._what_happened, study, launched, measurement)
+        self.write(study, launched.trial, measured_attributes_of(measurement), happened)
         if measurement.status == "oom":
             free_memory()
         if launched.ignored_repair:
@@ -246,20 +263,19 @@ class OptunaGuard(Guard):
             self.learn(launched.decision, measurement)
         return measurement
 
-    def _tell_what_happened(self, study: optuna.Study, launched: Launched, measurement: Measurement) -> None:
+    def _what_happened(self, study: optuna.Study, launched: Launched, measurement: Measurement) -> dict[str, float]:
         """A trial that was expected to fit, and did not, is infeasible for the sampler all the same."""
         quantity = {"oom": "memory", "timeout": "time"}.get(measurement.status)
         if quantity is None:
-            return
+            return {}
         measured = measurement.peak_memory_bytes if quantity == "memory" else measurement.total_time_s
         limit = next((limit.limit for limit in launched.decision.verdict.limits if limit.quantity == quantity), None)
         excess = math.log(measured / limit) if measured and limit else 0.0
-        self._tell_excess(study, launched, quantity, max(excess, _LEAST_VIOLATION))
+        return self._excess_of(study, quantity, max(excess, _LEAST_VIOLATION))
 
-    def _tell_excess(self, study: optuna.Study, launched: Launched, quantity: str, excess: float) -> None:
+    def _excess_of(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
         names = established_constraints(study, self.limited_quantities)
-        if names:
-            write_constraints(study, launched.trial, {quantity if quantity in names else names[0]: excess})
+        return {quantity if quantity in names else names[0]: excess} if names else {}
 
     def finish_abandoned(self, study: optuna.Study) -> None:
         """End the measuring of a trial whose end nobody told: in a plain study the next trial's first call does."""

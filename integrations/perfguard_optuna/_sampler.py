@@ -21,16 +21,17 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.guard import Verdict
 from perfguard.workload import Workload, asks_for_missing, build_workload
-from perfguard_optuna._attributes import PREFIX, attributes_of, write_attributes, write_constraints
+from perfguard_optuna._attributes import PREFIX, attributes_of
 from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, WatchedParams, warn_nothing_feasible
 from perfguard_optuna._pruner import PerfGuardPruner
 
 _GRID_KEYS = ("grid_id", "search_space")
 """System attributes by which a GridSampler knows which points it has visited (Optuna 5.0)."""
 _BISECTIONS = 6
+_GOALS = 5
 _MOST_REJECTED_FOR_GP = 100
 """Its cost grows with the cube of the trials."""
 
@@ -116,7 +117,21 @@ class PerfGuardSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A joint proposal that is predicted to fit; see the class."""
+        """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
+        try:
+            return self._sample_feasible(study, trial, search_space)
+        except optuna.TrialPruned:
+            raise
+        except Exception as error:
+            self.guard._warn_once(
+                UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
+            )
+            inner_space = self.inner.infer_relative_search_space(study, trial)
+            return self.inner.sample_relative(study, trial, inner_space)
+
+    def _sample_feasible(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         started_at = time.monotonic()
         num_rejected = 0
         while True:
@@ -132,7 +147,7 @@ class PerfGuardSampler(BaseSampler):
                 moved = self._moved_to_fit(study, proposal)
                 if moved is not None:
                     return self._accept(study, trial, moved)
-            if study._stop_flag or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
+            if _is_stopping(study) or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
                 self._give_up(study, trial, verdict)
             if time.monotonic() - started_at > self._max_seconds:
                 raise self._pruned(study, trial, verdict)
@@ -195,7 +210,7 @@ class PerfGuardSampler(BaseSampler):
         )
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
         rejected = storage.get_trial(trial_id)
-        write_constraints(study, rejected, self.guard.constraints_of(study, verdict))
+        self.guard.write(study, rejected, {}, lambda: self.guard.constraints_of(study, verdict))
         self.guard.record(
             verdict,
             self.guard.trace(proposal.workload) if proposal.workload is not None else None,
@@ -216,19 +231,23 @@ class PerfGuardSampler(BaseSampler):
         """The point nearest to the proposal on the way to the nearest launched trial that fits. None: none was launched."""
         assert self.guard.build is not None
         names = proposal.watched.used().keys()
-        launched = [
-            known
-            for known in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING))
-            if known.user_attrs.get(f"{PREFIX}:verdict") in ("launch", "repair") and names <= known.params.keys()
-        ]
-        if not launched:
-            return None
+        drawn, launched = proposal.watched.all(), []
+        for known in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING)):
+            ran = known.state == TrialState.COMPLETE or known.user_attrs.get(f"{PREFIX}:verdict") in ("launch", "repair")
+            if ran and names <= known.params.keys():
+                launched.append(known.params)
         space = {name: proposal.space[name] for name in names if name in proposal.space}
-        goal = min(launched, key=lambda known: _distance(known.params, proposal.watched.all(), space))
+        launched.sort(key=lambda params: _distance(params, drawn, space))
+        candidates = (self._between(proposal, goal, space) for goal in launched[:_GOALS])
+        return next((moved for moved in candidates if moved is not None), None)
+
+    def _between(self, proposal: _Proposal, goal: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> _Proposal | None:
+        """The first point that fits on the way from a proposal to ``goal``; None if that does not fit itself."""
+        assert self.guard.build is not None
         best: _Proposal | None = None
         low, share, high = 0.0, 1.0, 1.0
         for _ in range(1 + _BISECTIONS):
-            moved = proposal.moved(goal.params, share, space, self.guard.build)
+            moved = proposal.moved(goal, share, space, self.guard.build)
             verdict = None if moved.workload is None else self._check(moved.workload)
             if verdict is not None and verdict.action != "prune":
                 best, high = moved, share
@@ -240,15 +259,14 @@ class PerfGuardSampler(BaseSampler):
         return best
 
     def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
-        if not study._stop_flag:
+        if not _is_stopping(study):
             warn_nothing_feasible(self._rejected_in_a_row, verdict.reason)
             if study._thread_local.in_optimize_loop:
                 study.stop()
         raise self._pruned(study, trial, verdict)
 
     def _pruned(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> optuna.TrialPruned:
-        write_attributes(study, trial, attributes_of(verdict))
-        write_constraints(study, trial, self.guard.constraints_of(study, verdict))
+        self.guard.write(study, trial, attributes_of(verdict), lambda: self.guard.constraints_of(study, verdict))
         return optuna.TrialPruned(f"nothing that was proposed fits: {verdict.reason}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,8 +308,9 @@ class _StudyWithRejected(optuna.Study):
     """A study as the GP sampler should see it: rejected proposals are completed trials, so that it learns where the border is.
 
     The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value; it gets that of the nearest completed
-    trial, so that the model of the objective learns nothing from it, least of all to stay away from the border. The trial that
-    is asked for is left out of the running ones: the GP would take its own last, rejected proposal for one that is under way.
+    trial, so that the model of the objective learns nothing from it, least of all to stay away from the border. In a study that
+    was begun without constraints it gets the worst value instead: there is no other way to say that it will not do. The trial
+    that is asked for is left out of the running ones: the GP would take its own last, rejected proposal for one under way.
     """
 
     def __init__(self, study: optuna.Study, asking: FrozenTrial) -> None:
@@ -307,23 +326,35 @@ class _StudyWithRejected(optuna.Study):
             return trials
         completed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         pruned = super()._get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-        rejected = [trial for trial in pruned if trial.user_attrs.get(f"{PREFIX}:verdict") == "prune" and trial.constraints]
+        rejected = [trial for trial in pruned if trial.user_attrs.get(f"{PREFIX}:verdict") == "prune"]
         if completed:
-            constraints = completed[0].constraints.keys()
+            first = completed[0]
             trials += [
-                _as_completed(trial, completed)
+                _as_completed(trial, completed, self.directions)
                 for trial in rejected[-_MOST_REJECTED_FOR_GP:]
-                if trial.constraints.keys() == constraints and trial.params.keys() >= completed[0].params.keys()
+                if trial.constraints.keys() == first.constraints.keys() and trial.params.keys() >= first.params.keys()
             ]
         return trials
 
 
-def _as_completed(rejected: FrozenTrial, completed: Sequence[FrozenTrial]) -> FrozenTrial:
-    nearest = min(completed, key=lambda trial: _distance(trial.params, rejected.params, rejected.distributions))
+def _as_completed(
+    rejected: FrozenTrial, completed: Sequence[FrozenTrial], directions: Sequence[optuna.study.StudyDirection]
+) -> FrozenTrial:
     twin = copy.copy(rejected)
-    twin.values = nearest.values
     twin.state = TrialState.COMPLETE
+    if rejected.constraints:
+        twin.values = min(completed, key=lambda trial: _distance(trial.params, rejected.params, rejected.distributions)).values
+    else:
+        worst = (max if direction == optuna.study.StudyDirection.MINIMIZE else min for direction in directions)
+        twin.values = [
+            of(values) for of, values in zip(worst, zip(*(trial.values for trial in completed), strict=True), strict=True)
+        ]
     return twin
+
+
+def _is_stopping(study: optuna.Study) -> bool:
+    """Whether ``study.stop()`` was called, as a grid does that is exhausted; outside of optimize nobody listens to it."""
+    return bool(study._thread_local.in_optimize_loop and study._stop_flag)
 
 
 def _known_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:

@@ -98,6 +98,7 @@ class _Cpu(NamedTuple):
 
     id: str
     name: str
+    kind: str = "cpu"
 
 
 def _new_run() -> Run:

@@ -111,6 +111,8 @@ class GuardNet:
         """Condition the residual processes on ``observations``, all that there are for their device."""
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:
+            if observation.measurement.status != "ok":
+                continue  # out of memory: a lower bound, which a Gaussian likelihood cannot take
             by_device.setdefault(observation.device.id, []).append(observation)
         for device_id, rows in by_device.items():
             self._overheads[device_id] = _overhead_of(rows)

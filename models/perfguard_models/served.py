@@ -173,6 +173,8 @@ class Served:
         """A constant factor for each device: the median of what was measured over what was predicted."""
         residuals: dict[tuple[str, str], list[float]] = {}
         for row in observations:
+            if row.measurement.status != "ok":
+                continue  # out of memory: a lower bound, no measurement of either
             for target, value in (("memory", row.measurement.peak_memory_bytes), ("time", row.measurement.step_time_s)):
                 if value is not None and math.isfinite(value) and value > 0:
                     residual = math.log(value) - self._raw(target, row.graph, row.device)[0]

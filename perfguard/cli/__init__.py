@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
+from perfguard.cli._log import add_arguments as add_log_arguments
+from perfguard.cli._log import run_log_command
 from perfguard.exceptions import PerfGuardError
 from perfguard.packing import DEFAULT_SLOWDOWN, Method
 from perfguard.predictor import DEFAULT_PREDICTOR
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perfguard.cli._pack import show_schedule
 
             show_schedule(arguments)
+        elif arguments.command == "log":
+            run_log_command(arguments)
         else:
             from perfguard.cli._predict import show_prediction
 
@@ -86,6 +90,8 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     pack.add_argument("--seed", type=int, default=0, help="of the genetic algorithm")
     pack.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
     pack.add_argument("--json", action="store_true", help="data on standard output")
+
+    add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
 
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")

@@ -9,16 +9,51 @@ from pathlib import Path
 
 import psutil
 
+from perfguard.measure._probe import Reading
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_SAMPLE_INTERVAL_S = 0.005
+_LEFTOVERS_BYTES = 2**20
+_settled_bytes = 0
+"""The resident set after the last collection."""
+_SAMPLE_INTERVAL_S = 0.02
+
+
+class CpuProbe:
+    """A run on the processor: the resident set of this process."""
+
+    def __init__(self) -> None:
+        self._memory = PeakResidentSet()
+        self._started = False
+
+    @property
+    def method(self) -> str:
+        return self._memory.method
+
+    def start(self) -> None:
+        self._memory.start()
+        self._started = True
+
+    def stamp(self) -> None:
+        return None
+
+    def read(self) -> Reading:
+        if not self._started:
+            return Reading(self.method)
+        peak = self._memory.peak_bytes()
+        return Reading(self.method, peak_memory_bytes=peak, confidence="high" if self.method == "vmhwm" else "medium")
+
+    def finish(self) -> Reading:
+        reading = self.read()
+        self._memory.stop()
+        return reading
 
 
 class PeakResidentSet:
     """Peak of the resident set since :meth:`start`.
 
     On Linux the kernel keeps the peak (VmHWM) and lets a process reset its own; elsewhere, or where that is forbidden, a
-    thread samples every 5 ms and may miss short peaks. ``method`` says which.
+    thread samples every 20 ms and may miss short peaks. ``method`` says which.
     """
 
     def __init__(self) -> None:
@@ -30,9 +65,14 @@ class PeakResidentSet:
 
     def start(self) -> None:
         """Return freed memory to the system, so that an earlier trial's leftovers do not count, and reset the peak."""
-        gc.collect()
+        global _settled_bytes
+        process = psutil.Process()
         _trim_heap()
-        self._base_bytes = psutil.Process().memory_info().rss
+        if process.memory_info().rss > _settled_bytes + _LEFTOVERS_BYTES:
+            gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
+            _trim_heap()
+            _settled_bytes = process.memory_info().rss
+        self._base_bytes = process.memory_info().rss
         if _reset_peak():
             return
         self.method = "rss-sampled"

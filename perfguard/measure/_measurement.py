@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from perfguard.exceptions import ConfigurationError
 
 Status = Literal["ok", "oom", "timeout", "failed"]
+Confidence = Literal["high", "medium", "low"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,43 @@ class Measurement:
     device_id: str
     device_name: str
     peak_memory_bytes: int | None
-    """Peak device memory. On a CPU: the resident set's peak above what it was when the run began.
-    With status "oom" a lower bound."""
+    """Peak device memory. On a GPU: what the driver counts for this process, its context included. On a CPU: the resident set's
+    peak above what it was when the run began. With status "oom" a lower bound."""
     step_time_s: float | None
-    """Median time between the ends of consecutive steps, warm-up excluded."""
+    """Median time of a step, from the end of the one before, warm-up and marked waits for data excluded; see StepTimer."""
     total_time_s: float
     """From the launch to the end of the run."""
     num_steps: int
     method: str
-    """How it was taken, for instance "vmhwm" or "rss-sampled"."""
+    """How the memory was taken, for instance "vmhwm", "rss-sampled" or "nvml-process+allocator"."""
     framework: str
     note: str = ""
     """What limits the trust in it, in words."""
+    allocated_peak_bytes: int | None = None
+    """Most bytes that PyTorch's CUDA allocator had handed out at once."""
+    reserved_peak_bytes: int | None = None
+    """Most bytes that PyTorch's CUDA allocator held at once, its cache included."""
+    sm_utilisation: float | None = None
+    """Share of the time in which a kernel ran, 0 to 1, as the driver reports it; mean of the run."""
+    energy_j: float | None = None
+    """What the whole card used from the run's start (or from its first use of CUDA) to its end."""
+    sm_clock_hz: float | None = None
+    """Mean clock of the multiprocessors."""
+    throttled: str | None = None
+    """What slowed the clocks down at any time, for instance "power cap, thermal"; empty: nothing did."""
+    data_wait_s: float | None = None
+    """Mean time that a step waited for data, where the trial marks it (``Run.loading``, ``Run.batches``)."""
+    oom_retries: int | None = None
+    """How often the allocator had to give its cache back to the driver to get memory."""
+    driver: str | None = None
+    """Version of the GPU's driver."""
+    confidence: Confidence | None = None
+    """How sure the memory is: "high" (counted by the kernel, or by the driver for this process), "medium" (sampled, or of the
+    whole card), "low" (a part of it is a figure of the catalog)."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             raise ConfigurationError(f"Measurement.status must be one of {', '.join(get_args(Status))}, but got {self.status!r}.")
+        if self.confidence is not None and self.confidence not in get_args(Confidence):
+            allowed = ", ".join(get_args(Confidence))
+            raise ConfigurationError(f"Measurement.confidence must be one of {allowed} or None, but got {self.confidence!r}.")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from perfguard.measure._cpu import PeakResidentSet
+from perfguard.measure._cpu import CpuProbe
+from perfguard.measure._gpu import GpuProbe
 from perfguard.measure._measurement import Measurement, Status
+from perfguard.measure._probe import Probe, Reading
+from perfguard.measure._steps import StepTimer
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+
+T = TypeVar("T")
 
 _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
@@ -29,8 +35,8 @@ class Run:
     """Measures one trial from :meth:`start` to :meth:`finish`; also a context manager.
 
     Steps are marked by :meth:`step`. Where the trial never calls it, every ``optimizer.step()`` of the thread marks one.
-    While several runs of one process overlap, the process's memory cannot be attributed to any of them: their memory is
-    reported as not measured.
+    While several runs of one process use the same device, what the process cost cannot be attributed to any of them: their
+    memory and energy are reported as not measured. Runs in several processes are told apart by what NVML counts for each.
 
     Example:
         >>> from perfguard.devices import cpu
@@ -39,12 +45,16 @@ class Run:
         ...         run.step()
         >>> run.measurement.num_steps
         3
+
+    Args:
+        device: where the trial runs.
+        probe: what measures it. None: the resident set on a CPU; PyTorch's allocator and NVML on a GPU.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, probe: Probe | None = None) -> None:
         self._device = device
-        self._memory = PeakResidentSet()
-        self._steps_at: list[float] = []
+        self._probe: Probe = probe or (CpuProbe() if device.kind == "cpu" else GpuProbe(device.context_bytes))
+        self._timer = StepTimer(self._probe.stamp)
         self._marked_by_hand = False
         self._overlapped = False
         self._started_at = 0.0
@@ -61,29 +71,45 @@ class Run:
             for thread in [thread for thread in _active if thread not in alive]:
                 del _active[thread]  # its thread ended without finishing it
             # A run that this thread has begun before waits, or was abandoned, while this one lasts.
-            self._overlapped = any(thread != self._thread for thread in _active)
+            self._overlapped = any(self._shares_with(other) for thread, other in _active.items() if thread != self._thread)
             for other in _active.values():
-                other._overlapped = True
+                other._overlapped |= other._shares_with(self)
             _active[self._thread] = self
         if not self._overlapped:
-            self._memory.start()
+            self._probe.start()
         self._started_at = time.perf_counter()
         return self
+
+    def _shares_with(self, other: Run) -> bool:
+        """Whether what ``other`` uses shows in this run's reading: on a CPU all that the process holds does."""
+        return self._device.kind == "cpu" or other._device.kind != "cpu"
 
     def step(self) -> None:
         """Mark the end of one training step."""
         if not self._marked_by_hand:
             self._marked_by_hand = True
-            self._steps_at.clear()
-        self._mark()
+            self._timer = StepTimer(self._probe.stamp)
+        self._timer.step()
 
-    def _mark(self) -> None:
-        self._steps_at.append(time.perf_counter())
+    def loading(self) -> AbstractContextManager[None]:
+        """Mark that the ``with`` block waits for data: it is no part of the step's time, and is reported as ``data_wait_s``."""
+        return self._timer.waiting()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The items of ``loader``; waiting for each is marked as :meth:`loading`."""
+        iterator = iter(loader)
+        while True:
+            with self.loading():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
 
     @property
     def num_steps(self) -> int:
         """Steps marked so far."""
-        return len(self._steps_at)
+        return self._timer.num_steps
 
     @property
     def elapsed_s(self) -> float:
@@ -92,44 +118,64 @@ class Run:
 
     @property
     def step_durations_s(self) -> list[float]:
-        """Seconds between the ends of consecutive steps, in order."""
-        return [later - earlier for earlier, later in zip(self._steps_at, self._steps_at[1:], strict=False)]
+        """Seconds between the ends of consecutive steps, in order, waits for data included."""
+        return self._timer.durations_s
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""
-        ended_at = self._steps_at[-1] if at_last_step and self._steps_at else time.perf_counter()
-        total_time_s = ended_at - self._started_at
+        last = self._timer.last_step_at_s if at_last_step else None
+        step_time_s, data_wait_s = self._timer.step_time_s(), self._timer.data_wait_s()
+        total_time_s = (time.perf_counter() if last is None else last) - self._started_at
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        self.measurement = self._measured(status, total_time_s, note)
-        self._memory.stop()
+        self.measurement = self._measured(self._probe.finish(), status, step_time_s, data_wait_s, total_time_s, note)
         return self.measurement
 
     def so_far(self) -> Measurement:
-        """What the run has cost until now; it goes on. After the end: what it cost."""
-        return self.measurement or self._measured("ok", time.perf_counter() - self._started_at, "")
+        """What the run has cost until now; it goes on. After the end: what it cost. Waits for the device."""
+        if self.measurement is not None:
+            return self.measurement
+        step_time_s, data_wait_s = self._timer.step_time_s(), self._timer.data_wait_s()
+        return self._measured(self._probe.read(), "ok", step_time_s, data_wait_s, self.elapsed_s, "")
 
-    def _measured(self, status: Status, total_time_s: float, note: str) -> Measurement:
+    def _measured(
+        self,
+        reading: Reading,
+        status: Status,
+        step_time_s: float | None,
+        data_wait_s: float | None,
+        total_time_s: float,
+        note: str,
+    ) -> Measurement:
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")
+            reading = Reading(reading.method, driver=reading.driver)
+        if self._timer.device_time_lost:
+            notes.append("the GPU's clock could not be read, so steps are timed by the processor's")
         return Measurement(
             status=status,
             device_id=self._device.id,
             device_name=self._device.name,
-            peak_memory_bytes=None if self._overlapped else self._memory.peak_bytes(),
-            step_time_s=self._step_time_s(),
+            peak_memory_bytes=reading.peak_memory_bytes,
+            step_time_s=step_time_s,
             total_time_s=total_time_s,
-            num_steps=len(self._steps_at),
-            method=self._memory.method,
+            num_steps=self.num_steps,
+            method=reading.method,
             framework=_framework(),
-            note="; ".join(notes),
+            note="; ".join([*notes, *reading.notes]),
+            allocated_peak_bytes=reading.allocated_peak_bytes,
+            reserved_peak_bytes=reading.reserved_peak_bytes,
+            sm_utilisation=reading.sm_utilisation,
+            energy_j=reading.energy_j,
+            sm_clock_hz=reading.sm_clock_hz,
+            throttled=reading.throttled,
+            data_wait_s=data_wait_s,
+            oom_retries=reading.oom_retries,
+            driver=reading.driver,
+            confidence=reading.confidence,
         )
-
-    def _step_time_s(self) -> float | None:
-        durations_s = self.step_durations_s
-        return statistics.median(durations_s) if durations_s else None
 
     def __enter__(self) -> Run:
         return self.start()
@@ -180,7 +226,7 @@ def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
     if run is None or run._marked_by_hand:
         return
     if not any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"][:1]):  # being traced
-        run._mark()
+        run._timer.step()
 
 
 def _framework() -> str:

@@ -1,6 +1,7 @@
 """The measurement log: every verdict, and what the launched trials really cost."""
 
-from perfguard.store._schema import LoggedDecision
+from perfguard.store._exchange import export_log, import_log
+from perfguard.store._schema import LoggedDecision, LoggedWeights, WeightsState
 from perfguard.store._store import MeasurementStore
 
-__all__ = ["LoggedDecision", "MeasurementStore"]
+__all__ = ["LoggedDecision", "LoggedWeights", "MeasurementStore", "WeightsState", "export_log", "import_log"]

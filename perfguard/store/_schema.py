@@ -5,19 +5,22 @@
     devices        a Device as JSON, likewise
     decisions      one verdict on one trial
     measurements   what that trial cost; at most one per decision
+    weights        a predictor's weights: where they came from, how good they were, whether they are in use
 
-There are no foreign keys: a row that was delayed by a lock may arrive after the rows that refer to it.
+There are no foreign keys: a row that was delayed by a lock may arrive after the rows that refer to it. A change here needs a step
+in `_migrations.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Double, Index, LargeBinary, MetaData, Row, Select, Table, Text, select
 
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
     from perfguard.graph import OpGraph
     from perfguard.guard import Action
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+WeightsState = Literal["candidate", "promoted", "superseded", "rejected", "rolled back"]
 
 metadata = MetaData()
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text))
@@ -72,8 +77,36 @@ measurements = Table(
     Column("method", Text),
     Column("framework", Text),
     Column("note", Text),
+    # Since schema 2.
+    Column("allocated_peak_bytes", BigInteger),
+    Column("reserved_peak_bytes", BigInteger),
+    Column("sm_utilisation", Double),
+    Column("energy_j", Double),
+    Column("sm_clock_hz", Double),
+    Column("throttled", Text),
+    Column("data_wait_s", Double),
+    Column("oom_retries", BigInteger),
+    Column("driver", Text),
+    Column("confidence", Text),
     Index("ix_measurements_device_id_recorded_at_ns", "device_id", "recorded_at_ns"),
+    Index("ix_measurements_device_id_decision_id", "device_id", "decision_id"),  # since schema 2: to draw at random
 )
+weights = Table(  # since schema 2
+    "weights",
+    metadata,
+    Column("weights_id", Text, primary_key=True),
+    Column("parent_id", Text),
+    Column("predictor", Text, index=True),
+    Column("created_at_ns", BigInteger),
+    Column("sha256", Text),
+    Column("metrics", Text),
+    Column("state", Text),
+    Column("state_changed_at_ns", BigInteger),
+    Column("data", LargeBinary),
+)
+
+
+_MEASUREMENT_FIELDS = tuple(field.name for field in fields(Measurement))
 
 
 class Entry(NamedTuple):
@@ -109,6 +142,26 @@ class LoggedDecision:
     measured_total_time_s: float | None
     status: Status | None
     """None: pruned, still running, or never measured."""
+    note: str = ""
+    """Of the measurement: what limits the trust in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedWeights:
+    """One generation of a predictor's weights."""
+
+    weights_id: str
+    parent_id: str | None
+    """The generation that it was fine-tuned from; None: the shipped one."""
+    predictor: str
+    created_at: datetime
+    """In UTC."""
+    sha256: str
+    """Of the weights' bytes, hexadecimal."""
+    metrics: Mapping[str, Any]
+    """What it was judged by, as the trainer wrote it."""
+    state: WeightsState
+    state_changed_at: datetime
 
 
 def graph_entry(graph: OpGraph) -> Entry:
@@ -141,7 +194,16 @@ def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
     return Entry("measurements", {name: _plain(value) for name, value in row.items()})
 
 
-def select_decisions(study: str | None) -> Select[Any]:
+def weights_entry(metrics: Mapping[str, Any], data: bytes | None, **columns: Any) -> Entry:
+    row = {name: _plain(value) for name, value in columns.items()}
+    return Entry("weights", row | {"metrics": _json(metrics), "data": data})
+
+
+def select_decisions(study: str | None, newest: int | None = None) -> Select[Any]:
+    """Oldest first; of more than ``newest`` decisions, the last ones."""
+    ids = select(decisions.c.decision_id)
+    if study is not None:
+        ids = ids.where(decisions.c.study == study)
     query = (
         select(
             decisions,
@@ -150,25 +212,51 @@ def select_decisions(study: str | None) -> Select[Any]:
             measurements.c.step_time_s,
             measurements.c.total_time_s,
             measurements.c.status,
+            measurements.c.note,
         )
         .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
         .outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
         .order_by(decisions.c.created_at_ns, decisions.c.decision_id)
     )
-    return query if study is None else query.where(decisions.c.study == study)
+    if newest is not None:
+        ids = ids.order_by(decisions.c.created_at_ns.desc(), decisions.c.decision_id.desc()).limit(newest)
+    elif study is None:
+        return query
+    return query.where(decisions.c.decision_id.in_(ids))
 
 
 def select_observations(device_id: str, limit: int) -> Select[Any]:
-    """Newest first. A measurement on another device than the one that was decided for teaches nothing about either."""
-    columns = [column for column in measurements.c if column.name not in ("decision_id", "recorded_at_ns")]
+    """Newest first."""
+    newest_first = measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc()
+    return _observed().where(measurements.c.device_id == device_id).order_by(*newest_first).limit(limit)
+
+
+def select_measured_ids(device_id: str | None, limit: int) -> Select[Any]:
+    """Of the measurements, without a look at anything but an index."""
+    query = select(measurements.c.decision_id).order_by(measurements.c.decision_id).limit(limit)
+    return query if device_id is None else query.where(measurements.c.device_id == device_id)
+
+
+def select_observations_of(decision_ids: Sequence[str]) -> Select[Any]:
+    return _observed().where(measurements.c.decision_id.in_(decision_ids)).order_by(measurements.c.decision_id)
+
+
+def select_observations_from(decision_id: str, device_id: str | None, limit: int) -> Select[Any]:
+    """In the order of the ids, which are drawn at random, from ``decision_id`` on."""
+    query = _observed().where(measurements.c.decision_id >= decision_id).order_by(measurements.c.decision_id).limit(limit)
+    return query if device_id is None else query.where(measurements.c.device_id == device_id)
+
+
+def _observed() -> Select[Any]:
+    """What a predictor can learn from. A run that was out of memory tells a lower bound; a measurement on another device than the
+    one that was decided for teaches nothing about either."""
+    columns = [column for column in measurements.c if column.name != "recorded_at_ns"]
     return (
         select(decisions.c.graph_hash, devices.c.data.label("device"), *columns)
         .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
         .join(devices, devices.c.content_hash == decisions.c.device_hash)
         .join(graphs, graphs.c.content_hash == decisions.c.graph_hash)
-        .where(measurements.c.status == "ok", measurements.c.device_id == device_id, devices.c.device_id == device_id)
-        .order_by(measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc())
-        .limit(limit)
+        .where(measurements.c.status.in_(("ok", "oom")), measurements.c.device_id == devices.c.device_id)
     )
 
 
@@ -194,16 +282,31 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         measured_step_time_s=row.step_time_s,
         measured_total_time_s=row.total_time_s,
         status=row.status,
+        note=row.note or "",
     )
 
 
+def weights_from_row(row: Row[Any]) -> LoggedWeights:
+    return LoggedWeights(
+        weights_id=row.weights_id,
+        parent_id=row.parent_id,
+        predictor=row.predictor,
+        created_at=datetime.fromtimestamp(row.created_at_ns / 1e9, tz=timezone.utc),
+        sha256=row.sha256,
+        metrics=json.loads(row.metrics),
+        state=row.state,
+        state_changed_at=datetime.fromtimestamp(row.state_changed_at_ns / 1e9, tz=timezone.utc),
+    )
+
+
+@functools.lru_cache(maxsize=64)
 def device_from_json(data: str) -> Device:
     document = json.loads(data)
     return Device(**{field.name: document[field.name] for field in fields(Device)})
 
 
 def measurement_from_row(row: Row[Any]) -> Measurement:
-    return Measurement(**{field.name: getattr(row, field.name) for field in fields(Measurement)})
+    return Measurement(**{name: getattr(row, name) for name in _MEASUREMENT_FIELDS})
 
 
 def _content_hash(data: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows that outlive the process: what could not be delivered waits in a file until the log is next opened.
+"""Rows that outlive the process: what could not be delivered waits in a file until the log can be written again.
 
 Each spool is a file of its own, `<log>.<32 hexadecimal digits>.spool.jsonl`, renamed into place when it is complete. So no two
 processes ever write, or remove, the same one; and since delivery is idempotent, two may deliver the same one.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import base64
 import glob
 import json
+import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from sqlalchemy import LargeBinary
+
+from perfguard.exceptions import LogVersionError
 from perfguard.store._schema import SCHEMA_VERSION, Entry, metadata
 
 
@@ -26,6 +30,8 @@ def write_spool(log: Path, entries: Sequence[Entry]) -> Path:
             for table, row in entries:
                 document = {"schema": SCHEMA_VERSION, "table": table, "row": row}
                 file.write(json.dumps(document, default=lambda data: base64.b64encode(data).decode()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         return part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -41,6 +47,7 @@ def read_spool(path: Path) -> list[Entry]:
 
     Raises:
         ValueError: if the file is not what :func:`write_spool` writes.
+        LogVersionError: if a newer PerfGuard wrote it.
     """
     try:
         return [_entry(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -51,6 +58,10 @@ def read_spool(path: Path) -> list[Entry]:
 def _entry(line: str) -> Entry:
     document = json.loads(line)
     table, row = document["table"], document["row"]
-    if document["schema"] != SCHEMA_VERSION or not set(row) <= set(metadata.tables[table].columns.keys()):
-        raise ValueError(f"a row of table {table!r} has another schema")
-    return Entry(table, row | {"data": base64.b64decode(row["data"])} if table == "graphs" else row)
+    if document["schema"] > SCHEMA_VERSION:
+        raise LogVersionError(f"it has schema {document['schema']}, this PerfGuard reads up to {SCHEMA_VERSION}")
+    columns = metadata.tables[table].columns
+    if not set(row) <= set(columns.keys()):  # an older schema has fewer columns; what it lacks is NULL
+        raise ValueError(f"a row of table {table!r} has unknown columns")
+    encoded = {name: base64.b64decode(row[name]) for name in row if isinstance(columns[name].type, LargeBinary) and row[name]}
+    return Entry(table, row | encoded)

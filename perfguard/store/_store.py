@@ -11,30 +11,32 @@ import uuid
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, inspect, make_url, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import URL, Connection, Engine, Row, Select, func, inspect, select, update
 from sqlalchemy.exc import (
-    ArgumentError,
     DatabaseError,
     DataError,
     IntegrityError,
-    NoSuchModuleError,
-    OperationalError,
     SQLAlchemyError,
 )
-from sqlalchemy.pool import NullPool, StaticPool
 
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, WorkloadError
 from perfguard.predictor import Observation, Prediction
+from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
-from perfguard.store._schema import SCHEMA_VERSION, Entry, LoggedDecision
+from perfguard.store._database import INSERT, identity_of, is_memory, make_engine, parse_url, savepoint, write_ahead
+from perfguard.store._migrations import migrate
+from perfguard.store._retention import ROWS_AT_ONCE
+from perfguard.store._schema import SCHEMA_VERSION, Entry, LoggedDecision, LoggedWeights, WeightsState
 from perfguard.store._spool import find_spools, read_spool, write_spool
 
 if TYPE_CHECKING:
@@ -45,8 +47,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _MAX_CACHED_GRAPHS = 512
+_MAX_OWN_SPOOLS = 64
+_MAX_CHECKED_BYTES = 256 * 2**20
+"""A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
+_PATIENCE = 10
+_LONG_S = 0.2
+"""A call that waited longer than this in vain for the database is followed by ten times that wait without a new try."""
+_STRIPES = 8
+_MAX_LISTED = 1000
+"""Of a longer log not even the ids are listed to draw from them."""
 _TROUBLE = (SQLAlchemyError, OSError, LogError)
 _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
 
@@ -54,11 +64,12 @@ _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
 class MeasurementStore:
     """The measurement log: every verdict, and what the launched trials cost.
 
-    Opening says clearly when the log cannot be used. After that no trouble with the database reaches the study: a row that
-    cannot be written now (locked, disk full, server away) is kept, in order, with one :class:`LogWarning`, and is delivered
-    with the next record or flush. What is left at the end goes to a spool file beside the log, which the next opening of the
-    log delivers. Safe to share between threads and processes; a fork or a pickle takes no waiting rows along. A store in
-    ":memory:" ends with :meth:`close` and pickles as an empty one.
+    Opening says clearly when the log cannot be used, and brings an older log to the present schema. After that no trouble with
+    the database reaches the study: a row that cannot be written now (locked, disk full, server away) is kept, in order, with
+    one :class:`LogWarning`, in memory and in a spool file; a later record, a read, a flush or the next opening of the log
+    delivers it, once. While the database is away, at most a tenth of the time is spent on trying. Safe to share between threads
+    and processes; a fork or a pickle takes no waiting rows along. A store in ":memory:" ends with :meth:`close` and pickles as
+    an empty one.
 
     Example:
         >>> with MeasurementStore(":memory:") as store:
@@ -82,7 +93,7 @@ class MeasurementStore:
     """
 
     def __init__(self, location: str | os.PathLike[str], *, busy_timeout_s: float = 2.0) -> None:
-        self._set_up(_url(os.fspath(location)), busy_timeout_s)
+        self._set_up(parse_url(os.fspath(location)), busy_timeout_s)
         with self._lock:
             try:
                 self._prepare()
@@ -146,7 +157,10 @@ class MeasurementStore:
             self._deliver()
 
     def observations(self, device_id: str, limit: int = 500) -> list[Observation]:
-        """The newest ``limit`` runs that ended well on that device and whose graph is known, oldest first."""
+        """The newest ``limit`` runs on that device that ended well or out of memory, and whose graph is known, oldest first.
+
+        Of a run with status "oom" the peak memory is a lower bound, and its times are no complete run's.
+        """
         rows = self._read(schema.select_observations(device_id, limit), self._observation)
         return [observation for observation in reversed(rows) if observation is not None]
 
@@ -155,20 +169,184 @@ class MeasurementStore:
         query = select(schema.measurements.c.device_id).distinct().where(schema.measurements.c.device_id.is_not(None))
         return self._read(query, lambda _, row: str(row.device_id))
 
-    def decisions(self, study: str | None = None) -> list[LoggedDecision]:
-        """Every decision of ``study``, or of all studies, with its measurement, oldest first."""
-        return self._read(schema.select_decisions(study), lambda _, row: schema.decision_from_row(row))
+    def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
+        """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
+
+        Of up to a thousand, every one has the same chance. Of more, eight stretches are read that follow random ids, which costs
+        no look at the others; since ids are random themselves, a row's chance varies by a quarter or so, whatever is in it.
+
+        Args:
+            size: how many, at least 1.
+            random: decides which.
+            device_id: only of this device. None: of all.
+        """
+        ids = self._read(schema.select_measured_ids(device_id, _MAX_LISTED + 1), lambda _, row: str(row.decision_id))
+        if len(ids) <= _MAX_LISTED:
+            queries = [schema.select_observations_of(random.sample(ids, min(size, len(ids))))]
+        else:
+            firsts = [f"{random.getrandbits(128):032x}" for _ in range(_STRIPES)]
+            queries = [schema.select_observations_from(first, device_id, math.ceil(size / _STRIPES)) for first in firsts]
+        found: dict[str, Observation] = {}
+        for query in queries:
+            rows = self._read(query, lambda connection, row: (row.decision_id, self._observation(connection, row)))
+            found |= {decision_id: observation for decision_id, observation in rows if observation is not None}
+        return list(found.values())[:size]
+
+    def decisions(self, study: str | None = None, *, newest: int | None = None) -> list[LoggedDecision]:
+        """Every decision of ``study``, or of all studies, with its measurement, oldest first; only the ``newest``, if given."""
+        return self._read(schema.select_decisions(study, newest), lambda _, row: schema.decision_from_row(row))
+
+    def counts(self) -> dict[str, int]:
+        """How many rows each table has.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        tables = (schema.decisions, schema.measurements, schema.graphs, schema.devices, schema.weights)
+        with self._writing(), self._engine.connect() as connection:
+            return {table.name: int(connection.execute(select(func.count()).select_from(table)).scalar_one()) for table in tables}
+
+    def prune(self, *, before: datetime | None = None, keep_newest: int | None = None) -> int:
+        """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
+
+        SQLite uses the room again; the file does not shrink. Weights stay.
+
+        Args:
+            before: remove what was decided before this time. None: age is no reason.
+            keep_newest: keep at most so many decisions. None: number is no reason.
+
+        Returns:
+            How many decisions were removed.
+
+        Raises:
+            LogError: if the log cannot be written now; what was removed until then stays removed.
+        """
+        if keep_newest is not None and keep_newest < 0:
+            raise ConfigurationError(f"keep_newest must be at least 0 or None, but got {keep_newest!r}.")
+        with self._writing() as transaction:
+            with transaction() as connection:
+                cutoff_ns = retention.cutoff_ns(connection, before, keep_newest)
+            num_removed = 0
+            while cutoff_ns is not None:
+                with transaction() as connection:  # in small bites: others want to write too
+                    removed = retention.remove_decisions(connection, cutoff_ns)
+                num_removed += removed
+                if removed < ROWS_AT_ONCE:
+                    break
+            if cutoff_ns is not None:
+                with transaction() as connection:
+                    retention.remove_orphans(connection, cutoff_ns)
+            self._sent_graphs.clear()
+        return num_removed
+
+    def record_weights(
+        self,
+        *,
+        predictor: str,
+        data: bytes,
+        parent_id: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        keep_data: bool = True,
+    ) -> str:
+        """Log a new generation of weights as "candidate" and return its id.
+
+        Args:
+            predictor: whose, for instance "guardnet".
+            data: the bytes of the weights' file.
+            parent_id: the generation that it was fine-tuned from. None: the shipped one.
+            metrics: what it is judged by.
+            keep_data: store the bytes too, so that others can take them from the log; otherwise only their SHA-256.
+
+        Raises:
+            LogError: if the log cannot be written now. A promotion must not wait in a spool.
+        """
+        weights_id = uuid.uuid4().hex
+        now_ns = self._now_ns()
+        entry = schema.weights_entry(
+            metrics or {},
+            data if keep_data else None,
+            weights_id=weights_id,
+            parent_id=parent_id,
+            predictor=predictor,
+            created_at_ns=now_ns,
+            sha256=sha256(data).hexdigest(),
+            state="candidate",
+            state_changed_at_ns=now_ns,
+        )
+        with self._writing() as transaction, transaction() as connection:
+            self._put(connection, [entry])
+        return weights_id
+
+    def set_weights_state(self, weights_id: str, state: WeightsState) -> None:
+        """Promote, reject or roll back a generation, in one transaction. Promoting one supersedes the one that was promoted.
+
+        Raises:
+            LogError: if there are no such weights, or the log cannot be written now.
+        """
+        table, now_ns = schema.weights, self._now_ns()
+        with self._writing() as transaction, transaction() as connection:
+            predictor = connection.execute(select(table.c.predictor).where(table.c.weights_id == weights_id)).scalar()
+            if predictor is None:
+                raise LogError(f"The measurement log {self._name} has no weights {weights_id!r}.")
+            changed = update(table).values(state_changed_at_ns=now_ns)
+            if state == "promoted":
+                others = changed.where(table.c.predictor == predictor, table.c.state == "promoted")
+                connection.execute(others.values(state="superseded"))
+            connection.execute(changed.where(table.c.weights_id == weights_id).values(state=state))
+
+    def weights(self, predictor: str | None = None) -> list[LoggedWeights]:
+        """The generations of ``predictor``'s weights, or of all predictors', oldest first."""
+        columns = [column for column in schema.weights.c if column.name != "data"]
+        query = select(*columns).order_by(schema.weights.c.created_at_ns, schema.weights.c.weights_id)
+        if predictor is not None:
+            query = query.where(schema.weights.c.predictor == predictor)
+        return self._read(query, lambda _, row: schema.weights_from_row(row))
+
+    def weights_data(self, weights_id: str) -> bytes | None:
+        """The bytes of that generation; None if the log does not have them."""
+        query = select(schema.weights.c.data).where(schema.weights.c.weights_id == weights_id)
+        return next(iter(self._read(query, lambda _, row: row.data)), None)
+
+    def rows(self, table: str) -> Iterator[dict[str, Any]]:
+        """Every row of one of the log's tables, in the order of its key, as it was when the reading began.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        columns = schema.metadata.tables[table]
+        query = select(columns).order_by(*columns.primary_key.columns)
+        with self._writing():
+            pass  # the log is there, and of the present schema
+        try:
+            with self._engine.connect() as connection:
+                connection.exec_driver_sql("BEGIN")  # a snapshot, which keeps nobody from writing
+                for row in connection.execution_options(yield_per=ROWS_AT_ONCE).execute(query):
+                    yield dict(row._mapping)
+        except SQLAlchemyError as error:
+            raise self._unusable_now(error) from error
+
+    def insert(self, entries: Sequence[Entry]) -> int:
+        """Write rows as they are, in one transaction, and return how many were new: a row whose key the log has is left out.
+
+        Raises:
+            LogError: if the log cannot be written now, or takes one of the rows for wrong; nothing is written then.
+        """
+        with self._writing() as transaction, transaction() as connection:
+            return self._put(connection, entries)
 
     def flush(self) -> None:
         """Try once more to deliver what is waiting."""
         with self._lock:
-            self._deliver()
+            self._deliver(at_once=True)
 
     def close(self) -> None:
-        """Deliver what is waiting, or leave it in the spool file. A later call opens the log again."""
+        """Deliver what is waiting, or leave it in a spool file. A later call opens the log again."""
         with self._lock:
-            self._deliver()
+            self._deliver(at_once=True)
             self._ready = False
+            self._merge_own_spools()
+            self._kept.clear()
+            self._own_spools.clear()
             _leave(self._queue, self._spool_base, self._engine)
 
     def __enter__(self) -> MeasurementStore:
@@ -189,27 +367,40 @@ class MeasurementStore:
     def _set_up(self, url: URL, busy_timeout_s: float) -> None:
         self._url = url
         self._busy_timeout_s = busy_timeout_s
-        self._in_memory = _is_memory(url)
+        self._in_memory = is_memory(url)
         self._file = Path(str(url.database)) if url.get_backend_name() == "sqlite" and not self._in_memory else None
         self._name = str(self._file or url.render_as_string(hide_password=True))
         self._spool_base = None if self._in_memory else self._file or _data_directory() / f"log-{_short_hash(self._name)}"
-        self._engine = _engine(url, busy_timeout_s)
-        self._insert = _INSERT[url.get_backend_name()]
+        self._engine = make_engine(url, busy_timeout_s)
+        self._insert = INSERT[url.get_backend_name()]
         self._lock = threading.RLock()
-        self._queue: list[Entry] = []
+        self._queue: list[Entry] = []  # waits, and is nowhere else
+        self._kept: list[Entry] = []  # waits, and is in _own_spools too
+        self._own_spools: list[Path] = []
+        self._retry_at_s = 0.0
         self._sent_graphs: set[str] = set()
         self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
         self._last_ns = 0
         self._ready = False
+        self._file_identity: tuple[int, int] | None = None
         self._spool_delivered = self._spool_base is None
         self._warned = False
-        weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
+        self._finalizer = weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
         _stores.add(self)
 
     def _after_fork(self) -> None:
         """In the child: the rows that wait are the parent's to deliver, and its threads' lock is nobody's."""
         self._lock = threading.RLock()
         self._queue.clear()
+        self._kept.clear()
+        self._own_spools.clear()
+        if self._in_memory:
+            return
+        self._finalizer.detach()
+        _of_parents.append(self._engine)
+        self._engine = make_engine(self._url, self._busy_timeout_s)
+        self._finalizer = weakref.finalize(self, _leave, self._queue, self._spool_base, self._engine)
+        self._ready = False
 
     def _now_ns(self) -> int:
         """Strictly increasing within the store, so that rows keep their order."""
@@ -217,40 +408,63 @@ class MeasurementStore:
         return self._last_ns
 
     def _prepare(self) -> None:
-        """Check the log, and make it if it is new. Reads only, where the log exists."""
-        if self._ready:
+        """Check the log; make it if it is new, bring it to the present schema if it is old. Else it is only read."""
+        if self._ready and (self._file is None or self._file_identity == identity_of(self._file)):
             return
+        was_replaced = self._ready
+        if was_replaced:
+            self._ready = False
+            self._engine.dispose()  # or rows would go on into a file that nobody can open any more
+            self._sent_graphs.clear()
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._engine.connect() as connection:
-                is_new = self._check_schema(connection)
-            if is_new:
+                version = self._check_schema(connection)
+            if version != SCHEMA_VERSION:
                 with self._transaction() as connection:
-                    if self._url.get_backend_name() == "postgresql":  # two workers may open a new log at once
+                    if self._url.get_backend_name() == "postgresql":  # two workers may open the log at once
                         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('perfguard'))")
-                    schema.metadata.create_all(connection)
-                    self._put(connection, Entry("meta", {"key": "schema_version", "value": str(SCHEMA_VERSION)}))
+                    self._make_tables(connection, self._schema_version(connection))
             if self._file is not None:
-                with suppress(OperationalError), self._engine.connect() as connection:  # a network disk has no WAL
-                    connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                with self._engine.connect() as connection:
+                    write_ahead(connection)
         except DatabaseError as error:
             if type(error) is DatabaseError and self._file is not None:  # SQLite: malformed, or not a database
                 raise LogCorruptError(_corrupt(self._file, _reason(error))) from error
             if "unable to open" in str(error.orig):
                 raise LogError(_unusable(self._name, _reason(error))) from error
             raise
+        self._file_identity = None if self._file is None else identity_of(self._file)
         self._ready = True
+        if was_replaced:
+            message = f"The measurement log {self._name} was moved or removed; another is begun there."
+            warnings.warn(message, LogWarning, stacklevel=5)
 
-    def _check_schema(self, connection: Connection) -> bool:
-        """Whether the log is empty; raises if it is not ours to use."""
-        if self._file is not None and (result := connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()) != "ok":
-            raise LogCorruptError(_corrupt(self._file, " ".join(str(result).split())))
+    def _make_tables(self, connection: Connection, version: int | None) -> None:
+        """Bring the log from schema ``version`` (None: empty) to the present one; the lock is held."""
+        if version is None:
+            schema.metadata.create_all(connection)
+            self._put(connection, [Entry("meta", {"key": "schema_version", "value": str(SCHEMA_VERSION)})])
+        elif version < SCHEMA_VERSION:  # another process may have been quicker
+            migrate(connection, version, SCHEMA_VERSION)
+            row = update(schema.meta).where(schema.meta.c.key == "schema_version")
+            connection.execute(row.values(value=str(SCHEMA_VERSION)))
+
+    def _check_schema(self, connection: Connection) -> int | None:
+        """The log's schema, None if it is empty; raises if the log is damaged, or not ours to use."""
+        if self._file is not None and self._file.exists() and self._file.stat().st_size <= _MAX_CHECKED_BYTES:
+            result = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            if result != "ok":
+                raise LogCorruptError(_corrupt(self._file, " ".join(str(result).split())))
+        return self._schema_version(connection)
+
+    def _schema_version(self, connection: Connection) -> int | None:
         tables = inspect(connection).get_table_names()
         if "meta" not in tables:
             if tables and self._file is not None:
                 raise LogCorruptError(_corrupt(self._file, "an SQLite file with other tables"))
-            return True
+            return None
         version = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "schema_version")).scalar()
         if version is None or not version.isdecimal():
             raise LogCorruptError(_corrupt(self._name, f"schema_version is {version!r}"))
@@ -259,19 +473,64 @@ class MeasurementStore:
                 f"The measurement log {self._name} has schema {version}, this PerfGuard reads up to {SCHEMA_VERSION}; "
                 f"it is left as it is. Update perfguard. {_ELSEWHERE}"
             )
-        return False
+        return int(version)
 
-    def _deliver(self) -> None:
-        """Bring everything that waits to the database; the lock is held. Keeps it, and warns once, if that cannot be."""
+    def _deliver(self, *, at_once: bool = False) -> None:
+        """Bring everything that waits to the database; the lock is held. Keeps it, and warns once, if that cannot be.
+
+        After a try that took long, the next ones only keep their rows for a while, unless ``at_once``.
+        """
+        begun_s = time.monotonic()
+        if not at_once and begun_s < self._retry_at_s:
+            self._keep()
+            return
         try:
             self._prepare()
             if not self._spool_delivered:
                 self._deliver_spools()
+            self._write(self._kept)
             self._write(self._queue)
         except _TROUBLE as error:
             self._ready = False
-            self._sent_graphs = {entry.row["content_hash"] for entry in self._queue if entry.table == "graphs"}
+            self._be_patient(begun_s)
+            self._sent_graphs = {entry.row["content_hash"] for entry in self._kept + self._queue if entry.table == "graphs"}
+            self._keep()
             self._warn(error)
+        else:
+            self._remove_own_spools()
+
+    def _be_patient(self, begun_s: float) -> None:
+        """After a vain try that began at ``begun_s``; one that failed at once costs nothing and may be repeated."""
+        waited_s = time.monotonic() - begun_s
+        self._retry_at_s = time.monotonic() + _PATIENCE * waited_s if waited_s > _LONG_S else 0.0
+
+    def _keep(self) -> None:
+        """Write what waits to a spool now: this process may be killed before the database is back."""
+        if self._spool_base is None or not self._queue:
+            return
+        try:
+            self._own_spools.append(write_spool(self._spool_base, self._queue))
+        except OSError:
+            return  # the disk is full, perhaps; they wait in memory, and the next call tries again
+        self._kept += self._queue
+        self._queue.clear()
+        if len(self._own_spools) > _MAX_OWN_SPOOLS:
+            self._merge_own_spools()
+
+    def _merge_own_spools(self) -> None:
+        """One file for all that this store keeps. Should the process die in between, both are delivered, as one."""
+        if self._spool_base is None or len(self._own_spools) < 2:
+            return
+        with suppress(OSError):
+            merged = write_spool(self._spool_base, self._kept)
+            self._remove_own_spools()
+            self._own_spools.append(merged)
+
+    def _remove_own_spools(self) -> None:
+        for path in self._own_spools:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # another process that opened the log has delivered it
+        self._own_spools.clear()
 
     def _deliver_spools(self) -> None:
         assert self._spool_base is not None
@@ -279,6 +538,9 @@ class MeasurementStore:
             try:
                 entries = read_spool(path)
             except FileNotFoundError:  # another process was quicker
+                continue
+            except LogVersionError as error:
+                warnings.warn(f"The spool {path} waits for a newer PerfGuard ({error}).", LogWarning, stacklevel=4)
                 continue
             except ValueError as error:
                 aside = path.replace(path.with_suffix(".damaged"))
@@ -291,20 +553,62 @@ class MeasurementStore:
 
     def _write(self, entries: list[Entry]) -> None:
         """Write ``entries`` in one transaction and empty the list. A row that can never be written is dropped, loudly."""
-        while entries:
-            try:
-                with self._transaction() as connection:
-                    for entry in entries:
-                        self._put(connection, entry)
-                entries.clear()
-            except _NEVER_WRITABLE as error:
-                entries.remove(entry)
-                message = f"A row of {entry.table} cannot be written to {self._name} and is dropped ({_reason(error)})."
-                warnings.warn(message, LogWarning, stacklevel=4)
+        if not entries:
+            return
+        try:
+            with self._transaction() as connection:
+                self._put(connection, entries)
+                self._put_pruned_graphs(connection, entries)
+        except _NEVER_WRITABLE:
+            self._write_one_by_one(entries)
+        entries.clear()
 
-    def _put(self, connection: Connection, entry: Entry) -> None:
-        table = schema.metadata.tables[entry.table]
-        connection.execute(self._insert(table).values(**entry.row).on_conflict_do_nothing())
+    def _write_one_by_one(self, entries: Sequence[Entry]) -> None:
+        with self._transaction() as connection:
+            for entry in entries:
+                try:
+                    with savepoint(connection):
+                        self._put(connection, [entry])
+                except _NEVER_WRITABLE as error:
+                    message = f"A row of {entry.table} cannot be written to {self._name} and is dropped ({_reason(error)})."
+                    warnings.warn(message, LogWarning, stacklevel=5)
+
+    def _put(self, connection: Connection, entries: Iterable[Entry]) -> int:
+        """Insert rows; those whose key is there already are left alone. Returns how many were new."""
+        num_new = 0
+        for (name, _columns), group in groupby(entries, key=lambda entry: (entry.table, tuple(entry.row))):
+            rows = [entry.row for entry in group]
+            statement = self._insert(schema.metadata.tables[name]).on_conflict_do_nothing()
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                chunk = rows[start : start + ROWS_AT_ONCE]
+                num_new += connection.execute(statement, chunk if len(chunk) > 1 else chunk[0]).rowcount
+        return num_new
+
+    def _put_pruned_graphs(self, connection: Connection, entries: Sequence[Entry]) -> None:
+        """Bring a graph once more that another process has pruned since this one sent it."""
+        for graph_hash in {entry.row.get("graph_hash") for entry in entries if entry.table == "decisions"}:
+            graph = self._graphs.get(graph_hash or "")
+            if graph is None:
+                continue
+            known = select(schema.graphs.c.content_hash).where(schema.graphs.c.content_hash == graph_hash)
+            if connection.execute(known).first() is None:
+                self._put(connection, [schema.graph_entry(graph)])
+
+    @contextmanager
+    def _writing(self) -> Iterator[Callable[[], AbstractContextManager[Connection]]]:
+        """For what must not wait in a spool: gives transactions; any trouble with the database is a LogError."""
+        with self._lock:
+            try:
+                self._prepare()
+                yield self._transaction
+            except LogError:
+                raise
+            except (SQLAlchemyError, OSError) as error:
+                self._ready = False
+                raise self._unusable_now(error) from error
+
+    def _unusable_now(self, error: Exception) -> LogError:
+        return LogError(f"The measurement log {self._name} cannot be used now: {_reason(error)}.")
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
@@ -317,11 +621,17 @@ class MeasurementStore:
     def _read(self, query: Select[Any], convert: Callable[[Connection, Row[Any]], T]) -> list[T]:
         """The rows that ``query`` finds; none, and a warning, if the log cannot be read."""
         with self._lock:
+            begun_s = time.monotonic()
+            if begun_s < self._retry_at_s:
+                return []
+            if self._queue or self._kept:
+                self._deliver()
             try:
                 self._prepare()
                 with self._engine.connect() as connection:
                     return [convert(connection, row) for row in connection.execute(query).all()]
             except _TROUBLE as error:
+                self._be_patient(begun_s)
                 self._warn(error)
                 return []
 
@@ -361,6 +671,8 @@ class MeasurementStore:
 
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
+_of_parents: list[Engine] = []
+"""In a forked child: never used and never closed, because closing would end what the parent has open."""
 _stores: weakref.WeakSet[MeasurementStore] = weakref.WeakSet()
 
 
@@ -384,40 +696,6 @@ def _leave(queue: list[Entry], spool_base: Path | None, engine: Engine) -> None:
         message = f"{len(queue)} rows of the measurement log {spool_base} are lost: the spool cannot be written ({error})."
         warnings.warn(message, LogWarning, stacklevel=3)
     queue.clear()
-
-
-def _url(location: str) -> URL:
-    try:
-        url = make_url(location) if "://" in location else URL.create("sqlite", database=location)
-    except ArgumentError as error:
-        raise ConfigurationError(
-            "The measurement log's URL must look like postgresql+psycopg://user@host/database, but it cannot be read."
-        ) from error
-    if url.get_backend_name() not in _INSERT:
-        raise ConfigurationError(f"The measurement log lives in SQLite or PostgreSQL, but got a URL of {url.drivername!r}.")
-    if url.get_backend_name() == "sqlite" and not _is_memory(url):
-        return url.set(database=str(Path(str(url.database)).expanduser().absolute()))
-    return url
-
-
-def _is_memory(url: URL) -> bool:
-    return url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:")
-
-
-def _engine(url: URL, busy_timeout_s: float) -> Engine:
-    """Connections live as long as one call, so nothing is locked, or inherited by a fork, between calls."""
-    arguments: dict[str, Any] = {}
-    if url.get_backend_name() == "sqlite":
-        arguments = {"timeout": busy_timeout_s, "check_same_thread": False}
-    elif "psycopg" in url.get_driver_name():
-        arguments = {"connect_timeout": max(1, math.ceil(busy_timeout_s))}
-    pool = StaticPool if _is_memory(url) else NullPool
-    try:
-        return create_engine(url, poolclass=pool, connect_args=arguments, isolation_level="AUTOCOMMIT")
-    except (ModuleNotFoundError, NoSuchModuleError) as error:
-        raise ConfigurationError(
-            f"The measurement log's URL needs a driver for {url.drivername!r} ({error}): pip install 'perfguard[postgres]'."
-        ) from error
 
 
 def _corrupt(file: Path | str, reason: str) -> str:

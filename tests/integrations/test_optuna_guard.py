@@ -283,3 +283,19 @@ def test_hyperband_is_composed_with_the_guard() -> None:
     assert len(by_verdict["launch"]) == 12
     assert any(trial.state == PRUNED and trial.last_step is not None for trial in by_verdict["launch"])
     assert all(trial.last_step is None for trial in by_verdict["prune"])
+
+
+def test_a_storage_that_goes_away_in_the_middle_does_not_stop_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = make_guard(build=build)
+    study = study_of(SMALL, LARGE, SMALL)
+
+    def away(*_: Any) -> None:
+        raise ConnectionError("the server closed the connection")
+
+    monkeypatch.setattr(study._storage, "set_trial_user_attr", away)
+    with pytest.warns(UnguardedTrialWarning, match="could not write into trial 0 .* the server closed the connection") as caught:
+        study.optimize(
+            lambda trial: float(suggest_width(trial)), n_trials=3, pruner=PerfGuardPruner(guard=guard), count="proposed"
+        )
+    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
+    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1

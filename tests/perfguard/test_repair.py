@@ -12,6 +12,7 @@ from torch import nn
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.exceptions import BudgetWarning, ConfigurationError, WorkloadError
 from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, largest_batch, with_batch_size
+from tests import zoo
 from tests.doubles import ReplayPredictor
 
 
@@ -168,3 +169,21 @@ def test_a_search_takes_few_traces() -> None:
     judge.max_batch_size(workload())
     assert sum(len(family._samples) for family in judge._traces._families.values()) <= 16
     assert time.perf_counter() - started < 60
+
+
+def test_a_model_of_transformers_is_checkpointed_and_left_as_it_was() -> None:
+    if not zoo.IS_COMPLETE:
+        pytest.skip("transformers is not installed")
+    transformers = zoo.transformers()
+    from perfguard.repair import can_checkpoint, checkpointing
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForSequenceClassification.from_config(
+            transformers.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+        )
+    assert can_checkpoint(model)
+    with checkpointing(model, on=True):
+        assert model.is_activation_checkpointing
+        assert not can_checkpoint(model)
+    assert not model.is_activation_checkpointing
+    assert not can_checkpoint(nn.Linear(2, 2))

@@ -16,14 +16,14 @@ from torch import nn
 
 from perfguard import Device, Measurement, Run, TensorSpec, Workload, resolve_device, trace
 from perfguard.exceptions import ConfigurationError
-from perfguard.measure import Status, _cpu, _run, status_of
+from perfguard.measure import Status, _cpu, _run, _steps, status_of
 
 MB = 10**6
 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return resolve_device("a100")
+    return resolve_device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,8 @@ def test_a_parameter_group_may_be_empty(device: Device) -> None:
 
 def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 11.0, 13.0, 14.0, 30.0, 40.0])
-    monkeypatch.setattr(_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for module in (_run, _steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run = Run(device).start()
     for _ in range(5):
         run.step()
@@ -119,7 +120,8 @@ def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_whose_end_nobody_told_ends_with_its_last_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([5.0, 10.0, 11.0])
-    monkeypatch.setattr(_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for module in (_run, _steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run = Run(device).start()
     run.step()
     run.step()

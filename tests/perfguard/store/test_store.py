@@ -20,76 +20,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
-from perfguard.graph import OpGraph, trace
-from perfguard.measure import Measurement
-from perfguard.predictor import Estimate, Prediction
+from perfguard.graph import OpGraph
 from perfguard.store import MeasurementStore
-from perfguard.workload import TensorSpec, Workload
-
-DEVICE = Device(
-    id="toy",
-    name="Toy",
-    kind="cuda",
-    memory_bytes=2**30,
-    bandwidth_bytes_per_s=1e11,
-    peak_flops={"fp32": 1e12, "fp16": 4e12},
-    num_sms=8,
-    boost_clock_hz=1e9,
-    l2_bytes=2**20,
-    tdp_w=50.0,
-    architecture="toy",
-    context_bytes=2**28,
-    launch_overhead_s=5e-6,
-    source="made up",
-)
-PREDICTION = Prediction(
-    peak_memory=Estimate(1000.0, 0.1),
-    step_time=Estimate(0.25, 0.2),
-    total_time=Estimate(25.0, 0.2),
-    predictor="double-1",
-    device_id="toy",
-    trained_on_device=True,
-)
-MEASUREMENT = Measurement(
-    status="ok",
-    device_id="toy",
-    device_name="Toy",
-    peak_memory_bytes=1100,
-    step_time_s=0.3,
-    total_time_s=30.0,
-    num_steps=100,
-    method="double",
-    framework="torch",
-)
+from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
 def graph() -> OpGraph:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    return trace(Workload(model, (4, 8), TensorSpec((4,), "int64"), nn.functional.cross_entropy))
+    return make_graph()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "log.db"
-
-
-def record(store: MeasurementStore, trial: int | None = 0, **changes: Any) -> str:
-    arguments: dict[str, Any] = {
-        "study": "s",
-        "trial": trial,
-        "graph": None,
-        "device": None,
-        "action": "launch",
-        "reason": "fits",
-        "prediction": None,
-        "params": {},
-    }
-    return store.record_decision(**(arguments | changes))
 
 
 @contextmanager
@@ -162,16 +107,17 @@ def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
     assert counts == [1, 1, 4]
 
 
-def test_observations_are_the_newest_good_runs_on_the_device_oldest_first(graph: OpGraph) -> None:
+def test_observations_are_the_newest_runs_on_the_device_that_teach_something_oldest_first(graph: OpGraph) -> None:
     with MeasurementStore(":memory:") as store:
         for total_time_s in range(5):
             measurement = replace(MEASUREMENT, total_time_s=float(total_time_s))
             store.record_measurement(record(store, graph=graph, device=DEVICE), measurement)
-        store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, status="oom"))
+        for status in ("oom", "timeout", "failed"):
+            store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, status=status))
         store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, device_id="cpu"))
         store.record_measurement(record(store, graph=None, device=DEVICE), MEASUREMENT)
-        found = store.observations("toy", limit=3)
-    assert [observation.measurement.total_time_s for observation in found] == [2.0, 3.0, 4.0]
+        found = [observation.measurement for observation in store.observations("toy", limit=3)]
+    assert [(measurement.status, measurement.total_time_s) for measurement in found] == [("ok", 3.0), ("ok", 4.0), ("oom", 30.0)]
 
 
 def test_only_the_first_measurement_of_a_decision_counts() -> None:
@@ -266,7 +212,7 @@ def test_a_log_of_a_newer_perfguard_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 1.* Update perfguard"):
+    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 2.* Update perfguard"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
@@ -415,9 +361,9 @@ def test_a_spool_that_cannot_be_written_says_how_much_is_lost(path: Path, monkey
 
     store = MeasurementStore(path, busy_timeout_s=0.05)
     with locked(path):
+        monkeypatch.setattr(Path, "open", no_space)
         with one_warning():
             record(store)
-        monkeypatch.setattr(Path, "open", no_space)
         with pytest.warns(LogWarning, match=r"1 rows of the measurement log .* are lost: .* \(No space left on device\)"):
             store.close()
 
@@ -426,7 +372,7 @@ def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGrap
     with MeasurementStore(path) as store:
         record(store, 0, graph=graph)
         path.unlink()
-        with pytest.warns(LogWarning, match="no such table"):
+        with pytest.warns(LogWarning, match="was moved or removed; another is begun"):
             record(store, 1, graph=graph, device=DEVICE)
         store.record_measurement(record(store, 2, graph=graph, device=DEVICE), MEASUREMENT)
         assert [decision.trial for decision in store.decisions()] == [1, 2]
@@ -502,7 +448,7 @@ if (child := os.fork()) == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 store._lock.release()
-assert [decision.trial for decision in store.decisions()] == [1]
+assert [decision.trial for decision in store.decisions()] == [0, 1]   # the child found the parent's spool
 store.close()
 """
     run_python(path, code)

@@ -1,0 +1,129 @@
+"""GuardedTraining: a training whose loop is somebody else's, judged at its begin and measured to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import optuna
+from torch.utils.data import DataLoader, IterableDataset
+
+from perfguard._random import random_numbers_kept
+from perfguard.exceptions import ConfigurationError, WorkloadError
+from perfguard.workload import Workload
+from perfguard_optuna._guard import GuardedRun, OptunaGuard
+
+HOW_TO_GIVE_A_BATCH = "Give `batch=`: tensors, or TensorSpec((32, 3, 224, 224)) and the like in their place."
+
+
+class GuardedTraining:
+    """``with guard.trial(trial, workload)``, whose begin, steps and end are told by the callback of a trainer.
+
+    Args:
+        guard: the guard of the study.
+        trial: the trial that trains.
+
+    Raises:
+        ConfigurationError: for a guard that repairs: a trainer that is already made cannot be changed.
+    """
+
+    def __init__(self, guard: OptunaGuard, trial: optuna.Trial) -> None:
+        if not isinstance(guard, OptunaGuard):
+            raise ConfigurationError(f"guard must be a perfguard_optuna.OptunaGuard, but got {guard!r}.")
+        if not isinstance(trial, optuna.Trial):
+            raise ConfigurationError(f"trial must be what Optuna hands to the objective, but got {trial!r}.")
+        if guard.on_violation == "repair":
+            raise ConfigurationError(
+                "A trainer that is already made cannot be repaired. Use on_violation='prune' or 'warn', or ask "
+                "guard.trial(trial, workload) before it is made and give it the micro-batch that run.repair says."
+            )
+        self._guard = guard
+        self._trial = trial
+        self._block = ExitStack()
+        self._run: GuardedRun | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._run is not None
+
+    def begin(self, make_workload: Callable[[], Workload]) -> None:
+        """Judge the trial, unless that was done before, and begin to measure it.
+
+        Args:
+            make_workload: describes what is going to be trained. If it raises, the trial is launched with a warning.
+
+        Raises:
+            optuna.TrialPruned: if the trial would break a limit.
+        """
+        guard, trial = self._guard, self._trial
+        if guard.decision_of(trial.study, trial) is None:
+            guard.finish_abandoned(trial.study)
+            guard.judge(trial.study, trial, trial.params, _build_of(make_workload))
+        self._run = self._block.enter_context(guard.trial(trial))
+
+    def step(self) -> None:
+        """Mark the end of one optimizer step.
+
+        Raises:
+            optuna.TrialPruned: if the trial will break its time budget at the pace that was measured.
+        """
+        if self._run is None:
+            return
+        try:
+            self._run.step()
+        except optuna.TrialPruned as error:
+            self.end(error)
+            raise
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the measuring, if it has begun.
+
+        Raises:
+            optuna.TrialPruned: if ``error`` says that memory or time ran out.
+        """
+        block, self._block, self._run = self._block, ExitStack(), None
+        block.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+
+def _build_of(make_workload: Callable[[], Workload]) -> Callable[[Mapping[str, Any]], Workload]:
+    """``build`` of a workload that is described now: a trainer's data and optimizers are not made under the meta device."""
+    failure: WorkloadError | None = None
+    workload: Workload | None = None
+    try:
+        workload = make_workload()
+    except WorkloadError as error:
+        failure = error
+    except Exception as error:
+        failure = WorkloadError(f"the trainer does not say what it is going to run ({type(error).__name__}: {error})")
+
+    def build(_params: Mapping[str, Any]) -> Workload:
+        if failure is not None:
+            raise failure
+        assert workload is not None
+        return workload
+
+    return build
+
+
+def first_batch(loaders: Any) -> Any:
+    """One batch of a DataLoader, or of several in a list or dict, put together from the first samples of the data set.
+
+    The loader itself is not iterated: no worker starts, no sampler moves on, and the user's random numbers stay where they are.
+
+    Raises:
+        WorkloadError: for anything else, a stream among them, which could be read only once.
+    """
+    if isinstance(loaders, Mapping):
+        return {name: first_batch(loader) for name, loader in loaders.items()}
+    if isinstance(loaders, (list, tuple)):
+        return [first_batch(loader) for loader in loaders]
+    if not isinstance(loaders, DataLoader) or isinstance(loaders.dataset, IterableDataset):
+        raise WorkloadError(f"a batch of {type(loaders).__name__} cannot be looked at without using it up. {HOW_TO_GIVE_A_BATCH}")
+    dataset, collate = loaders.dataset, loaders.collate_fn
+    with random_numbers_kept():
+        size = loaders.batch_size or getattr(loaders.batch_sampler, "batch_size", None)
+        if size is None:
+            raise WorkloadError(f"the loader's own batch sampler decides how large a batch is. {HOW_TO_GIVE_A_BATCH}")
+        return collate([dataset[index] for index in range(min(size, len(dataset)))])  # type: ignore[arg-type]

@@ -1,0 +1,48 @@
+"""The seam between a run and what measures it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from perfguard.measure._measurement import Confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a probe saw of one run; the fields of a Measurement have the same names and units. None: not measured."""
+
+    method: str
+    peak_memory_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    sm_utilisation: float | None = None
+    energy_j: float | None = None
+    sm_clock_hz: float | None = None
+    throttled: str | None = None
+    oom_retries: int | None = None
+    driver: str | None = None
+    confidence: Confidence | None = None
+    notes: tuple[str, ...] = ()
+    """What could not be read, or not be trusted, and why."""
+
+
+class Probe(Protocol):
+    """Watches one device for the length of one run. Its calls never raise for what the hardware or the driver does."""
+
+    @property
+    def method(self) -> str:
+        """How the memory is taken."""
+
+    def start(self) -> None:
+        """Forget what was before, and begin to watch."""
+
+    def stamp(self) -> Any:
+        """A point in time on the device, to be compared by ``earlier.elapsed_time(later)`` in milliseconds; None where the
+        processor's clock tells the time."""
+
+    def read(self) -> Reading:
+        """What was seen so far; goes on watching. Also without :meth:`start`."""
+
+    def finish(self) -> Reading:
+        """Stop watching and say what was seen. Called once; also without :meth:`start`."""

@@ -1,0 +1,378 @@
+"""A run on a GPU: on one that lives in memory, with all that can go wrong, and on the real one where there is one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from perfguard import Device, Measurement, Run, resolve_device
+from perfguard.measure import GpuProbe
+from tests.fake_gpu import GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, PID, FakeCuda, FakeGpu, FakeNvml, MiB
+
+A100 = resolve_device("a100")
+DEVICE = replace(A100, context_bytes=500 * MiB)
+NEVER_S = 3600.0
+"""Between samples: only the first and the last are taken."""
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def nvml(gpu: FakeGpu) -> FakeNvml:
+    return FakeNvml(gpu)
+
+
+def make_run(gpu: FakeGpu, nvml: Any, *, interval_s: float = NEVER_S, device: Device = DEVICE, **options: Any) -> Run:
+    probe = GpuProbe(device.context_bytes, cuda=FakeCuda(gpu, **options), nvml=nvml, pid=PID, interval_s=interval_s)
+    return Run(device, probe=probe)
+
+
+def train(gpu: FakeGpu) -> None:
+    """1,000 MiB at the peak, 600 at the end; the allocator keeps all of it."""
+    gpu.allocate(600 * MiB)
+    gpu.allocate(400 * MiB)
+    gpu.free(400 * MiB)
+
+
+def measure(gpu: FakeGpu, nvml: Any, trial: Callable[[FakeGpu], None] = train, **options: Any) -> Measurement:
+    with make_run(gpu, nvml, **options) as run:
+        trial(gpu)
+    assert run.measurement is not None
+    return run.measurement
+
+
+def test_the_peak_is_the_allocators_and_what_the_driver_counts_beside_it(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    def train_and_give_back(gpu: FakeGpu) -> None:
+        train(gpu)
+        gpu.give_cache_back()  # no sample has seen the peak
+
+    measurement = measure(gpu, nvml, train_and_give_back)
+    assert measurement.peak_memory_bytes == (1000 + 450) * MiB
+    assert measurement.allocated_peak_bytes == measurement.reserved_peak_bytes == 1000 * MiB
+    assert (measurement.method, measurement.confidence, measurement.note) == ("nvml-process+allocator", "high", "")
+    assert measurement.driver == "550.54"
+    assert nvml.sessions == 0
+
+
+def test_other_processes_on_the_card_do_not_count(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.others = {7: 9000 * MiB, 8: 500 * MiB}
+    measurement = measure(gpu, nvml)
+    assert measurement.peak_memory_bytes == 1450 * MiB
+    assert measurement.confidence == "high"
+    assert measurement.energy_j is None
+    assert "2 other processes used the GPU, so its energy cannot be attributed" in measurement.note
+    assert measurement.sm_utilisation == 0.3  # what NVML samples for this process, not the card's 0.8
+
+
+def test_what_an_earlier_trial_left_in_the_cache_is_given_back_first(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(5000 * MiB)
+    gpu.free(5000 * MiB)
+    assert measure(gpu, nvml).peak_memory_bytes == 1450 * MiB
+
+
+def test_what_an_earlier_trial_still_holds_is_counted_and_said(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(300 * MiB)
+    measurement = measure(gpu, nvml)
+    assert measurement.peak_memory_bytes == 1750 * MiB
+    assert "300 MiB of the GPU were allocated in this process before the run" in measurement.note
+
+
+def test_retries_of_the_allocator_are_counted_from_the_start(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(1)
+    gpu.retries = 5
+    assert measure(gpu, nvml, lambda gpu: setattr(gpu, "retries", 7)).oom_retries == 2
+
+
+def test_a_run_out_of_memory_keeps_its_peak_as_a_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    def fail(gpu: FakeGpu) -> None:
+        train(gpu)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB.")
+
+    run = make_run(gpu, nvml)
+    with pytest.raises(torch.OutOfMemoryError), run:
+        fail(gpu)
+    assert run.measurement is not None
+    assert (run.measurement.status, run.measurement.peak_memory_bytes) == ("oom", 1450 * MiB)
+
+
+def test_energy_clocks_utilisation_and_throttling_are_the_runs_own(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(1)
+
+    def trial(gpu: FakeGpu) -> None:
+        gpu.energy_mj += 7500
+        gpu.sm_mhz, gpu.utilisation, gpu.reasons = 1000, 40, 0x4 | 0x20 | 0x1
+
+    measurement = measure(gpu, nvml, trial)
+    assert measurement.energy_j == 7.5
+    assert measurement.sm_clock_hz == 1.2e9
+    assert measurement.sm_utilisation == pytest.approx(0.6)
+    assert measurement.throttled == "power cap, thermal"
+
+
+def test_an_unthrottled_run_says_so(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    assert measure(gpu, nvml).throttled == ""
+
+
+def test_the_thread_samples_what_the_allocator_does_not_hold(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    def library_allocates(gpu: FakeGpu) -> None:
+        train(gpu)
+        before = len(nvml.calls)
+        gpu.context_bytes += 700 * MiB
+        deadline = time.monotonic() + 30
+        while "nvmlDeviceGetMemoryInfo" not in nvml.calls[before:][8:] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        gpu.context_bytes -= 700 * MiB
+
+    assert measure(gpu, nvml, library_allocates, interval_s=0.001).peak_memory_bytes == (1000 + 450 + 700) * MiB
+    assert "perfguard-nvml" not in {thread.name for thread in threading.enumerate()}
+
+
+def no_nvml(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    nvml.refusals["nvmlInit"] = NOT_SUPPORTED
+
+
+def forbidden(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    nvml.refusals["nvmlDeviceGetComputeRunningProcesses"] = NO_PERMISSION
+
+
+def hidden_processes(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    nvml.hides_processes = True
+
+
+def other_process_ids(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.own_pid = 99
+
+
+def other_process_ids_and_a_neighbour(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.own_pid = 99
+    gpu.others[7] = 9000 * MiB
+
+
+def another_card(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    nvml.refusals["nvmlDeviceGetHandleByUUID"] = nvml.refusals["nvmlDeviceGetHandleByPciBusId"] = NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("trouble", "method", "confidence", "overhead_mib", "note"),
+    [
+        (no_nvml, "cuda-card+allocator", "low", 500, "NVML cannot be used (Not Supported)"),
+        (forbidden, "cuda-card+allocator", "low", 500, "NVML forbids to read its processes"),
+        (hidden_processes, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
+        (other_process_ids, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
+        (other_process_ids_and_a_neighbour, "catalog-context+allocator", "low", 500, "the context is the catalog's figure"),
+        (another_card, "cuda-card+allocator", "low", 500, "NVML does not know this CUDA device (Not Supported)"),
+    ],
+)
+def test_what_nvml_does_not_tell_is_taken_from_elsewhere_and_said(
+    trouble: Callable[[FakeGpu, FakeNvml], None],
+    method: str,
+    confidence: str,
+    overhead_mib: int,
+    note: str,
+    gpu: FakeGpu,
+    nvml: FakeNvml,
+) -> None:
+    trouble(gpu, nvml)
+    measurement = measure(gpu, nvml)
+    assert (measurement.method, measurement.confidence) == (method, confidence)
+    assert measurement.peak_memory_bytes == (1000 + overhead_mib) * MiB  # 450 of the context, 50 of the firmware
+    assert note in measurement.note
+
+
+def test_without_nvml_a_neighbours_memory_is_not_taken_for_the_context(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    no_nvml(gpu, nvml)
+    gpu.others[7] = 9000 * MiB
+    measurement = measure(gpu, nvml)
+    assert (measurement.method, measurement.peak_memory_bytes) == ("catalog-context+allocator", 1500 * MiB)
+
+
+@pytest.mark.parametrize(
+    ("function", "field", "words"),
+    [
+        ("nvmlDeviceGetTotalEnergyConsumption", "energy_j", "energy"),
+        ("nvmlDeviceGetUtilizationRates", "sm_utilisation", "utilisation"),
+        ("nvmlDeviceGetClockInfo", "sm_clock_hz", "clocks"),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", "throttled", "throttle reasons"),
+        ("nvmlSystemGetDriverVersion", "driver", "driver version"),
+    ],
+)
+@pytest.mark.parametrize(("code", "verb"), [(NOT_SUPPORTED, "this GPU does not tell"), (NO_PERMISSION, "NVML forbids to read")])
+def test_a_sensor_that_is_not_there_costs_only_its_own_figure(
+    function: str, field: str, words: str, code: int, verb: str, gpu: FakeGpu, nvml: FakeNvml
+) -> None:
+    nvml.refusals[function] = code
+    measurement = measure(gpu, nvml)
+    assert getattr(measurement, field) is None
+    assert measurement.note == f"{verb} its {words}"
+    assert (measurement.peak_memory_bytes, measurement.confidence) == (1450 * MiB, "high")
+
+
+def test_a_gpu_that_vanishes_ends_the_sampling_and_the_trial_is_still_measured(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(1)
+    run = make_run(gpu, nvml, interval_s=0.001).start()
+    run.step()
+    gpu.lost = True
+    run.step()
+    run.step()
+    measurement = run.finish("failed")
+    assert (measurement.peak_memory_bytes, measurement.method) == (450 * MiB + 1, "nvml-process")  # of the last sample
+    assert "the GPU was lost during the run" in measurement.note
+    assert "CUDA's statistics could not be read" in measurement.note
+    assert (measurement.num_steps, measurement.driver) == (3, "550.54")
+    assert measurement.step_time_s is not None
+    calls = len(nvml.calls)
+    time.sleep(0.02)
+    assert len(nvml.calls) == calls
+
+
+def test_a_gpu_that_is_lost_before_the_run_is_noted(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.allocate(1)
+    nvml.refusals["nvmlDeviceGetComputeRunningProcesses"] = GPU_IS_LOST
+    assert "the GPU was lost" in measure(gpu, nvml).note
+
+
+def test_a_driver_that_fails_in_an_unknown_way_stops_nothing(
+    gpu: FakeGpu, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_handle: Any) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'usedGpuMemory'")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", broken)
+    measurement = measure(gpu, nvml)
+    assert "NVML failed (AttributeError" in measurement.note
+    assert measurement.reserved_peak_bytes == 1000 * MiB
+
+
+@pytest.mark.parametrize("knows_its_uuid", [True, False])
+def test_on_a_mig_instance_memory_is_read_and_the_cards_sensors_are_not(
+    knows_its_uuid: bool, gpu: FakeGpu, nvml: FakeNvml
+) -> None:
+    gpu.is_mig = True
+    if not knows_its_uuid:
+        nvml.refusals["nvmlDeviceGetHandleByUUID"] = NOT_SUPPORTED
+    measurement = measure(gpu, nvml)
+    assert (measurement.peak_memory_bytes, measurement.confidence) == (1450 * MiB, "high")
+    assert (measurement.energy_j, measurement.sm_utilisation, measurement.sm_clock_hz) == (None, None, None)
+    assert "on a MIG instance" in measurement.note
+
+
+def test_cuda_is_not_initialised_by_measuring(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    measurement = measure(gpu, nvml, lambda gpu: None)
+    assert not gpu.initialized
+    assert nvml.calls == []
+    assert (measurement.peak_memory_bytes, measurement.method) == (None, "none")
+    assert "the trial did not use CUDA in this process" in measurement.note
+
+
+def test_the_device_is_the_one_whose_memory_the_run_takes(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    run = make_run(gpu, nvml, count=3).start()
+    for _ in range(3):
+        train(gpu)
+        gpu.free(600 * MiB)
+        run.step()
+    measurement = run.finish()
+    assert (measurement.peak_memory_bytes, measurement.method) == (1450 * MiB, "nvml-process+allocator")
+    assert measurement.step_time_s is not None
+
+
+def test_an_allocator_without_statistics_leaves_what_was_sampled(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    measurement = measure(gpu, nvml, keeps_statistics=False)
+    assert (measurement.method, measurement.confidence) == ("nvml-process", "medium")
+    assert measurement.peak_memory_bytes == 1450 * MiB
+    assert "peaks between two samples are missed" in measurement.note
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch has CUDA")
+def test_a_gpus_memory_is_not_the_processors() -> None:
+    with Run(A100) as run:
+        torch.ones(10 * MiB)
+    assert run.measurement is not None
+    assert run.measurement.peak_memory_bytes is None
+    assert "this PyTorch has no CUDA" in run.measurement.note
+
+
+def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.initialized = True
+    run = make_run(gpu, nvml).start()
+    for _ in range(4):  # the processor runs ahead: it launches 2 s of work in no time
+        gpu.busy_until_s += 2.0
+        run.step()
+    assert run.finish().step_time_s == pytest.approx(2.0)
+
+
+def test_a_step_that_is_captured_in_a_cuda_graph_is_left_alone(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.initialized = True
+    run = make_run(gpu, nvml).start()
+    for gpu.capturing in (False, True, False, False):
+        gpu.busy_until_s += 2.0
+        run.step()
+    measurement = run.finish()
+    assert measurement.num_steps == 4
+    assert measurement.step_time_s is not None
+
+
+def test_loading_while_the_device_computes_is_no_wait(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    gpu.initialized = True
+    run = make_run(gpu, nvml).start()
+    for _ in range(4):
+        gpu.busy_until_s = gpu.now_s + 3.0
+        run.step()
+        with run.loading():
+            gpu.now_s += 5.0  # three of the five seconds the device still computes
+    measurement = run.finish()
+    assert measurement.data_wait_s == pytest.approx(2.0)
+    assert measurement.step_time_s == pytest.approx(3.0)
+
+
+def test_two_gpu_runs_in_one_process_cannot_be_told_apart(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    first = make_run(gpu, nvml).start()
+    with make_run(gpu, nvml) as second:
+        train(gpu)
+    assert first.finish().peak_memory_bytes is None
+    assert second.measurement is not None
+    assert second.measurement.peak_memory_bytes == 1450 * MiB
+
+
+def test_a_run_on_the_processor_does_not_spoil_one_on_the_gpu(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with Run(resolve_device("cpu")):
+            inside.set()
+            leave.wait(timeout=30)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    inside.wait(timeout=30)
+    measurement = measure(gpu, nvml)
+    leave.set()
+    thread.join()
+    assert measurement.peak_memory_bytes == 1450 * MiB
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_the_real_gpu_the_peak_is_the_allocators_and_a_context() -> None:
+    device = resolve_device("auto")
+    with Run(device) as run:
+        for _ in range(3):
+            matrix = torch.ones(64 * MiB, device="cuda")
+            (matrix * 2).sum().item()
+            del matrix
+            run.step()
+    measurement = run.measurement
+    assert measurement is not None
+    assert measurement.reserved_peak_bytes is not None
+    assert measurement.reserved_peak_bytes >= 512 * MiB
+    assert measurement.peak_memory_bytes is not None
+    assert 50 * MiB < measurement.peak_memory_bytes - measurement.reserved_peak_bytes < 3000 * MiB
+    assert measurement.step_time_s is not None
+    assert measurement.confidence is not None
