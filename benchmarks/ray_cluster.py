@@ -2,7 +2,7 @@
 
     python benchmarks/ray_cluster.py calls                     the cost of each call, and the service's speed
     python benchmarks/ray_cluster.py runs [--trials 100]       100 trials with and without the guard
-    python benchmarks/ray_cluster.py faults [--trials 24]      the service killed, a node removed, the database restarted
+    python benchmarks/ray_cluster.py faults [--trials 20]      the service killed, a node removed, the database restarted
 
 The nodes are those of `ray.cluster_utils.Cluster`: processes that know only each other's address. Trials train a small network
 for real, on the CPU. The log is a PostgreSQL server of its own (`--postgres DIR` names the folder of `initdb` and `pg_ctl`), or

@@ -1,9 +1,9 @@
 """A guarded Ray Tune run on scikit-learn's digits, on any machine: under two minutes on two cores.
 
     pip install 'perfguard[ray]'
-    python examples/ray_tune.py [--trials 12] [--no-guard]
+    python examples/ray_tune.py [--trials 8] [--no-guard]
 
-About a third of the search space needs more memory than the budget. Three lines are PerfGuard's, and `build`.
+A quarter of the search space needs more memory than the budget. Three lines are PerfGuard's, and `build`.
 """
 
 from __future__ import annotations

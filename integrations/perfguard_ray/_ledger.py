@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PLACEHOLDERS = {"__fn_ph", "__ref_ph", "__id_ph"}
 """What Tune puts in the place of objects, until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
 
+_MEASURED = tuple(field.name for field in fields(Measurement))
 REPAIR_KEY = "perfguard_repair"
 
 
@@ -150,17 +151,21 @@ class Ledger:
                 "`with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class "
                 "with @perfguard_ray.measured.",
             )
+        told = {name: report[name] for name in _MEASURED if name in report}
         return Measurement(
-            status=status,
-            device_id=report.get("device_id", self.guard.device.id),
-            device_name=report.get("device_name", self.guard.device.name),
-            peak_memory_bytes=report.get("peak_memory_bytes"),
-            step_time_s=report.get("step_time_s"),
-            total_time_s=entry.elapsed_s or time.time() - (entry.started_at or time.time()),
-            num_steps=entry.num_steps,
-            method=report.get("method", "none"),
-            framework=report.get("framework", ""),
-            note="; ".join([*notes, *filter(None, [report.get("note")])]),
+            **{
+                "device_id": self.guard.device.id,
+                "device_name": self.guard.device.name,
+                "peak_memory_bytes": None,
+                "step_time_s": None,
+                "method": "none",
+                "framework": "",
+                **told,
+                "status": status,
+                "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
+                "num_steps": entry.num_steps,
+                "note": "; ".join([*notes, *filter(None, [report.get("note")])]),
+            }
         )
 
     def warn_once(self, topic: str, category: type[Warning], message: str) -> None:

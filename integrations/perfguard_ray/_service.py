@@ -146,8 +146,8 @@ class SharedPredictor:
             actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(PredictorServer)
             server = actor.options(**options).remote(self.predictor_name, self.log)
             greeting = ray.get(server.hello.remote(), timeout=_START_TIMEOUT_S)
-        except RayError as error:
-            self._lose(f"it cannot be started ({type(error).__name__}: {str(error).splitlines()[-1]})")
+        except (RayError, AttributeError) as error:  # AttributeError: an actor of that name which is no such service
+            self._lose(f"it cannot be started or asked ({type(error).__name__}: {str(error).splitlines()[-1]})")
             return
         spoken, expected = ((one["version"], one["protocol"]) for one in (greeting, greeting_of(self.predictor_name, self.log)))
         if spoken != expected:

@@ -84,6 +84,20 @@ def test_a_service_of_another_version_is_not_asked(shared: SharedPredictor, monk
 
 
 @pytest.mark.slow
+def test_an_actor_of_that_name_that_is_no_service_is_not_asked(shared: SharedPredictor) -> None:
+    class Other:
+        def ping(self) -> None: ...
+
+    other: Any = ray.remote(num_cpus=0)(Other)
+    other = other.options(name="taken", namespace=service.NAMESPACE, lifetime="detached").remote()
+    ray.get(other.ping.remote())
+    with pytest.warns(ServiceWarning, match="it cannot be started or asked"):
+        predictor = SharedPredictor(log=shared.log, name="taken")
+    assert predictor.predict(trace(workload(8)), A100).peak_memory.median > 0
+    ray.kill(other)
+
+
+@pytest.mark.slow
 def test_a_run_with_another_log_or_predictor_needs_another_name(shared: SharedPredictor, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"has the log .*give this run's service another name"):
         SharedPredictor(log=str(tmp_path / "other.db"), name=shared.service_name)
