@@ -263,7 +263,7 @@ def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool) -> OpGraph:
         ("fp32", "train", True, {"memory"}),
         ("amp-fp16", "train", True, {"memory", "time"}),
         ("amp-fp16", "train", False, {"time"}),
-        ("fp32", "infer", True, {"memory", "time"}),
+        ("fp32", "infer", True, {"memory"}),
         ("fp32", "train", False, set()),
     ],
 )
