@@ -4,6 +4,7 @@
 
 Uses the folds that `perfguard train` or `perfguard leaderboard` left in the cache, or makes them. For each fold by family the
 calibration is fitted to the other folds, and the runs are counted that lie within their central intervals, from 10% to 98%.
+Single operators are left out: they are many, and calibrated for themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from perfguard_models.calibration import calibrated
+from perfguard_models.held_out import CALIBRATED, log_sigmas_of
 from perfguard_models.leaderboard import label_of, predictions
-from perfguard_models.served import group_of
-from perfguard_models.training import errors_of
 
 _LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 
@@ -41,17 +40,14 @@ def main() -> None:
         arguments.tables, {arguments.predictor: {}}, ["family"], cache=arguments.cache, jobs=arguments.jobs,
         most_operators=arguments.most_operators,
     )  # fmt: skip
-    parts = found["family", arguments.predictor]
+    judged = found["family", arguments.predictor]
     scores: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for index, (fold, predicted) in enumerate(parts):
-        others = {("family", arguments.predictor): [part for at, part in enumerate(parts) if at != index]}
-        calibration = calibrated(errors_of(runs, others))
+    for (fold, predicted), sigmas in zip(judged, log_sigmas_of(runs, "family", judged), strict=True):
         for position, at in enumerate(fold.judge):
             run = runs[at]
-            group = group_of(run)
-            for target in ("memory", "time"):
-                if target in run.labels:
-                    sigma = calibration.log_sigma(target, group, float(predicted[f"spread {target}"][position]))
+            for target in CALIBRATED:
+                if target in run.labels and run.table != "operator":
+                    sigma = float(sigmas[target][position])
                     z = abs(run.labels[target] - float(predicted[target][position])) / sigma
                     scores[target, label_of(run)].append((z, sigma))
     table = Table(title=f"{arguments.predictor}, families held out, {datetime.date.today()}: intervals of 90%")

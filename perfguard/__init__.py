@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perfguard._predict import predict
     from perfguard.budget import Budget, Limit
     from perfguard.devices import Device, resolve_device
     from perfguard.graph import OpGraph, opaque, trace
@@ -36,6 +37,7 @@ _HOMES = {
     "Workload": "workload",
     "load_predictor": "predictor",
     "opaque": "graph",
+    "predict": "_predict",
     "resolve_device": "devices",
     "trace": "graph",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "Workload",
     "load_predictor",
     "opaque",
+    "predict",
     "resolve_device",
     "trace",
 ]

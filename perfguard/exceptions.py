@@ -5,7 +5,8 @@ PerfGuardError
 │   └── UnknownDeviceError             a GPU that is not in the catalog
 ├── WorkloadError                      the workload cannot be built or traced
 │   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
-│   └── TraceError                     the training step cannot be traced on the meta device
+│   ├── TraceError                     the training step cannot be traced on the meta device
+│   └── OnnxError                      an ONNX file that is damaged, refused, or leaves sizes open
 ├── PredictorError                     no such predictor, or weights that are refused
 ├── TableError                         a table of measured runs, or a row of it, that cannot be used
 └── LogError                           the measurement log
@@ -48,6 +49,23 @@ class BuildError(WorkloadError):
 
 class TraceError(WorkloadError):
     """The step could not be traced; the message names the module and what to do."""
+
+
+class OnnxError(WorkloadError):
+    """An ONNX file that cannot be used: which file, what of it, and what to do.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it, as a sentence that begins with the verb.
+        mend: what to do about it.
+    """
+
+    def __init__(self, path: object, problem: str, mend: str) -> None:
+        super().__init__(path, problem, mend)
+
+    def __str__(self) -> str:
+        path, problem, mend = self.args
+        return f"{path} {problem}. {mend}"
 
 
 class PredictorError(PerfGuardError):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import ALL_TABLES, TARGETS, WORKLOADS, Run
 from perfguard_models.learner import OnEpoch, Predicted, State, labels_of
 from perfguard_models.sums import SUMS
 from perfguard_models.trees import Forest, forest_of_boosting
@@ -36,10 +36,11 @@ def column(runs: Sequence[Run], name: str) -> npt.NDArray[np.float64]:
 
 
 class _Scaled:
-    """One factor on one of the sums, for each quantity: the median of measured over computed."""
+    """One factor on one of the sums, for each quantity: the median of measured over computed. Single operators have their own."""
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("sums",)
+    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
     basis: ClassVar[Mapping[str, str]]
 
     def __init__(self, **settings: Any) -> None:
@@ -49,27 +50,35 @@ class _Scaled:
         """See :class:`perfguard_models.learner.Learner`."""
         for target, basis in self.basis.items():
             ratio = labels_of(runs, target) - column(runs, basis)
-            ratio = ratio[~np.isnan(ratio)]
-            if len(ratio):
-                self._factors[target] = float(np.median(ratio))
+            for name, chosen in _groups(runs, target).items():
+                known = ratio[chosen & ~np.isnan(ratio)]
+                if len(known):
+                    self._factors[name] = float(np.median(known))
 
     def predict(self, runs: Sequence[Run]) -> Predicted:
         """See :class:`perfguard_models.learner.Learner`."""
         found = {target: np.full(len(runs), np.nan) for target in TARGETS}
-        for target, factor in self._factors.items():
-            found[target] = column(runs, self.basis[target]) + factor
+        for target, basis in self.basis.items():
+            for name, chosen in _groups(runs, target).items():
+                found[target][chosen] = column(runs, basis)[chosen] + self._factors.get(name, np.nan)
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """See :class:`perfguard_models.learner.Learner`."""
-        return {target: torch.tensor([factor], dtype=torch.float64) for target, factor in self._factors.items()}, {}
+        return {name: torch.tensor([factor], dtype=torch.float64) for name, factor in self._factors.items()}, {}
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
-        made._factors = {target: float(value[0]) for target, value in tensors.items()}
+        made._factors = {name: float(value[0]) for name, value in tensors.items()}
         return made
+
+
+def _groups(runs: Sequence[Run], target: str) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which runs share a factor, by its name."""
+    single = np.array([run.table == "operator" for run in runs])
+    return {target: ~single, f"{target} operator": single}
 
 
 class Roofline(_Scaled):
@@ -91,6 +100,7 @@ class Trees:
 
     name: ClassVar[str] = "trees"
     views: ClassVar[tuple[str, ...]] = ("sums",)
+    tables: ClassVar[tuple[str, ...]] = WORKLOADS
     replay: ClassVar[bool] = True
 
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:

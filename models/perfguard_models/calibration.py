@@ -3,7 +3,8 @@
 A score is |measured - predicted| over a difficulty, in logarithms; the difficulty is how far the predictor's members are apart.
 The quantile of the scores of runs that were held out whole makes intervals that hold for exchangeable runs (Vovk et al. 2005;
 Lei et al. 2018, section 5.2, for scores over a difficulty). Groups are quantity, GPU and mode where there are enough runs, and
-quantity alone for others; a GPU that was never seen has a group of its own, from folds in which one was held out.
+quantity alone for others; a GPU that was never seen has a group of its own, from folds in which one was held out. Single
+operators have theirs: they are many, and their errors would drown those of whole steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import NamedTuple
 COVERAGE = 0.9
 _Z = 1.6448536269514722
 _FEWEST = 100
+_LOWEST_FLOOR = 0.01
 NEW_GPU = "new gpu"
+OPERATOR = "operator"
+"""The group of single operators."""
+
+
+def on_new_gpu(group: str) -> str:
+    """The group that stands for ``group`` on a GPU that was never seen."""
+    return f"{NEW_GPU} {OPERATOR}" if group == OPERATOR else NEW_GPU
 
 
 class Error(NamedTuple):
@@ -41,17 +50,22 @@ class Calibration(NamedTuple):
     floor: Mapping[str, float]
     """By target."""
     scale: Mapping[str, float]
-    """By "target", "target/group" and "target/new gpu"."""
+    """By "target", for groups without a scale of their own, and "target/group"."""
+
+    def scale_of(self, target: str, group: str, *, known_gpu: bool = True) -> float | None:
+        """What the difficulty of a run of ``group`` is multiplied by; None: there was nothing to learn it from."""
+        return self.scale.get(f"{target}/{group if known_gpu else on_new_gpu(group)}", self.scale.get(target))
 
     def log_sigma(self, target: str, group: str, spread: float, *, known_gpu: bool = True) -> float:
         """The standard deviation whose central 90% holds."""
-        keys = (f"{target}/{group}", target) if known_gpu else (f"{target}/{NEW_GPU}", target)
-        scale = next((self.scale[key] for key in keys if key in self.scale), 1.0)
-        return scale * difficulty(spread if math.isfinite(spread) else 0.0, self.floor.get(target, 0.1))
+        scale = self.scale_of(target, group, known_gpu=known_gpu)
+        return (1.0 if scale is None else scale) * difficulty(
+            spread if math.isfinite(spread) else 0.0, self.floor.get(target, 0.1)
+        )
 
 
 def calibrated(errors: Iterable[Error]) -> Calibration:
-    """From runs that were held out. Errors whose group is NEW_GPU count for no other."""
+    """From runs that were held out."""
     by_target: defaultdict[str, list[Error]] = defaultdict(list)
     for error in errors:
         if math.isfinite(error.residual) and math.isfinite(error.spread):
@@ -59,15 +73,15 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
     floor: dict[str, float] = {}
     scale: dict[str, float] = {}
     for target, found in by_target.items():
-        spreads = sorted(error.spread for error in found)
-        floor[target] = max(spreads[len(spreads) // 2], 0.01)
+        spreads = sorted(error.spread for error in found if error.spread > 0)  # 0: one member alone could say
+        floor[target] = max(spreads[len(spreads) // 2], _LOWEST_FLOOR) if spreads else _LOWEST_FLOOR
         groups: defaultdict[str, list[float]] = defaultdict(list)
         for error in found:
-            score = abs(error.residual) / difficulty(error.spread, floor[target])
-            groups[f"{target}/{error.group}"].append(score)
-            if error.group != NEW_GPU:
-                groups[target].append(score)
-        scale |= {name: quantile_scale(scores) for name, scores in groups.items() if len(scores) >= _FEWEST or name == target}
+            groups[error.group].append(abs(error.residual) / difficulty(error.spread, floor[target]))
+        scale |= {f"{target}/{group}": quantile_scale(scores) for group, scores in groups.items() if len(scores) >= _FEWEST}
+        known = [scores for group, scores in groups.items() if group != OPERATOR and not group.startswith(NEW_GPU)]
+        if known:
+            scale[target] = quantile_scale([score for scores in known for score in scores])
     return Calibration(floor, scale)
 
 

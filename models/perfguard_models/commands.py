@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,18 @@ def show_leaderboard(words: Sequence[str]) -> None:
     if unknown := set(splits) - set(_SPLITS):
         raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
     settings = _settings(arguments.set)
-    started = time.monotonic()
     runs, found = predictions(
         arguments.tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
         most_operators=arguments.most_operators,
     )  # fmt: skip
     lines, scores = entries(runs, found), fit_scores(runs, found)
+    sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
+    command = " ".join(["perfguard leaderboard", *["TABLE"] * len(arguments.tables), *_options(words)])
     head = (
-        f"{len(runs)} runs of {', '.join(table.name for table in arguments.tables)}; {time.strftime('%Y-%m-%d')}, "
-        f"{platform.processor() or platform.machine()}, {arguments.jobs} processes, {time.monotonic() - started:.0f} s.\n"
-        "Errors: mean ± spread over folds / median. What fits: failed runs caught / fitting runs pruned / balanced accuracy "
-        "on pairs.\n\n"
+        f"# Leaderboard\n\n    {command}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
+        f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
+        "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
+        "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
     )
     text = head + as_markdown(lines, scores, names)
     if arguments.out is not None:
@@ -90,6 +92,15 @@ def show_leaderboard(words: Sequence[str]) -> None:
         arguments.out.write_text(text, encoding="utf-8")
         arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
     print(text)
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """What was typed, but where the tables, the cache and the result lie."""
+    options: list[str] = []
+    for name, value in zip(words, [*words[1:], ""], strict=True):
+        if name in ("--predictors", "--splits", "--most-operators", "--set"):
+            options += [name, value]
+    return options
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

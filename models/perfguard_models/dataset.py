@@ -32,6 +32,9 @@ from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
 """What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
+WORKLOADS = ("workload",)
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator")
+"""Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
 
 
@@ -250,7 +253,7 @@ class Fold(NamedTuple):
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
-    GPU likewise) or "random".
+    GPU likewise) or "random" (for comparison alone: one part of ``number`` is judged).
 
     Raises:
         ValueError: for another name.
@@ -261,8 +264,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split == "random":
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
-        part = {index: position % number for position, index in enumerate(order)}
-        return [_fold(f"random {k + 1}", [part[i] == k for i in range(len(runs))]) for k in range(number)]
+        judged = set(order[::number])
+        return [_fold("random 1", [index in judged for index in range(len(runs))])]
     if split == "family":
         part_of = _parts_of_families(runs, number, seed)
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import TARGETS, WORKLOADS, Run
 from perfguard_models.learner import OnEpoch, Predicted, State, labels_of
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 
@@ -42,6 +42,7 @@ class DNNAbacus:
 
     name: ClassVar[str] = "dnnabacus"
     views: ClassVar[tuple[str, ...]] = ("layers",)
+    tables: ClassVar[tuple[str, ...]] = WORKLOADS
 
     def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
         self.settings = {"trees": trees, "seed": seed}

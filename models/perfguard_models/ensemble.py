@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard_models.baselines import column, sums_table
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import ALL_TABLES, TARGETS, Run
 from perfguard_models.learner import OnEpoch, Predicted, State, labels_of
 from perfguard_models.operator_network import OperatorNetwork
 from perfguard_models.trees import Forest, forest_of_boosting
@@ -70,6 +70,7 @@ class GuardEnsemble:
 
     name: ClassVar[str] = "guardnet"
     views: ClassVar[tuple[str, ...]] = ("sums", "operators")
+    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def __init__(
         self,
@@ -168,20 +169,24 @@ class GuardEnsemble:
     def parts(self, runs: Sequence[Run]) -> list[Predicted]:
         """What each member says, networks first."""
         found = [network.predict(runs) for network in self._networks]
-        x = sums_table(runs)
         half = column(runs, "half") > 0
         for index in range(self.settings["forests"]):
             part: Predicted = {}
             for target in TARGETS:
-                part[target] = self._forest(target, index, x) + self._start(runs, target)
-            limited = self._forest(_LIMIT, index, x) + self._start(runs, _LIMIT)
+                part[target] = self._forest(target, index, runs) + self._start(runs, target)
+            limited = self._forest(_LIMIT, index, runs) + self._start(runs, _LIMIT)
             # Where memory was measured it was in float32; half precision was only ever bracketed.
             use = (half & ~np.isnan(limited)) | np.isnan(part["memory"])
             found.append(part | {"memory": np.where(use, limited, part["memory"])})
         return found
 
-    def _forest(self, name: str, index: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        return self._forests[name][index].predict(x) if name in self._forests else np.full(len(x), np.nan)
+    def _forest(self, name: str, index: int, runs: Sequence[Run]) -> npt.NDArray[np.float64]:
+        """NaN for single operators: the forests have seen whole steps alone."""
+        said = np.full(len(runs), np.nan)
+        whole = [at for at, run in enumerate(runs) if not is_single(run)]
+        if name in self._forests and whole:
+            said[whole] = self._forests[name][index].predict(sums_table([runs[at] for at in whole]))
+        return said
 
     def predict(self, runs: Sequence[Run]) -> Predicted:
         """See :class:`perfguard_models.learner.Learner`."""

@@ -3,7 +3,8 @@
 They predict logarithms, standardised, of all targets that have labels, one output each. The papers regress the plain quantity
 of one device and one range of sizes; here steps of a millisecond stand beside steps of ten seconds, and in plain units only the
 longest would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers'
-networks.
+networks. So does this: answers are held within one standard deviation of the range of the training's labels, for a network
+without physics may say anything of what lies far from what it has seen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import TARGETS, WORKLOADS, Run
 from perfguard_models.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
 from perfguard_models.learner import Epochs, OnEpoch, Predicted, State, identity_of, labels_of, shuffled
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NODES_A_BATCH = 6_000
+_MARGIN = 1.0
 _SCALERS = ("nodes", "edges", "globals")
 
 
@@ -39,12 +41,13 @@ class GraphLearner(ABC):
         epochs: how often each run is seen.
         hidden: channels; the paper's where None.
         learning_rate: of Adam, at the start; it falls to nothing along half a cosine.
-        most_runs: how many runs it looks at, drawn with the seed: what two cores can see in a minute or two.
+        most_runs: how many runs it looks at, drawn with the seed: what a core can see in a minute.
         seed: of the weights and of the order of the runs.
     """
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("layers",)
+    tables: ClassVar[tuple[str, ...]] = WORKLOADS
     targets: ClassVar[tuple[str, ...]] = TARGETS
     scaling: ClassVar[str] = "standard"
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""
@@ -58,8 +61,9 @@ class GraphLearner(ABC):
             "epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "most_runs": most_runs, "seed": seed,
         }  # fmt: skip
         self._scale: dict[str, torch.Tensor] = {}
-        self._labels = torch.zeros(2, len(self.targets))
-        self._labels[1] = 1
+        self._labels = torch.zeros(4, len(self.targets))
+        """Of each target the mean and the scale, and the lowest and the highest answer, scaled; NaN where it had no label."""
+        self._labels[1], self._labels[2:] = 1, math.nan
         self._network: nn.Module | None = None
 
     @abstractmethod
@@ -87,8 +91,11 @@ class GraphLearner(ABC):
             for at in range(len(self.targets)):
                 column = y[:, at][~np.isnan(y[:, at])]
                 if len(column):
-                    self._labels[:, at] = torch.tensor([column.mean(), max(column.std(), 1e-3) if self.scales_labels else 1.0])
+                    self._labels[:2, at] = torch.tensor([column.mean(), max(column.std(), 1e-3) if self.scales_labels else 1.0])
         labels = (torch.from_numpy(y).float() - self._labels[0]) / self._labels[1]
+        for at, column in enumerate(labels.T):
+            if len(seen := column[~column.isnan()]):
+                self._labels[2:, at] = torch.stack([seen.min() - _MARGIN, seen.max() + _MARGIN])
         self._network = self.make_network(self.settings["hidden"])
         optimizer = torch.optim.Adam(self._network.parameters(), lr=self.settings["learning_rate"])
         epochs = self.settings["epochs"]
@@ -123,7 +130,8 @@ class GraphLearner(ABC):
         out = torch.full((len(runs), len(self.targets)), math.nan, dtype=torch.float64)
         with torch.inference_mode():
             for indices, batch in self._batches(runs, range(len(runs))):
-                out[indices] = (self._network(batch) * self._labels[1] + self._labels[0]).double()
+                scaled = self._network(batch).clamp(self._labels[2], self._labels[3])
+                out[indices] = (scaled * self._labels[1] + self._labels[0]).double()
         found = {target: out[:, at].numpy() for at, target in enumerate(self.targets)}
         return {target: found.get(target, np.full(len(runs), math.nan)) for target in TARGETS}
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,16 +24,18 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from perfguard.guard import DEFAULT_RISK
 from perfguard_models.dataset import TARGETS, Fold, Run, dataset_of, folds, share_of
 from perfguard_models.ensemble import bracketed
-from perfguard_models.learner import Predicted, predict_with_spread
-from perfguard_models.registry import learner_class
+from perfguard_models.held_out import CALIBRATED, Found, Judged, log_sigmas_of
+from perfguard_models.learner import identity_of, predict_with_spread
+from perfguard_models.registry import learner_class, source_of
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
-
-
-Found = dict[tuple[str, str], list[tuple[Fold, Predicted]]]
-"""For each split and predictor the folds, with what was predicted of the judged runs; "spread TARGET" is the members' spread."""
+_Z = statistics.NormalDist().inv_cdf(0.95)
+_AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
+_FEWEST_JUDGED = 20
+"""Runs of a fold; a fit for fewer (five transformers on one card, say) is not worth its minutes."""
 
 
 class Job(NamedTuple):
@@ -57,6 +60,10 @@ class Entry(NamedTuple):
     p90: float
     spread: float
     """Standard deviation of the folds' means."""
+    coverage: float
+    """Share of the measurements within the 90% intervals of a calibration on the other folds; NaN: there is none."""
+    width: float
+    """Median width of these intervals over the predicted median."""
 
 
 def predictions(
@@ -80,25 +87,29 @@ def predictions(
     """
     runs = dataset_of(tables, "sums", cache=cache, jobs=jobs, most_operators=most_operators).runs
     work = [
-        Job(name, tuple(sorted(settings.items())), split, fold)
+        Job(name, tuple(sorted(settings.items())), split, own)
         for split in splits
         for fold in folds(runs, split)
         for name, settings in predictors.items()
+        if (own := _of_tables(fold, runs, learner_class(name).tables)).learn and len(own.judge) >= _FEWEST_JUDGED
     ]
-    digests = [hashlib.sha256(table.read_bytes()).hexdigest() for table in tables]
-    placed = [(job, _place(job, digests, cache, most_operators)) for job in work]
+    data = identity_of("", {}, runs)
+    placed = [(job, _place(job, data, cache)) for job in work]
     by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
     for job, place in placed:
         if not place.is_file():
             by_views[learner_class(job.predictor).views].append((job, place))
     for views, some in by_views.items():
-        dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators)  # once, before the processes need it
+        _loaded.clear()
+        # Once, before the processes need it; those that are forked have it already.
+        _loaded[views] = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
         do = functools.partial(_do, tables=tuple(tables), cache=cache, most_operators=most_operators)
         with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
             done = pool.map(do, some)
             for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
                 pass
-    found: defaultdict[tuple[str, str], list[tuple[Fold, Predicted]]] = defaultdict(list)
+    _loaded.clear()
+    found: defaultdict[tuple[str, str], Judged] = defaultdict(list)
     for job, place in placed:
         stored = torch.load(place, weights_only=True)
         found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
@@ -109,8 +120,18 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _place(job: Job, digests: Sequence[str], cache: Path, most_operators: int) -> Path:
-    what = job.settings, list(digests), job.fold, most_operators
+def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
+    """The part of ``fold`` that a predictor of these kinds of table learns from and is judged on."""
+    return Fold(
+        fold.name,
+        [index for index in fold.learn if runs[index].table in tables],
+        [index for index in fold.judge if runs[index].table in tables],
+    )
+
+
+def _place(job: Job, data: str, cache: Path) -> Path:
+    """Named by all that a prediction depends on: the runs, the fold, the settings and the learner's source code."""
+    what = job.settings, data, job.fold, source_of(job.predictor)
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
 
@@ -148,38 +169,56 @@ def label_of(run: Run) -> str:
     return f"{run.gpu} {run.mode} {run.variant}".strip()
 
 
+class _Measured(NamedTuple):
+    """One prediction beside its measurement."""
+
+    fold: int
+    error: float
+    inside: float
+    """1.0 or 0.0; NaN without an interval."""
+    width: float
+
+
 def entries(runs: Sequence[Run], found: Found) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
     lines = []
-    for (split, predictor), parts in found.items():
-        errors: defaultdict[tuple[str, str], list[list[float]]] = defaultdict(functools.partial(_lists, len(parts)))
-        for at, (fold, predicted) in enumerate(parts):
+    for (split, predictor), judged in found.items():
+        groups: defaultdict[tuple[str, str], list[_Measured]] = defaultdict(list)
+        sigmas = log_sigmas_of(runs, split, judged)
+        for at, (fold, predicted) in enumerate(judged):
             for position, index in enumerate(fold.judge):
                 run = runs[index]
                 for target in TARGETS:
-                    if target in run.labels and np.isfinite(value := predicted[target][position]):
-                        errors[label_of(run), target][at].append(error_of(target, float(value), run.labels[target]))
-        for (name, target), by_fold in errors.items():
-            values = [value for part in by_fold for value in part]
-            means = [statistics.fmean(part) for part in by_fold if part]
-            lines.append(
-                Entry(
-                    split,
-                    name,
-                    _QUANTITIES[target],
-                    predictor,
-                    len(values),
-                    statistics.fmean(values),
-                    statistics.median(values),
-                    float(np.quantile(values, 0.9)),
-                    statistics.pstdev(means),
-                )
-            )
+                    if target in run.labels and np.isfinite(value := float(predicted[target][position])):
+                        sigma = float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
+                        groups[label_of(run), target].append(_measured(at, target, value, run.labels[target], sigma))
+        lines += [_entry(split, predictor, name, target, some) for (name, target), some in groups.items()]
     return lines
 
 
-def _lists(number: int) -> list[list[float]]:
-    return [[] for _ in range(number)]
+def _measured(fold: int, target: str, value: float, label: float, sigma: float) -> _Measured:
+    half = _Z * sigma
+    inside = math.nan if math.isnan(sigma) else float(abs(label - value) <= half)
+    return _Measured(fold, error_of(target, value, label), inside, math.exp(half) - math.exp(-half))
+
+
+def _entry(split: str, predictor: str, name: str, target: str, some: Sequence[_Measured]) -> Entry:
+    errors = [one.error for one in some]
+    by_fold = [[one.error for one in some if one.fold == fold] for fold in {one.fold for one in some}]
+    inside = [one.inside for one in some]
+    return Entry(
+        split=split,
+        group=name,
+        quantity=_QUANTITIES[target],
+        predictor=predictor,
+        rows=len(errors),
+        mean=statistics.fmean(errors),
+        median=statistics.median(errors),
+        p90=float(np.quantile(errors, 0.9)),
+        spread=statistics.pstdev(map(statistics.fmean, by_fold)),
+        coverage=math.nan if np.isnan(inside).all() else float(np.nanmean(inside)),
+        width=math.nan if np.isnan(inside).all() else float(np.nanmedian([one.width for one in some])),
+    )
 
 
 def error_of(target: str, predicted: float, measured: float) -> float:
@@ -198,6 +237,10 @@ class FitScore(NamedTuple):
     fitting: int
     pruned: float
     """Share of the fitting runs whose predicted median does not fit."""
+    caught_at_risk: float
+    """Share of the failed runs that are out of memory with more than the guard's default risk; NaN: without intervals."""
+    pruned_at_risk: float
+    """The same of the fitting runs."""
     pairs: int
     balanced: float
     """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
@@ -207,78 +250,110 @@ def fit_scores(runs: Sequence[Run], found: Found) -> dict[tuple[str, str, str], 
     """By split, GPU with mode, and predictor."""
     pairs = bracketed(runs)
     scores = {}
-    for (split, predictor), parts in found.items():
-        says: dict[int, bool] = {}
-        for fold, predicted in parts:
+    for (split, predictor), judged in found.items():
+        groups: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for (fold, predicted), sigma in zip(judged, log_sigmas_of(runs, split, judged), strict=True):
             for position, index in enumerate(fold.judge):
-                if np.isfinite(predicted["memory"][position]):
-                    says[index] = bool(predicted["memory"][position] > np.log(runs[index].capacity_bytes))
-        groups: defaultdict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
-        for index, fails in says.items():
-            run = runs[index]
-            name = f"{run.gpu} {run.mode}"
-            ok, failed = pairs[run.gpu, run.structure]
-            groups[name]["fits" if run.fits else "failed"].append(fails)
-            if index in (ok, failed) and ok is not None and failed is not None:
-                groups[name]["pair fits" if run.fits else "pair failed"].append(fails)
+                run, value = runs[index], float(predicted["memory"][position])
+                if run.table != "workload" or not math.isfinite(value):
+                    continue
+                limit, risky = math.log(run.capacity_bytes), value + _AT_RISK * float(sigma["memory"][position])
+                fails = float(value > limit)
+                flags = groups[f"{run.gpu} {run.mode}"]
+                flags[_outcome(run)].append(fails)
+                flags[f"{_outcome(run)} at risk"].append(math.nan if math.isnan(risky) else float(risky > limit))
+                ok, failed = pairs[run.gpu, run.structure]
+                if index in (ok, failed) and ok is not None and failed is not None:
+                    flags[f"pair {_outcome(run)}"].append(fails)
         for name, flags in groups.items():
             if flags["failed"]:
-                both = [1 - np.mean(flags["pair fits"]), np.mean(flags["pair failed"])] if flags["pair failed"] else [np.nan]
+                both = 1 - _mean(flags["pair fits"]), _mean(flags["pair failed"])
                 scores[split, name, predictor] = FitScore(
-                    len(flags["failed"]),
-                    float(np.mean(flags["failed"])),
-                    len(flags["fits"]),
-                    float(np.mean(flags["fits"])) if flags["fits"] else float("nan"),
-                    len(flags["pair failed"]),
-                    float(np.mean(both)),
+                    failed=len(flags["failed"]),
+                    caught=_mean(flags["failed"]),
+                    fitting=len(flags["fits"]),
+                    pruned=_mean(flags["fits"]),
+                    caught_at_risk=_mean(flags["failed at risk"]),
+                    pruned_at_risk=_mean(flags["fits at risk"]),
+                    pairs=len(flags["pair failed"]),
+                    balanced=sum(both) / 2,
                 )
     return scores
 
 
+def _outcome(run: Run) -> str:
+    return "fits" if run.fits else "failed"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
 def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore], order: Sequence[str]) -> str:
-    """Tables for a person: a row for each group, a column for each predictor, mean / median in percent."""
-    text = []
+    """Tables for a person: a row for each group, a column for each predictor."""
+    text: list[str] = []
     for split in dict.fromkeys(line.split for line in lines):
-        for quantity in dict.fromkeys(line.quantity for line in lines):
-            some = {(line.group, line.predictor): line for line in lines if (line.split, line.quantity) == (split, quantity)}
-            if not some:
-                continue
-            names = [name for name in order if any(predictor == name for _, predictor in some)]
-            text += [
-                f"### {quantity}, split by {split}",
-                "",
-                f"| runs | rows | {' | '.join(names)} |",
-                "| --- " * (len(names) + 2) + "|",
-            ]
-            for group in sorted({group for group, _ in some}):
-                cells = [some.get((group, name)) for name in names]
-                rows = max(cell.rows for cell in cells if cell is not None)
-                text.append(f"| {group} | {rows} | {' | '.join(_cell(cell) for cell in cells)} |")
-            text.append("")
+        own = [line for line in lines if line.split == split]
+        for quantity in dict.fromkeys(line.quantity for line in own):
+            cells = {(line.group, line.predictor): line for line in own if line.quantity == quantity}
+            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, _errors), ""]
+            known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
+            if known:
+                text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, _interval), ""]
     for split in dict.fromkeys(key[0] for key in scores):
-        names = [name for name in order if any(key[0] == split and key[2] == name for key in scores)]
-        text += [
-            f"### What fits, split by {split}",
-            "",
-            f"| runs | failed | pairs | {' | '.join(names)} |",
-            "| --- " * (len(names) + 3) + "|",
-        ]
-        for group in sorted({key[1] for key in scores if key[0] == split}):
-            fits = [scores.get((split, group, name)) for name in names]
-            first = next(score for score in fits if score is not None)
-            written = ["-" if f is None else f"{f.caught:.1%} / {f.pruned:.1%} / {f.balanced:.1%}" for f in fits]
-            text.append(f"| {group} | {first.failed} | {first.pairs} | {' | '.join(written)} |")
-        text.append("")
+        fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
+        text += [f"### What fits, split by {split}", "", *_fits_table(fits, order), ""]
     return "\n".join(text)
 
 
-def _cell(line: Entry | None) -> str:
-    return "-" if line is None else f"{line.mean:.1%} ± {line.spread:.1%} / {line.median:.1%}"
+def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
+    """A line that was judged on fewer rows than others of its group says on how many."""
+    names = [name for name in order if any(predictor == name for _, predictor in cells)]
+    text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
+    for group in sorted({group for group, _ in cells}):
+        found = [cells.get((group, name)) for name in names]
+        rows = max(cell.rows for cell in found if cell is not None)
+        written = ["-" if c is None else write(c) + (f" ({c.rows} rows)" if c.rows < rows else "") for c in found]
+        text.append(f"| {group} | {rows} | {' | '.join(written)} |")
+    return text
+
+
+def _fits_table(cells: dict[tuple[str, str], FitScore], order: Sequence[str]) -> list[str]:
+    names = [name for name in order if any(predictor == name for _, predictor in cells)]
+    text = [f"| runs | failed | fitting | pairs | {' | '.join(names)} |", "| --- " * (len(names) + 4) + "|"]
+    for group in sorted({group for group, _ in cells}):
+        found = [cells.get((group, name)) for name in names]
+        first = next(score for score in found if score is not None)
+        written = ["-" if score is None else _fits(score) for score in found]
+        text.append(f"| {group} | {first.failed} | {first.fitting} | {first.pairs} | {' | '.join(written)} |")
+    return text
+
+
+def _errors(line: Entry) -> str:
+    return f"{line.mean:.1%} ± {line.spread:.1%} / {line.median:.1%}"
+
+
+def _interval(line: Entry) -> str:
+    return f"{line.coverage:.1%} / {line.width:.0%}"
+
+
+def _fits(score: FitScore) -> str:
+    at_risk = "-" if math.isnan(score.caught_at_risk) else f"{score.caught_at_risk:.1%} / {score.pruned_at_risk:.1%}"
+    return f"{score.caught:.1%} / {score.pruned:.1%}; {at_risk}; {'-' if math.isnan(score.balanced) else f'{score.balanced:.1%}'}"
 
 
 def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
     """The same as data."""
     fits = [
-        {"split": split, "group": group, "predictor": name, **score._asdict()} for (split, group, name), score in scores.items()
+        {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
+        for (split, group, name), score in scores.items()
     ]
-    return json.dumps({"errors": [line._asdict() for line in lines], "fits": fits}, indent=1)
+    return json.dumps({"errors": [rounded(line._asdict()) for line in lines], "fits": fits}, indent=1)
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """For JSON: four decimals, and null for what is not a number."""
+    return {
+        key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
+        for key, value in values.items()
+    }

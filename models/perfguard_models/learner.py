@@ -40,6 +40,8 @@ class Learner(Protocol):
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]]
     """What it reads, of `perfguard_models.dataset.VIEWS`."""
+    tables: ClassVar[tuple[str, ...]]
+    """Kinds of table that it learns from and is judged on."""
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """Learn from ``runs``; ``on_epoch(done, of, loss)`` is called now and then. With a ``checkpoint``, a fit of the same runs
@@ -120,7 +122,7 @@ def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> 
     """Whose training it is: the learner's and its settings', on these runs."""
     digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
     for run in runs:
-        digest.update(repr((run.structure, run.gpu, run.batch_size, sorted(run.labels.items()))).encode())
+        digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())
     return digest.hexdigest()
 
 

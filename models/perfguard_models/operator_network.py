@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch_geometric.utils import scatter
 
-from perfguard_models.dataset import TARGETS, Run
+from perfguard_models.dataset import ALL_TABLES, TARGETS, Run
 from perfguard_models.learner import Epochs, OnEpoch, Predicted, State, identity_of, labels_of, shuffled
 from perfguard_models.operators import COLUMNS, DEVICE_COLUMNS, NAMES
 
@@ -92,6 +92,7 @@ class OperatorNetwork:
 
     name: ClassVar[str] = "guardnet-network"
     views: ClassVar[tuple[str, ...]] = ("operators",)
+    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def __init__(self, *, epochs: int = 14, hidden: int = 128, learning_rate: float = 3e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 from perfguard.exceptions import PredictorError
@@ -35,3 +40,35 @@ def learner_class(name: str) -> type[Learner]:
     module, attribute = _WHERE[name]
     found: Any = getattr(importlib.import_module(module), attribute)
     return found  # type: ignore[no-any-return]
+
+
+def source_of(name: str) -> str:
+    """A hash of the code that the learner ``name`` consists of: its module, what that imports from here, and its views.
+
+    Comments and docstrings do not count. How graphs are traced and tables are read does not either: `perfguard_models.dataset`
+    says what runs are, and they are hashed themselves.
+    """
+    from perfguard_models.dataset import VIEWS
+
+    waiting = [_WHERE[name][0], *(VIEWS[view].module.__name__ for view in learner_class(name).views)]
+    code: dict[str, str] = {}
+    while waiting:
+        module = waiting.pop()
+        if module not in code and module != "perfguard_models.dataset":
+            code[module], imported = _code_of(module)
+            waiting += imported
+    return hashlib.sha256(repr(sorted(code.items())).encode()).hexdigest()
+
+
+@functools.cache
+def _code_of(module: str) -> tuple[str, list[str]]:
+    """The code of a module without comments and docstrings, and which of our modules it imports."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return ast.dump(tree), [name for name in imports if name.startswith("perfguard_models.")]

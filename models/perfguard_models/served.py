@@ -18,7 +18,7 @@ from safetensors.torch import load as load_tensors
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph, roofline_s
 from perfguard.predictor import Estimate, Observation, Prediction
-from perfguard_models.calibration import Calibration
+from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Run, share_of
 from perfguard_models.learner import Learner, Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
@@ -135,7 +135,7 @@ def as_setting(graph: OpGraph, device: Device) -> Run:
 def group_of(run: Run) -> str:
     """The group that a run is calibrated with: what can be told from its graph and its device."""
     if run.table == "operator":
-        return "operator"
+        return OPERATOR
     return f"{run.gpu} {run.mode} {run.variant}{' with convolutions' if run.table == 'workload' else ''}"
 
 

@@ -5,7 +5,6 @@ The folds give the errors in the card and the calibration of the intervals; the 
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections import Counter
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from perfguard.exceptions import ConfigurationError, TableError
-from perfguard_models.calibration import NEW_GPU, Error, calibrated
-from perfguard_models.dataset import Run, dataset_of
-from perfguard_models.leaderboard import Found, entries, fit_scores, predictions
+from perfguard_models.calibration import calibrated
+from perfguard_models.dataset import dataset_of
+from perfguard_models.held_out import errors_of
+from perfguard_models.leaderboard import entries, fit_scores, predictions, rounded
 from perfguard_models.learner import OnEpoch
 from perfguard_models.registry import learner_class
-from perfguard_models.served import group_of, write_trained
+from perfguard_models.served import write_trained
 
 _FEWEST_RUNS = 20
-_CALIBRATED = ("memory", "time")
 
 
 def train_and_write(
@@ -51,57 +50,37 @@ def train_and_write(
     except TypeError as error:
         raise ConfigurationError(f"{name} does not take these settings: {error}") from error
     dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
-    if len(dataset.runs) < _FEWEST_RUNS:
-        raise TableError(f"{len(dataset.runs)} rows are too few to learn from. {dataset.rejections()}")
+    own = [run for run in dataset.runs if run.table in kind.tables]
+    if len(own) < _FEWEST_RUNS:
+        known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
+        raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     started = time.monotonic()
     runs, found = predictions(tables, {name: settings}, ["family", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators)
     learner = kind(**settings)
     checkpoint = cache / f"{name}.checkpoint"
-    learner.fit(dataset.runs, on_epoch=on_epoch, checkpoint=checkpoint)
+    learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
+    errors = [error for (split, _), judged in found.items() for error in errors_of(runs, split, judged)]
     card = {
         "version": 1,
-        "trained_devices": sorted({run.gpu for run in runs}),
-        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in runs).items())),
+        "trained_devices": sorted({run.gpu for run in own}),
+        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in own).items())),
         "left_out": dataset.rejections(),
         "command": _command(name, settings, len(tables), most_operators),
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
-        "errors": [_rounded(line._asdict()) for line in entries(runs, found)],
+        "errors": [rounded(line._asdict()) for line in entries(runs, found)],
         "fits": [
-            {"split": split, "group": group, **_rounded(score._asdict())}
+            {"split": split, "group": group, **rounded(score._asdict())}
             for (split, group, _), score in fit_scores(runs, found).items()
         ],
     }
-    write_trained(out / name, name, learner, card, calibrated(errors_of(runs, found)))
+    write_trained(out / name, name, learner, card, calibrated(errors))
     for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
         path.unlink()
     size = (out / name).with_suffix(".safetensors").stat().st_size
-    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(runs)} rows. {dataset.rejections()}"
+    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(own)} rows. {dataset.rejections()}"
 
 
 def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
     """What to type. The tables are named by their sources, not by where somebody keeps them."""
     words = ["perfguard train", *["TABLE"] * number, f"--predictor {name} --out DIR --most-operators {most_operators}"]
     return " ".join([*words, *(f"--set {key}={value}" for key, value in settings.items())])
-
-
-def errors_of(runs: Sequence[Run], found: Found) -> list[Error]:
-    """What calibration learns from: every run, predicted by a learner that has not seen its family, or not its GPU."""
-    errors = []
-    for (split, _), parts in found.items():
-        for fold, predicted in parts:
-            for position, index in enumerate(fold.judge):
-                run = runs[index]
-                group = NEW_GPU if split == "gpu" else group_of(run)
-                for target in _CALIBRATED:
-                    if target in run.labels:
-                        residual = run.labels[target] - float(predicted[target][position])
-                        errors.append(Error(target, group, residual, float(predicted[f"spread {target}"][position])))
-    return errors
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """For a card: four decimals, and null for what is not a number."""
-    return {
-        key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
-        for key, value in values.items()
-    }

@@ -22,6 +22,10 @@ _SOURCES = {
     "operators": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
     "neusight-e2e": "NeuSight's transformers (sitar-lab/NeuSight, MIT)",
 }
+_FITS = {
+    "failed": "failed", "caught": "caught", "caught_at_risk": "at risk", "fitting": "fitting", "pruned": "pruned",
+    "pruned_at_risk": "at risk", "pairs": "pairs", "balanced": "balanced accuracy",
+}  # fmt: skip
 _LIMITS = """
 Memory of GPUs other than the A100 was never read: of the RTX 3090 and 4090 it is only known which batches fitted. All of it ran
 with cuDNN's benchmark mode on. Times are of half precision (RTX 3090 and 4090), or of float32 forward alone (single operators,
@@ -43,22 +47,29 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
     lines += [
         "By family: a predictor that has seen no run of the family. By GPU: one that has seen no run on the GPU. Mean ± spread"
     ]
-    lines += ["over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference).", ""]
-    lines += ["| split | runs | quantity | rows | mean | median | 90th |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines += ["over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference);"]
+    lines += ["coverage and median width of 90% intervals by a calibration on the other folds.", ""]
+    lines += ["| split | runs | quantity | rows | mean | median | 90th | coverage | width |", "| --- " * 9 + "|"]
     for line in card["errors"]:
         values = f"{line['mean']:.1%} ± {line['spread']:.1%} | {line['median']:.1%} | {line['p90']:.1%}"
-        lines.append(f"| {line['split']} | {line['group']} | {line['quantity']} | {line['rows']:,} | {values} |")
+        interval = "- | -" if line["coverage"] is None else f"{line['coverage']:.1%} | {line['width']:.0%}"
+        lines.append(f"| {line['split']} | {line['group']} | {line['quantity']} | {line['rows']:,} | {values} | {interval} |")
     if card["fits"]:
-        lines += ["", "What fits, by the predicted median against the card's memory:", ""]
-        lines += ["| split | runs | failed | caught | fitting | pruned | pairs | balanced accuracy |", "| --- " * 8 + "|"]
+        lines += ["", "What fits, by the predicted median against the card's memory, and at the guard's default risk:", ""]
+        lines += [f"| split | runs | {' | '.join(_FITS.values())} |", "| --- " * (2 + len(_FITS)) + "|"]
         for fit in card["fits"]:
-            shares = [("-" if fit[key] is None else f"{fit[key]:.1%}") for key in ("caught", "pruned", "balanced")]
-            numbers = [f"{fit[key]:,}" for key in ("failed", "fitting", "pairs")]
-            cells = [numbers[0], shares[0], numbers[1], shares[1], numbers[2], shares[2]]
+            cells = [_cell(fit[key]) for key in _FITS]
             lines.append(f"| {fit['split']} | {fit['group']} | {' | '.join(cells)} |")
     lines += ["", "## What it must not be used for", "", _LIMITS.strip(), "", "## How it was made", ""]
     lines += [f"    {card['command']}", "", f"{card['made']} (without folds that were in the cache); {num_bytes / 1e6:.1f} MB."]
     return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | int | None) -> str:
+    """A number of runs, a share, or nothing."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.1%}"
 
 
 def main() -> None:

@@ -38,12 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perfguard.cli._gpus import show_gpus
 
             show_gpus(as_json=arguments.json)
+        elif arguments.command == "rank":
+            from perfguard.cli._rank import show_ranking
+
+            show_ranking(arguments)
+        elif arguments.command == "log":
+            run_log_command(arguments)
         elif arguments.command == "pack":
             from perfguard.cli._pack import show_schedule
 
             show_schedule(arguments)
-        elif arguments.command == "log":
-            run_log_command(arguments)
         else:
             from perfguard.cli._predict import show_prediction
 
@@ -61,16 +65,19 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     predict = commands.add_parser("predict", help="memory and time of one workload on a device")
-    predict.add_argument("source", metavar="FILE.py:BUILD", help="a function build(params) -> Workload in a Python file")
+    _add_subject(predict)
     predict.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
-    predict.add_argument("--batch-size", type=int, help="given to build as params['batch_size']")
-    predict.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
-    predict.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own")
-    predict.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's own")
-    predict.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")
+    predict.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
+    predict.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
     predict.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
     predict.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
     predict.add_argument("--json", action="store_true", help="data on standard output")
+
+    rank = commands.add_parser("rank", help="GPUs by how fast, how cheap, and whether it fits")
+    _add_subject(rank)
+    rank.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
+    rank.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
+    rank.add_argument("--json", action="store_true", help="data on standard output")
 
     evaluate = commands.add_parser("evaluate", help="hold a predictor against a table of measured runs")
     evaluate.add_argument("table", metavar="TABLE", help="a table of measured runs, CSV, compressed or not")
@@ -81,6 +88,7 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
     gpus.add_argument("--json", action="store_true", help="data on standard output")
 
+    add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
     pack = commands.add_parser("pack", help="a schedule for a queue of jobs on several devices")
     pack.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
     pack.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")
@@ -91,8 +99,17 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     pack.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
     pack.add_argument("--json", action="store_true", help="data on standard output")
 
-    add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
-
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser
+
+
+def _add_subject(command: argparse.ArgumentParser) -> None:
+    """The words that name a network and how it is run."""
+    command.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="a function build(params) -> Workload, or a model")
+    command.add_argument("--batch-size", type=int, help="of an ONNX file; given to build as params['batch_size']")
+    command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
+    command.add_argument("--dim", action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable")
+    command.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own; an ONNX file is run forward")
+    command.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's or the file's own")
+    command.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")

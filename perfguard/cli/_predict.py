@@ -10,36 +10,59 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from perfguard.devices import Device, resolve_device
+from perfguard._predict import graph_of, most_energy
+from perfguard.devices import Device, mig_instance, mig_profiles, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import BuildError, ConfigurationError
-from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator, trace
-from perfguard.predictor import Estimate, Prediction, load_predictor
-from perfguard.quantities import format_bytes, format_seconds
+from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
+from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
+from perfguard.quantities import format_bytes, format_joules, format_seconds
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
 
 _MOST_KINDS = 6
 _MOST_ROWS = 15
 
 
+MIG_QUANTILE = 0.95
+"""A MIG instance fits if this quantile of the peak memory does."""
+
+
+class Subject(NamedTuple):
+    """What a command is asked about: an ONNX file or the workload that a function builds."""
+
+    network: str | Workload
+    steps: int | None
+    options: Mapping[str, Any]
+
+    def graph_on(self, device: Device) -> OpGraph:
+        """Its operators as ``device`` would run them."""
+        return graph_of(self.network, device, **self.options)
+
+
 def show_prediction(arguments: argparse.Namespace) -> None:
-    """Build, trace, predict and print.
+    """Build or read, predict and print.
 
     Raises:
         PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
     """
-    device = resolve_device(arguments.gpu)
-    workload = _workload(arguments)
-    graph = trace(workload, target=device)
-    prediction = load_predictor().predict(graph, device, steps=workload.steps)
+    whole = resolve_device(arguments.gpu)
+    subject = subject_of(arguments)
+    predictor = load_predictor()
+    device = _part_of(whole, arguments)
+    graph = subject.graph_on(device)
+    prediction = predictor.predict(graph, device, steps=subject.steps)
+    mig = None
+    if arguments.mig == "auto":
+        mig = _smallest_instance(whole, graph, prediction, predictor)
     if arguments.json:
-        print(json.dumps(_as_json(prediction, device), indent=2))
+        extra = {} if mig is None else {"mig": mig}
+        print(json.dumps(_as_json(prediction, device, graph, arguments.batch_size) | extra, indent=2))
     else:
-        _print(prediction, device, graph)
+        _print(prediction, device, graph, arguments.batch_size, mig)
         if arguments.explain:
             _explain(graph, device)
     if arguments.plot:
@@ -49,12 +72,75 @@ def show_prediction(arguments: argparse.Namespace) -> None:
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
+def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
+    """The MIG instance or the MPS share that was asked for."""
+    if arguments.mps is not None:
+        if arguments.mig is not None:
+            raise ConfigurationError("--mig and --mps exclude each other.")
+        return mps_share(device, arguments.mps)
+    if arguments.mig in (None, "auto"):
+        return device
+    profiles = {profile.name: profile for profile in mig_profiles(device)}
+    if arguments.mig not in profiles:
+        known = ", ".join(profiles) or "none"
+        raise ConfigurationError(f"{device.name} has no MIG profile {arguments.mig!r}. It has: {known}.")
+    return mig_instance(device, profiles[arguments.mig])
+
+
+def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:
+    """The smallest MIG profile that holds the network, and how fast it runs there."""
+    needed = prediction.peak_memory.quantile(MIG_QUANTILE)
+    profile = smallest_profile(device, needed)
+    if profile is None:
+        return {"profile": None, "needed_bytes": needed}
+    there = predictor.predict(graph, mig_instance(device, profile)).step_time
+    return {
+        "profile": profile.name,
+        "needed_bytes": needed,
+        "memory_bytes": profile.memory_bytes,
+        "instances": profile.num_instances,
+        "step_time_s": _estimate(there),
+    }
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """What the words of a command name."""
+    _check_batch_size(arguments.batch_size)
+    if not arguments.source.lower().endswith(".onnx"):
+        if arguments.dim:
+            raise ConfigurationError("--dim is for ONNX files; give hyperparameters with --set.")
+        workload = _workload(arguments)
+        return Subject(workload, workload.steps, {})
+    if arguments.set:
+        raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
+    options = {
+        "mode": arguments.mode,
+        "precision": arguments.precision,
+        "batch_size": arguments.batch_size,
+        "dims": dict(map(_dimension, arguments.dim)),
+    }
+    return Subject(arguments.source, arguments.steps, options)
+
+
+def _dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
+    """From "batch=8" or "input=8x3x224x224"."""
+    name, separator, value = text.rpartition("=")
+    parts = value.lower().split("x")
+    if not separator or not name or not all(part.isdecimal() for part in parts):
+        raise ConfigurationError(f"--dim must look like NAME=8 or INPUT=8x3x224x224, but got {text!r}.")
+    sizes = tuple(map(int, parts))
+    return name, sizes[0] if len(sizes) == 1 else sizes
+
+
+def _check_batch_size(batch_size: int | None) -> None:
+    if batch_size is not None and batch_size < 1:
+        raise ConfigurationError(f"--batch-size must be at least 1, but got {batch_size}.")
+
+
 def _workload(arguments: argparse.Namespace) -> Workload:
     build = _load_build(arguments.source)
     params = dict(map(_parameter, arguments.set))
     if arguments.batch_size is not None:
-        if arguments.batch_size < 1:
-            raise ConfigurationError(f"--batch-size must be at least 1, but got {arguments.batch_size}.")
         params["batch_size"] = arguments.batch_size
     try:
         workload = build_workload(build, params)
@@ -70,7 +156,9 @@ def _load_build(source: str) -> Build:
     path_text, separator, name = source.rpartition(":")
     path = Path(path_text)
     if not separator or path.suffix != ".py":
-        raise ConfigurationError(f"Expected FILE.py:BUILD, for instance examples/models.py:resnet, but got {source!r}.")
+        raise ConfigurationError(
+            f"Expected FILE.py:BUILD, for instance examples/models.py:resnet, or FILE.onnx, but got {source!r}."
+        )
     if not path.is_file():
         raise ConfigurationError(f"There is no file {path_text!r}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -104,29 +192,36 @@ def _parameter(text: str) -> tuple[str, Any]:
         return name, value  # a plain word, for instance optimizer=adam
 
 
-def _as_json(prediction: Prediction, device: Device) -> dict[str, Any]:
-    def estimate(value: Estimate | None) -> dict[str, float] | None:
-        if value is None:
-            return None
-        low, high = value.interval()
-        return {"median": value.median, "low": low, "high": high}
+def _estimate(value: Estimate | None) -> dict[str, float] | None:
+    if value is None:
+        return None
+    low, high = value.interval()
+    return {"median": value.median, "low": low, "high": high}
 
+
+def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None) -> dict[str, Any]:
     return {
         "gpu": device.id,
         "predictor": prediction.predictor,
         "trained_on_device": prediction.trained_on_device,
-        "peak_memory_bytes": estimate(prediction.peak_memory),
-        "step_time_s": estimate(prediction.step_time),
-        "total_time_s": estimate(prediction.total_time),
+        "peak_memory_bytes": _estimate(prediction.peak_memory),
+        "step_time_s": _estimate(prediction.step_time),
+        "total_time_s": _estimate(prediction.total_time),
         "capacity_bytes": device.memory_bytes,
         "p_oom": prediction.p_oom(device.memory_bytes),
+        "throughput_per_s": None if batch_size is None else batch_size / prediction.step_time.median,
+        "gpu_util": prediction.gpu_util,
+        "sm_active": prediction.sm_active,
+        "energy_j": _estimate(prediction.energy),
+        "most_energy_j": _estimate(most_energy(prediction, device)),
+        "flops": graph.flops,
         "bytes_at_peak": dict(prediction.bytes_at_peak),
         "time_by_kind_s": dict(prediction.time_by_kind_s),
         "unmodelled": list(prediction.unmodelled),
     }
 
 
-def _print(prediction: Prediction, device: Device, graph: OpGraph) -> None:
+def _print(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None, mig: Mapping[str, Any] | None) -> None:
     console = Console()
     memory_low, memory_high = prediction.peak_memory.interval()
     time_low, time_high = prediction.step_time.interval()
@@ -138,11 +233,16 @@ def _print(prediction: Prediction, device: Device, graph: OpGraph) -> None:
     )
     table.add_row("P(out of memory)", f"{prediction.p_oom(device.memory_bytes):.1%}")
     table.add_row(
-        "step time",
+        "step time" if graph.mode == "train" else "latency",
         f"{format_seconds(prediction.step_time.median)}  (90%: {format_seconds(time_low)} to {format_seconds(time_high)})",
     )
     if prediction.total_time is not None:
         table.add_row("trial time", format_seconds(prediction.total_time.median))
+    if batch_size is not None:
+        table.add_row("throughput", f"{batch_size / prediction.step_time.median:,.0f} samples/s")
+    _add_utilisation(table, prediction, device)
+    if mig is not None:
+        table.add_row("smallest MIG profile", _in_words(mig))
     table.add_row("work", f"{graph.flops / 1e9:,.1f} GFLOP in {len(graph.ops)} operators")
     console.print(table)
     console.print(_shares("alive at the peak", prediction.bytes_at_peak, format_bytes))
@@ -151,6 +251,27 @@ def _print(prediction: Prediction, device: Device, graph: OpGraph) -> None:
         console.print(f"[yellow]{prediction.predictor} was not trained on {device.name}: its intervals are wider.[/]")
     for text in prediction.unmodelled:
         console.print(f"[yellow]not modelled: {text}[/]")
+
+
+def _add_utilisation(table: Table, prediction: Prediction, device: Device) -> None:
+    for title, share in (("GPU busy", prediction.gpu_util), ("multiprocessors active", prediction.sm_active)):
+        if share is not None:
+            table.add_row(title, f"{share:.0%}")
+    energy = most_energy(prediction, device)
+    if energy is not None:
+        most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
+        table.add_row("energy", f"{most}{format_joules(energy.median)}")
+
+
+def _in_words(mig: Mapping[str, Any]) -> str:
+    needed = format_bytes(mig["needed_bytes"])
+    if mig["profile"] is None:
+        return f"none: {needed} are needed (95% quantile)"
+    latency = format_seconds(mig["step_time_s"]["median"])
+    return (
+        f"{mig['profile']} ({format_bytes(mig['memory_bytes'])} for {needed}, the 95% quantile); "
+        f"{latency} there, {mig['instances']} of them on one GPU"
+    )
 
 
 def _explain(graph: OpGraph, device: Device) -> None:

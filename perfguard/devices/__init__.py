@@ -4,6 +4,18 @@ from perfguard.devices._catalog import catalog
 from perfguard.devices._cpu import cpu
 from perfguard.devices._detect import detect_gpu, resolve_device
 from perfguard.devices._mig import MigProfile, mig_profiles, smallest_profile
+from perfguard.devices._partition import mig_instance, mps_share
 from perfguard.devices._spec import Device
 
-__all__ = ["Device", "MigProfile", "catalog", "cpu", "detect_gpu", "mig_profiles", "resolve_device", "smallest_profile"]
+__all__ = [
+    "Device",
+    "MigProfile",
+    "catalog",
+    "cpu",
+    "detect_gpu",
+    "mig_instance",
+    "mig_profiles",
+    "mps_share",
+    "resolve_device",
+    "smallest_profile",
+]

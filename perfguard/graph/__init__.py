@@ -7,6 +7,7 @@ from perfguard.graph._costs import KIND_INDEX, OP_KINDS
 from perfguard.graph._opaque import opaque
 from perfguard.graph._roofline import channel_padding, roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._trace import trace
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "OpGraph",
     "OperatorCost",
     "Phase",
+    "SequenceTracer",
     "Storage",
     "StorageKind",
     "TraceCache",

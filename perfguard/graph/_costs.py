@@ -89,6 +89,7 @@ _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 _MAX_FFT_SIZE = 256
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
 """Where the left factor of a matrix product is among the arguments; the right one follows."""
+_COUNTED_BY_INPUT = ("reduction", "loss", "norm_backward")
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
 
@@ -118,8 +119,19 @@ def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[A
     counter = flop_registry.get(func.overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))
+    return elementwise_flops(kind, _num_elements(args) if kind in _COUNTED_BY_INPUT else 0, _num_elements(out))
+
+
+def elementwise_flops(kind: str, num_inputs: int, num_outputs: int) -> int:
+    """Floating-point operations of an operator of ``kind`` that does a few for each element.
+
+    Args:
+        kind: one of OP_KINDS.
+        num_inputs: elements of its largest input.
+        num_outputs: elements of its largest output.
+    """
     per_element = _ELEMENTWISE_FLOPS.get(kind, 0 if kind in ("copy", "fill", "embedding") else 1)
-    return per_element * _num_elements(out if kind not in ("reduction", "loss", "norm_backward") else args)
+    return per_element * (num_inputs if kind in _COUNTED_BY_INPUT else num_outputs)
 
 
 def _num_elements(value: Any) -> int:
@@ -130,7 +142,7 @@ def _num_elements(value: Any) -> int:
     return 0
 
 
-def _product_flops(inputs: torch.Size, weight: torch.Size, outputs: torch.Size, *, transposed: bool) -> int:
+def product_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequence[int], *, transposed: bool) -> int:
     """2 · N · (positions) · (weights): each weight meets each position of the smaller map once a sample.
 
     ``weight`` is (C_out, C_in / groups, *kernel), or (C_in, C_out / groups, *kernel) if transposed, so its number of
@@ -141,16 +153,16 @@ def _product_flops(inputs: torch.Size, weight: torch.Size, outputs: torch.Size, 
 
 
 def _convolution_flops(args: Sequence[Any], out: torch.Tensor) -> int:
-    return _product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
+    return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
 
 
 def _convolution_backward_flops(args: Sequence[Any]) -> int:
     grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
-    one = _product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
+    one = product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
     return one * (int(output_mask[0]) + int(output_mask[1]))
 
 
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
     """Two matrix products, (L, E) x (E, S) and (L, S) x (S, Ev), in each head; a mask saves nothing here."""
     heads = math.prod(query[:-2])
     return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
@@ -164,7 +176,7 @@ def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.S
 
 # Operators that torch's registry does not know.
 _OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention_flops(*(tensor.shape for tensor in args[:3])),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args: attention_flops(*(tensor.shape for tensor in args[:3])),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
         *(tensor.shape for tensor in args[1:4])
     ),
@@ -187,16 +199,38 @@ def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
     shift = 0 if kind == "conv" else 1
     inputs, weight, stride, padding, dilation = args[shift], args[1 + shift], *args[3 + shift : 6 + shift]
     transposed, groups = bool(args[6 + shift]), int(args[8 + shift])
-    kernel = tuple(weight.shape[2:])
+    return convolution_attributes(
+        tuple(inputs.shape),
+        tuple(weight.shape),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        transposed=transposed,
+    )
+
+
+def convolution_attributes(
+    in_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    transposed: bool,
+) -> dict[str, Any]:
+    """What decides the kernel of a convolution; see :func:`attributes_of`."""
+    kernel = weight_shape[2:]
     dense = groups == 1 and all(step == 1 for step in (*stride, *dilation))
     return {
-        "in_shape": tuple(inputs.shape),
-        "weight_shape": tuple(weight.shape),
+        "in_shape": in_shape,
+        "weight_shape": weight_shape,
         "stride": tuple(stride),
         "padding": tuple(padding),
         "dilation": tuple(dilation),
         "groups": groups,
         "transposed": transposed,
         "winograd": dense and kernel in ((3, 3), (5, 5)),
-        "fft": dense and len(kernel) == 2 and max(kernel) > 1 and max(inputs.shape[2:]) <= _MAX_FFT_SIZE,
+        "fft": dense and len(kernel) == 2 and max(kernel) > 1 and max(in_shape[2:]) <= _MAX_FFT_SIZE,
     }

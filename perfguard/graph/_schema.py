@@ -18,12 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from perfguard.devices import Device
 
 SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
@@ -158,6 +164,38 @@ class OpGraph:
             pairs.extend({(writer[s], index) for s in op.inputs if s in writer})
             writer.update(dict.fromkeys(op.outputs, index))
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+
+    @staticmethod
+    def from_onnx(
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int | None = None,
+        dims: Mapping[str, int | Sequence[int]] | None = None,
+        precision: Literal["fp32", "fp16", "bf16"] | None = None,
+        max_bytes: int = 2 * 2**30,
+        target: Device | Literal["cuda", "cpu"] = "cuda",
+    ) -> OpGraph:
+        """One inference of the network in an ONNX file, as PyTorch would launch it.
+
+        Only shapes are read: the values of weights stay on disk, and external data need not even be there. What other exporters
+        spell out (attention, GELU, linear layers) is put together again; operators that nobody knows keep their bytes and are
+        named in ``unmodelled``.
+
+        Args:
+            path: the file.
+            batch_size: first dimension of every input that leaves it open, or has another one.
+            dims: other sizes: of a named dimension (``{"sequence": 128}``), or all of an input (``{"x": (8, 3, 224, 224)}``).
+            precision: what its float32 tensors are run in. None: as they are stored.
+            max_bytes: larger files are refused.
+            target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
+
+        Raises:
+            OnnxError: if the file is damaged, too large, too new, cyclic, reaches outside its folder, or leaves sizes open.
+            ConfigurationError: for an argument that cannot be right.
+        """
+        from perfguard.onnx import graph_from_onnx
+
+        return graph_from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, max_bytes=max_bytes, target=target)
 
     def to_bytes(self) -> bytes:
         """Compressed JSON; nothing in it but shapes, operators and module paths."""

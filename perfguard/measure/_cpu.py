@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from perfguard.measure._measurement import Confidence
 from perfguard.measure._probe import Reading
 
 _STATUS = Path("/proc/self/status")
@@ -40,8 +41,8 @@ class CpuProbe:
     def read(self) -> Reading:
         if not self._started:
             return Reading(self.method)
-        peak = self._memory.peak_bytes()
-        return Reading(self.method, peak_memory_bytes=peak, confidence="high" if self.method == "vmhwm" else "medium")
+        confidence: Confidence = "high" if self.method == "vmhwm" else "medium"
+        return Reading(self.method, peak_memory_bytes=self._memory.peak_bytes(), confidence=confidence)
 
     def finish(self) -> Reading:
         reading = self.read()

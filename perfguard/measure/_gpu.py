@@ -110,12 +110,12 @@ class GpuProbe:
             return None
 
     def read(self) -> Reading:
-        return self._read(self._driver.so_far)
+        return self._read(self._driver.read)
 
     def finish(self) -> Reading:
         return self._read(self._driver.finish)
 
-    def _read(self, ask_driver: Callable[[], DriverReading]) -> Reading:
+    def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
         if not self._can_use_cuda:
             return Reading("none", notes=("this PyTorch has no CUDA, so the GPU's memory was not measured",))
         try:
@@ -123,7 +123,7 @@ class GpuProbe:
                 self._index = self._cuda.current_device()
         except RuntimeError:
             pass  # said below
-        driver = ask_driver()
+        driver = read_driver()
         try:
             if self._index is None:
                 return self._reading(driver, {}, None, "the trial did not use CUDA in this process")

@@ -138,8 +138,8 @@ class NvmlProbe:
         self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
         self._sampler.start()
 
-    def so_far(self) -> DriverReading:
-        """What the samples have shown until now; goes on watching."""
+    def read(self) -> DriverReading:
+        """What the samples showed so far."""
         return self._reading()
 
     def finish(self) -> DriverReading:

@@ -42,7 +42,7 @@ class Probe(Protocol):
         processor's clock tells the time."""
 
     def read(self) -> Reading:
-        """What was seen so far; goes on watching. Also without :meth:`start`."""
+        """What was seen so far; the watching goes on."""
 
     def finish(self) -> Reading:
         """Stop watching and say what was seen. Called once; also without :meth:`start`."""

@@ -129,20 +129,20 @@ class Run:
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        self.measurement = self._measured(self._probe.finish(), status, step_time_s, data_wait_s, total_time_s, note)
+        self.measurement = self._measured(status, self._probe.finish(), step_time_s, data_wait_s, total_time_s, note)
         return self.measurement
 
     def so_far(self) -> Measurement:
-        """What the run has cost until now; it goes on. After the end: what it cost. Waits for the device."""
+        """What the run has cost until now; it goes on. After the end: what it cost."""
         if self.measurement is not None:
             return self.measurement
-        step_time_s, data_wait_s = self._timer.step_time_s(), self._timer.data_wait_s()
-        return self._measured(self._probe.read(), "ok", step_time_s, data_wait_s, self.elapsed_s, "")
+        timer = self._timer
+        return self._measured("ok", self._probe.read(), timer.step_time_s(), timer.data_wait_s(), self.elapsed_s, "")
 
     def _measured(
         self,
-        reading: Reading,
         status: Status,
+        reading: Reading,
         step_time_s: float | None,
         data_wait_s: float | None,
         total_time_s: float,

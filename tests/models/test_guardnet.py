@@ -280,6 +280,13 @@ def test_on_a_gpu_it_answers_what_the_tables_taught(
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
 
 
+def test_inference_on_a_card_faster_than_all_that_were_learnt_from_is_left_to_physics(net: GuardNet) -> None:
+    graph = on_a_gpu("fp32", "infer", benchmark=True)
+    times = [net.predict(graph, resolve_device(name)).step_time for name in ("p4", "b200")]
+    assert times[1].median < times[0].median
+    assert times[1].log_sigma < 0.7
+
+
 def test_of_a_perceptron_it_says_how_busy_the_gpu_is(net: GuardNet) -> None:
     device = resolve_device("a100")
     small, large = (net.predict(perceptron(width, width, batch=batch), device) for width, batch in ((64, 16), (4096, 4096)))

@@ -21,13 +21,13 @@ from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Predictor
-from perfguard_models import served
-from perfguard_models.calibration import NEW_GPU, Calibration, Error, calibrated
+from perfguard_models import registry, served
+from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, Error, calibrated, on_new_gpu
 from perfguard_models.dataset import VIEWS, Run
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.learner import Epochs, Learner
 from perfguard_models.perfseer import pcgrad
-from perfguard_models.registry import NAMES, learner_class
+from perfguard_models.registry import NAMES, learner_class, source_of
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -150,6 +150,42 @@ def test_a_pair_that_brackets_the_card_moves_the_prediction_between_them(runs: l
     assert np.mean(physics) < 0.85
 
 
+@pytest.mark.parametrize("name", ["dnnperf", "perfseer", "dippm", "lilou"])
+def test_a_papers_network_answers_within_what_it_has_seen(name: str, runs: list[Run]) -> None:
+    learner = fitted(name, runs)
+    huge = [
+        run._replace(view=run.view | {"nodes": run.view["nodes"] * 1e9, "globals": run.view["globals"] * 1e9}) for run in runs
+    ]
+    seen = [run.labels["time"] for run in runs]
+    margin = max(1.0, float(np.std(seen)))
+    said = learner.predict(huge)["time"]
+    assert ((said >= min(seen) - margin - 1e-3) & (said <= max(seen) + margin + 1e-3)).all()
+
+
+def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
+    learner = fitted("dippm", [run._replace(labels={"time": run.labels["time"]}) for run in runs])
+    said = learner.predict(runs)
+    assert np.isfinite(said["time"]).all()
+    assert np.isnan(said["memory"]).all()
+
+
+def test_predictions_are_made_again_when_the_code_changes_but_not_for_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: source_of(name) for name in ("trees", "dippm")}
+    read = Path.read_text
+
+    def changed(added: str) -> None:
+        registry._code_of.cache_clear()
+        monkeypatch.setattr(Path, "read_text", lambda path, **k: read(path, **k) + (added if path.name == "trees.py" else ""))
+
+    changed("# nothing\n")
+    assert source_of("trees") == before["trees"]
+    changed("X = 1\n")
+    assert source_of("trees") != before["trees"]
+    assert source_of("dippm") == before["dippm"]  # it has no trees
+    monkeypatch.undo()
+    registry._code_of.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def table() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
@@ -205,6 +241,15 @@ def test_a_gpu_that_was_never_seen_has_its_own_width() -> None:
     known, new = (calibration.log_sigma("time", "a", 0.01, known_gpu=flag) for flag in (True, False))
     assert new == pytest.approx(4 * known)
     assert calibration.log_sigma("time", "b", 0.01) == pytest.approx(known)
+
+
+def test_single_operators_do_not_widen_the_intervals_of_whole_steps() -> None:
+    steps = [Error("time", "a", 0.1 * (-1) ** i, 0.02) for i in range(200)]
+    operators = [Error("time", group, 3.0 * (-1) ** i, 0.0) for group in (OPERATOR, on_new_gpu(OPERATOR)) for i in range(2000)]
+    with_them, alone = calibrated(steps + operators), calibrated(steps)
+    assert with_them.log_sigma("time", "b", 0.02) == alone.log_sigma("time", "b", 0.02)
+    assert with_them.log_sigma("time", OPERATOR, 0.0) == pytest.approx(3.0 / 1.645, rel=1e-3)
+    assert with_them.scale_of("time", "a", known_gpu=False) == alone.scale_of("time", "a")  # no whole step on a new GPU
 
 
 # Served

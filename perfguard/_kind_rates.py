@@ -1,0 +1,107 @@
+"""Seconds of a graph from a few measured ones: how much slower than its roofline each kind of operator is on this machine.
+
+A machine, a library and a family of networks have much in common that no general predictor knows: how well this CPU's 3 x 3
+convolutions do, what one call costs. For networks of one search space a sum over kinds says nearly all of it:
+
+    seconds = Σₖ aₖ · (roofline seconds of kind k) + Σₖ bₖ · (calls of kind k),   a, b ≥ 0,
+
+fitted to relative errors, with a pull of each a towards what all have in common. nn-Meter (Zhang et al. 2021) sums predicted
+kernels in the same way; here the kernels of a kind share two numbers, so that ten networks are enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from perfguard.graph import Op, OpGraph, roofline_s
+from perfguard.predictor import Estimate
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+FEWEST = 8
+"""Measured graphs from which rates are fitted."""
+_PULL = 0.1
+_LEAST_LOG_SIGMA = 0.03
+_UNKNOWN_SHARE = 0.02
+"""Of a graph's roofline that may belong to kinds that were never measured."""
+
+Sums = dict[str, tuple[float, int]]
+"""Of each kind the roofline seconds, and the calls."""
+
+
+def sums_by_kind(graph: OpGraph, device: Device) -> Sums:
+    """What the rates are applied to."""
+    sums: Sums = {}
+    for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
+        kind = _kind(op)
+        before, calls = sums.get(kind, (0.0, 0))
+        sums[kind] = before + seconds, calls + 1
+    return sums
+
+
+def _kind(op: Op) -> str:
+    """Convolutions by what their libraries tell apart: depthwise, of one pixel, of more."""
+    if op.kind != "conv":
+        return op.kind
+    if op.attributes["groups"] > 1:
+        return "conv in groups"
+    return "conv 1x1" if math.prod(op.attributes["weight_shape"][2:]) == 1 else "conv"
+
+
+class KindRates:
+    """Rates fitted to measured graphs, and how well they did on those when each was left out.
+
+    Args:
+        measured: of each graph its sums, and its seconds; at least FEWEST.
+    """
+
+    def __init__(self, measured: Sequence[tuple[Sums, float]]) -> None:
+        self._kinds = sorted({kind for sums, _ in measured for kind in sums})
+        rows = np.array([self._row(sums) for sums, _ in measured])
+        seconds = np.array([found for _, found in measured])
+        self._rates = _fitted(rows, seconds)
+        errors = [
+            math.log(max(float(rows[at] @ _fitted(np.delete(rows, at, 0), np.delete(seconds, at))), 1e-9) / seconds[at])
+            for at in range(len(seconds))
+        ]
+        self.log_sigma = max(robust_spread(errors), _LEAST_LOG_SIGMA)
+        """Standard deviation of log(measured / predicted) for a network that was left out."""
+
+    def seconds_of(self, sums: Sums) -> Estimate | None:
+        """None for a graph with more than a little of a kind that was never measured."""
+        total = sum(seconds for seconds, _ in sums.values())
+        known = sum(seconds for kind, (seconds, _) in sums.items() if kind in self._kinds)
+        predicted = float(self._row(sums) @ self._rates)
+        if known < (1 - _UNKNOWN_SHARE) * total or predicted <= 0:
+            return None
+        return Estimate(predicted, self.log_sigma)
+
+    def _row(self, sums: Sums) -> npt.NDArray[np.float64]:
+        """Seconds of each kind, then calls of each kind."""
+        found = [sums.get(kind, (0.0, 0)) for kind in self._kinds]
+        return np.array([seconds for seconds, _ in found] + [float(calls) for _, calls in found])
+
+
+def robust_spread(errors: Sequence[float]) -> float:
+    """The standard deviation of errors around zero, by their median: one absurd reading does not speak for all."""
+    return float(np.median(np.abs(errors))) * 1.4826
+
+
+def _fitted(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rates, none below zero. Shapes: (n, 2 k), (n,) → (2 k,)."""
+    number = rows.shape[1] // 2
+    common = float(np.median(seconds / rows[:, :number].sum(axis=1)))
+    scale = np.maximum(rows.mean(axis=0), 1e-12)
+    relative = rows / scale / seconds[:, None]
+    share = scale[:number] / scale[:number].sum()
+    pull = _PULL * math.sqrt(len(seconds)) * np.diag(np.concatenate([share / (common * scale[:number]), np.zeros(number)]))
+    wanted = _PULL * math.sqrt(len(seconds)) * np.concatenate([share, np.zeros(number)])
+    found, _ = nnls(np.vstack([relative, pull]), np.concatenate([np.ones(len(seconds)), wanted]))
+    return np.asarray(found / scale, dtype=np.float64)

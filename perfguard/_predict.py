@@ -1,0 +1,114 @@
+"""``perfguard.predict``: one call from a network to what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfguard.exceptions import ConfigurationError
+from perfguard.graph import OpGraph, trace
+from perfguard.predictor import DEFAULT_PREDICTOR, Estimate, Prediction, Predictor, load_predictor
+from perfguard.workload import Mode, Precision, Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from perfguard.devices import Device
+
+    Network = str | os.PathLike[str] | Workload | OpGraph | nn.Module
+
+
+def predict(
+    model: Network,
+    *,
+    gpu: str | Device = "auto",
+    mode: Mode | None = None,
+    inputs: Any = None,
+    batch_size: int | None = None,
+    dims: Mapping[str, int | Sequence[int]] | None = None,
+    precision: Precision | None = None,
+    predictor: str | Predictor = DEFAULT_PREDICTOR,
+) -> Prediction:
+    """What one inference (or one training step) of ``model`` costs on a GPU: time, peak memory, utilisation where it is known.
+
+    Example:
+        >>> import torch
+        >>> prediction = predict(torch.nn.Linear(64, 10), inputs=(32, 64), gpu="a100")
+        >>> prediction.device_id
+        'a100-pcie-40gb'
+
+    Args:
+        model: the path of an ONNX file, a Workload, a graph, or an ``nn.Module`` (with ``inputs``).
+        gpu: a catalog name such as "a100", "auto", "cpu", or a Device, such as `perfguard.devices.mig_instance` makes.
+        mode: "infer" or "train". None: a Workload's own, else "infer".
+        inputs: of a module, one batch as :class:`Workload` takes it.
+        batch_size: of an ONNX file, as :meth:`OpGraph.from_onnx` takes it; and so ``dims``.
+        dims: other sizes of an ONNX file.
+        precision: instead of the workload's own, or of the one that an ONNX file is stored in.
+        predictor: its name, or the object itself.
+
+    Raises:
+        OnnxError, WorkloadError: if the network cannot be read or traced.
+        ConfigurationError: for arguments that do not go together.
+    """
+    from perfguard.devices import resolve_device
+
+    device = resolve_device(gpu)
+    graph = graph_of(model, device, mode=mode, inputs=inputs, batch_size=batch_size, dims=dims, precision=precision)
+    chosen = load_predictor(predictor) if isinstance(predictor, str) else predictor
+    steps = model.steps if isinstance(model, Workload) else None
+    return chosen.predict(graph, device, steps=steps)
+
+
+def graph_of(
+    model: Network,
+    device: Device,
+    *,
+    mode: Mode | None = None,
+    inputs: Any = None,
+    batch_size: int | None = None,
+    dims: Mapping[str, int | Sequence[int]] | None = None,
+    precision: Precision | None = None,
+) -> OpGraph:
+    """The graph of whatever :func:`predict` takes."""
+    if isinstance(model, OpGraph):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        return _graph_of_file(Path(model), device, mode=mode, batch_size=batch_size, dims=dims, precision=precision)
+    if batch_size is not None or dims:
+        raise ConfigurationError("batch_size and dims are for ONNX files; of a module or a workload the inputs have the batch.")
+    if not isinstance(model, Workload):
+        if inputs is None:
+            raise ConfigurationError("A module needs its inputs, for instance predict(model, inputs=(32, 3, 224, 224)).")
+        model = Workload(model, inputs, mode="infer")
+    changes: dict[str, Any] = {name: value for name, value in (("mode", mode), ("precision", precision)) if value is not None}
+    return trace(dataclasses.replace(model, **changes), target=device)
+
+
+def _graph_of_file(
+    path: Path,
+    device: Device,
+    *,
+    mode: Mode | None,
+    batch_size: int | None,
+    dims: Mapping[str, int | Sequence[int]] | None,
+    precision: Precision | None,
+) -> OpGraph:
+    if path.suffix.lower() != ".onnx":
+        raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(path)!r}.")
+    if mode == "train":
+        raise ConfigurationError("An ONNX file holds the forward pass alone: give mode='infer', or the network in PyTorch.")
+    return OpGraph.from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, target=device)  # type: ignore[arg-type]
+
+
+def most_energy(prediction: Prediction, device: Device) -> Estimate | None:
+    """Joules of one step: what the predictor says, else the most that it can be, the card's power limit (TDP) for all the time.
+
+    None on a device whose power limit is not known, such as a CPU.
+    """
+    if prediction.energy is not None or device.tdp_w <= 0:
+        return prediction.energy
+    return prediction.step_time.scaled(device.tdp_w)

@@ -1,0 +1,254 @@
+"""Limits of a deployed network as a part of any search: a filter, a constraint of a tuner, a penalty with a gradient.
+
+A candidate is traced and predicted, never run. What a few of them really take on the device at hand can be told to
+:meth:`LatencyConstraint.learn`, and the predictions move towards it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
+from perfguard._predict import graph_of, most_energy
+from perfguard.budget import Limit
+from perfguard.exceptions import ConfigurationError
+from perfguard.guard import Verdict
+from perfguard.predictor import DEFAULT_PREDICTOR, Estimate, Observation, Prediction, Predictor, load_predictor
+from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
+from perfguard.workload import TensorSpec, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from perfguard._predict import Network
+    from perfguard.devices import Device
+    from perfguard.graph import OpGraph
+
+_EVEN_CHANCE = 0.5
+_N = TypeVar("_N", bound="Network")
+
+
+class ConstrainedTrial(Protocol):
+    """What is asked of a tuner's trial: `optuna.trial.Trial` of Optuna 5 has it."""
+
+    def set_constraint(self, key: str, value: float) -> None:
+        """Tell the sampler how far the trial is from feasible; above zero: it is not."""
+
+
+class LatencyConstraint:
+    """Whether a network runs fast enough, on little enough energy and memory, on a given device.
+
+    Example:
+        >>> from torch import nn
+        >>> constraint = LatencyConstraint(gpu="t4", max_latency_ms=5, inputs=(8, 3, 32, 32))
+        >>> constraint(nn.Conv2d(3, 8, 3)).action
+        'launch'
+        >>> constraint(nn.Conv2d(3, 4096, 31, padding=15)).action
+        'prune'
+
+    Args:
+        gpu: a catalog name such as "a100", "auto", "cpu", or a Device (a MIG instance, for example).
+        max_latency_ms: milliseconds of one batch.
+        max_energy_j: joules of one batch. Where the predictor does not know energy, the power limit of the card times the
+            latency must stay below it, which is cautious. A CPU has no known power limit.
+        max_memory: bytes or a text such as "2GiB". None: what the device has.
+        inputs: one batch, for candidates that are modules; as :class:`perfguard.Workload` takes it.
+        risk: the chance to break a limit up to which a candidate passes, in (0, 1). The default, one half, lets the best guess
+            decide: a search meets most of its candidates near the limit, and measures its winner in the end.
+        predictor: its name, or the object itself.
+
+    .. note::
+        Build modules inside ``torch.device("meta")``: it costs no memory, and equal structures are traced once. Of an
+        ``nn.Sequential`` each distinct block is traced once, whichever candidate it comes from.
+    """
+
+    def __init__(
+        self,
+        gpu: str | Device = "auto",
+        *,
+        max_latency_ms: float | None = None,
+        max_energy_j: float | None = None,
+        max_memory: int | str | None = None,
+        inputs: Any = None,
+        risk: float = _EVEN_CHANCE,
+        predictor: str | Predictor = DEFAULT_PREDICTOR,
+    ) -> None:
+        from perfguard.devices import resolve_device
+        from perfguard.graph import SequenceTracer, TraceCache
+
+        self.device = resolve_device(gpu)
+        self.max_latency_s = _positive("max_latency_ms", max_latency_ms, 1e-3)
+        self.max_energy_j = _positive("max_energy_j", max_energy_j, 1.0)
+        self.max_memory_bytes = self.device.memory_bytes
+        if max_memory is not None:
+            self.max_memory_bytes = min(parse_bytes(max_memory, what="max_memory"), self.device.memory_bytes)
+        if self.max_latency_s is self.max_energy_j is max_memory is None:
+            raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
+        if self.max_energy_j is not None and self.device.tdp_w <= 0:
+            raise ConfigurationError(
+                f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
+            )
+        if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
+            raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.5, but got {risk!r}.")
+        self.inputs = inputs
+        self.risk = float(risk)
+        self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
+        self._traces = TraceCache()
+        self._blocks = SequenceTracer()
+        self._observations: list[Observation] = []
+        self._told: list[tuple[Sums, float]] = []
+        self._surprises: list[float] = []
+        """log(measured / predicted) of each candidate just before it was told."""
+        self._rates: KindRates | None = None
+
+    def __call__(self, model: Network) -> Verdict:
+        """ "launch" if ``model`` keeps all limits with enough certainty, else "prune", with the numbers and a sentence.
+
+        Raises:
+            WorkloadError: if it cannot be traced or read.
+        """
+        prediction = self.predict(model)
+        limits = tuple(self._limits(prediction))
+        margins: dict[str, float] = {limit.quantity: limit.margin(self.risk) for limit in limits}
+        worst = max(limits, key=lambda limit: margins[limit.quantity])
+        return Verdict("prune" if margins[worst.quantity] > 0 else "launch", _sentence(worst), prediction, limits, margins)
+
+    def filter(self, models: Iterable[_N]) -> list[_N]:
+        """Those of ``models`` that pass, in their order."""
+        return [model for model in models if self(model).action == "launch"]
+
+    def predict(self, model: Network) -> Prediction:
+        """What one inference of ``model`` costs."""
+        graph = self.graph_of(model)
+        prediction = self.predictor.predict(graph, self.device)
+        told = None if self._rates is None else self._rates.seconds_of(sums_by_kind(graph, self.device))
+        if told is None:
+            return prediction
+        return dataclasses.replace(prediction, step_time=told, predictor=f"{prediction.predictor}, rates of what was told")
+
+    def graph_of(self, model: Network) -> OpGraph:
+        """The operators of one inference; equal structures are traced once."""
+        from torch import nn
+
+        if isinstance(model, nn.Module):
+            if self.inputs is None:
+                raise ConfigurationError("Modules need LatencyConstraint(inputs=...), for instance inputs=(1, 3, 32, 32).")
+            if isinstance(model, nn.Sequential) and self._inputs_are_one_tensor:
+                graph = self._blocks.trace(model, self.inputs, target=self.device)
+                if graph is not None:
+                    return graph
+            model = Workload(model, self.inputs, mode="infer")
+        if isinstance(model, Workload):
+            return self._traces.trace(model, target=self.device)
+        return graph_of(model, self.device)
+
+    @property
+    def _inputs_are_one_tensor(self) -> bool:
+        is_shape = isinstance(self.inputs, tuple) and all(type(size) is int for size in self.inputs)
+        return is_shape or isinstance(self.inputs, TensorSpec)
+
+    def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
+        """Tell what one batch of ``model`` really took on this device; every later answer takes it into account.
+
+        The predictor is fine-tuned. From the eighth on, two rates are fitted to each kind of operator besides; they answer for
+        the latency as long as they do better on networks that were left out than the predictor did on those told next.
+
+        Args:
+            model: a candidate that was run.
+            measured_s: seconds of one batch: the median of several, after a warm-up.
+            peak_memory_bytes: if that was measured too.
+        """
+        from perfguard.measure import Measurement
+
+        if isinstance(measured_s, bool) or not (math.isfinite(measured_s) and measured_s > 0):
+            raise ConfigurationError(f"measured_s must be positive seconds, but got {measured_s!r}.")
+        measurement = Measurement(
+            "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="told", framework=""
+        )
+        graph = self.graph_of(model)
+        self._surprises.append(math.log(measured_s / self.predictor.predict(graph, self.device).step_time.median))
+        self._observations.append(Observation(graph, self.device, measurement))
+        self._told.append((sums_by_kind(graph, self.device), measured_s))
+        self.predictor.fine_tune(self._observations)
+        if len(self._told) >= FEWEST:
+            rates = KindRates(self._told)
+            self._rates = rates if rates.log_sigma < robust_spread(self._surprises[len(self._surprises) // 2 :]) else None
+
+    def constrain(self, trial: ConstrainedTrial, model: Network) -> Verdict:
+        """The verdict, after the trial was told how far it is from each limit, so that the sampler learns where not to look.
+
+        With Optuna: ``constraint.constrain(trial, model)`` inside the objective, before training; a candidate that breaks a
+        limit need not be trained (``raise optuna.TrialPruned(verdict.reason)``). In a study of accuracy against latency, the
+        second objective is ``verdict.prediction.step_time.median``.
+        """
+        verdict = self(model)
+        for quantity, margin in verdict.margins.items():
+            trial.set_constraint(f"perfguard:{quantity}", margin)
+        return verdict
+
+    def seconds_of(self, choices: Sequence[Network]) -> torch.Tensor:
+        """The predicted latency of each of ``choices``, seconds. Shape: (len(choices),)."""
+        import torch
+
+        return torch.tensor([self.predict(choice).step_time.median for choice in choices])
+
+    def penalty(
+        self,
+        weights: Sequence[torch.Tensor],  # shapes: (choices_i,), each adding up to 1
+        seconds: Sequence[torch.Tensor],  # shapes: (choices_i,)
+        *,
+        fixed_s: float = 0.0,
+    ) -> torch.Tensor:
+        """For a differentiable search: how far the expected latency of weighted choices is above the limit, as a logarithm.
+
+        relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)): zero where the limit holds, and with a gradient towards the faster choices where
+        it does not (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).
+
+        Args:
+            weights: of each layer the probabilities of its choices, for instance a softmax of architecture parameters.
+            seconds: of each layer what its choices take, from :meth:`seconds_of`.
+            fixed_s: what the rest of the network takes.
+
+        Returns:
+            A scalar to add to the loss, times a factor of your own.
+        """
+        import torch
+
+        if self.max_latency_s is None:
+            raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
+        expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
+        return torch.relu(torch.log(expected / self.max_latency_s))
+
+    def _limits(self, prediction: Prediction) -> Iterable[Limit]:
+        yield Limit("memory", self.max_memory_bytes, prediction.peak_memory)
+        if self.max_latency_s is not None:
+            yield Limit("latency", self.max_latency_s, prediction.step_time)
+        energy = most_energy(prediction, self.device)
+        if self.max_energy_j is not None and energy is not None:
+            yield Limit("energy", self.max_energy_j, energy)
+
+
+def _positive(name: str, value: float | None, unit: float) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} must be a positive number, but got {value!r}.")
+    return float(value) * unit
+
+
+def _format(quantity: str, value: float) -> str:
+    words: Mapping[str, Any] = {"memory": format_bytes, "latency": format_seconds, "energy": format_joules}
+    return str(words[quantity](value))
+
+
+def _sentence(limit: Limit) -> str:
+    estimate: Estimate = limit.estimate
+    median, low, high, most = (_format(limit.quantity, value) for value in (estimate.median, *estimate.interval(), limit.limit))
+    verb = {"memory": "needs", "latency": "takes", "energy": "uses up to"}[limit.quantity]
+    return f"{verb} {median} ({low} to {high}), the limit is {most}"
+
+
+__all__ = ["ConstrainedTrial", "LatencyConstraint"]

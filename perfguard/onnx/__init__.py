@@ -1,0 +1,5 @@
+"""Networks from ONNX files. Users call `perfguard.OpGraph.from_onnx`."""
+
+from perfguard.onnx._build import DEFAULT_MAX_BYTES, graph_from_onnx
+
+__all__ = ["DEFAULT_MAX_BYTES", "graph_from_onnx"]

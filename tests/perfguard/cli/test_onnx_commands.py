@@ -1,0 +1,163 @@
+"""`perfguard predict FILE.onnx` and `perfguard rank`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from perfguard.cli import main
+from perfguard.cli._rank import read_prices
+from perfguard.exceptions import TableError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A convolution with a free batch and free sizes."""
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])], "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, "side", "side"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor("w", TensorProto.FLOAT, [64, 3, 3, 3], [0.0] * 1728)],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "model.onnx")
+    return str(tmp_path / "model.onnx")
+
+
+@pytest.fixture
+def prices(tmp_path: Path) -> Path:
+    return tmp_path / "prices.csv"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def predict(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> Any:
+    return run(capsys, "predict", model, "--batch-size", "32", "--dim", "side=64", "--gpu", "a100", *more)
+
+
+def rank(capsys: pytest.CaptureFixture[str], model: str, *more: str) -> Any:
+    return run(capsys, "rank", model, "--batch-size", "32", "--dim", "side=64", *more)
+
+
+def test_a_file_is_predicted(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    document = predict(capsys, model, "--mode", "infer")
+    assert document["flops"] == 2 * 32 * 64 * 64 * 1728
+    assert document["throughput_per_s"] == pytest.approx(32 / document["step_time_s"]["median"])
+    assert document["most_energy_j"]["median"] == pytest.approx(250 * document["step_time_s"]["median"])
+    assert "mig" not in document
+
+
+def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    mig = predict(capsys, model, "--mig", "auto")["mig"]
+    assert mig["profile"] == "1g.5gb"
+    assert mig["instances"] == 7
+    assert mig["needed_bytes"] < mig["memory_bytes"]
+    large = run(capsys, "predict", model, "--batch-size", "32", "--dim", "side=1024", "--gpu", "a100", "--mig", "auto")["mig"]
+    assert large["profile"] in ("2g.10gb", "3g.20gb", "7g.40gb")
+    assert (
+        run(capsys, "predict", model, "--batch-size", "999", "--dim", "side=999", "--gpu", "a100", "--mig", "auto")["mig"][
+            "profile"
+        ]
+        is None
+    )
+
+
+def test_one_mig_profile_and_an_mps_share_can_be_asked_about(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert predict(capsys, model, "--mig", "3g.20gb")["gpu"] == "a100-pcie-40gb:3g.20gb"
+    assert predict(capsys, model, "--mps", "0.5")["gpu"] == "a100-pcie-40gb:mps50%"
+
+
+def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["predict", model, "--batch-size", "32", "--dim", "x=32x3x64x64", "--gpu", "a100", "--mig", "auto"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("latency", "throughput", "smallest MIG profile", "1g.5gb", "at most, at the power limit of 250 W"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ([], "leaves sizes open: 'side'"),
+        (["--dim", "side"], "--dim must look like NAME=8"),
+        (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
+        (["--dim", "side=64", "--mode", "train"], "holds the forward pass alone"),
+        (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
+        (["--dim", "side=64", "--mig", "9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
+        (["--dim", "side=64", "--mig", "auto", "--mps", "0.5"], "exclude each other"),
+        (["--dim", "side=64", "--batch-size", "0"], "must be at least 1"),
+    ],
+)
+def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], model: str, more: list[str], match: str) -> None:
+    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_a_card_that_cannot_be_split_has_no_profiles(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 1
+    assert "has no MIG profiles" in capsys.readouterr().err
+
+
+def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    rows = rank(capsys, model)
+    assert len(rows) > 20
+    times = [row["step_time_s"]["median"] for row in rows if row["fits"]]
+    assert times == sorted(times)
+    fits = [
+        row["fits"] for row in run(capsys, "rank", model, "--batch-size", "32", "--dim", "side=2048", "--gpus", "p4,a100,b200")
+    ]
+    assert fits == sorted(fits, reverse=True)
+    assert set(fits) == {True, False}
+
+
+def test_prices_give_throughput_for_money(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
+    prices.write_text("gpu,price_per_hour,seller\nA100, 2.0 ,me\n\nTesla T4,0.5,you\n")
+    rows = {row["gpu"]: row for row in rank(capsys, model, "--gpus", "a100,t4", "--price-table", str(prices))}
+    for gpu, price in (("a100-pcie-40gb", 2.0), ("t4", 0.5)):
+        assert rows[gpu]["throughput_per_price"] == pytest.approx(3600 * rows[gpu]["throughput_per_s"] / price)
+    assert rank(capsys, model, "--price-table", str(prices))[0]["gpu"]
+
+
+def test_people_get_the_fastest_and_the_cheapest(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
+    prices.write_text("gpu,price_per_hour\na100,1000\nt4,0.001\n")
+    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--price-table", str(prices)]) == 0
+    out, err = capsys.readouterr()
+    assert "fastest: " in out
+    assert "cheapest per sample: t4" in out
+    assert "no price in" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "no column 'gpu'"),
+        ("gpu,price\na100,1\n", "no column 'price_per_hour'"),
+        ("gpu,price_per_hour\n", "has no rows"),
+        ("gpu,price_per_hour\na100,free\n", "line 2: price_per_hour must be a positive number.*'free'"),
+        ("gpu,price_per_hour\na100,1\nt4,-1\n", "line 3: price_per_hour must be a positive number"),
+        ("gpu,price_per_hour\na100,nan\n", "line 2: price_per_hour"),
+        ("gpu,price_per_hour\na100\n", "line 2: price_per_hour must be a positive number.*''"),
+        ("gpu,price_per_hour\na1000,1\n", "line 2: gpu must be a name from the catalog.*Did you mean"),
+        ("gpu,price_per_hour\na100,1\nA100,2\n", "line 3: a100-pcie-40gb has a price already"),
+        ('gpu,price_per_hour\n"a100,1\n', "is no CSV table"),
+    ],
+)
+def test_a_price_table_that_cannot_be_used_says_where(prices: Path, text: str, match: str) -> None:
+    prices.write_text(text)
+    with pytest.raises(TableError, match=match):
+        read_prices(prices)
+
+
+def test_a_missing_price_or_table_is_named(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
+    prices.write_text("gpu,price_per_hour\na100,1\n")
+    words = ["rank", model, "--batch-size", "8", "--dim", "side=64", "--gpus", "a100,t4"]
+    assert main([*words, "--price-table", str(prices)]) == 1
+    assert "has no row for t4" in capsys.readouterr().err
+    assert main([*words, "--price-table", str(prices.with_name("absent.csv"))]) == 1
+    assert "cannot be read" in capsys.readouterr().err

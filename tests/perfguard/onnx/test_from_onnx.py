@@ -1,0 +1,387 @@
+"""An ONNX file gives the operators, FLOPs, bytes and lifetimes that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from perfguard import OpGraph
+from perfguard.exceptions import ConfigurationError, OnnxError
+from perfguard.graph import StorageKind
+
+FLOAT = TensorProto.FLOAT
+
+
+def weight(name: str, *shape: int, dtype: Any = np.float32) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.zeros(shape, dtype=dtype), name)
+
+
+def integers(name: str, *values: int) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(values, dtype=np.int64), name)
+
+
+def save(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, Sequence[Any] | None],
+    outputs: Sequence[str],
+    weights: Sequence[onnx.TensorProto] = (),
+    *,
+    elem_type: int = FLOAT,
+    opset: int = 20,
+) -> Path:
+    graph = helper.make_graph(
+        list(nodes),
+        "test",
+        [helper.make_tensor_value_info(name, elem_type, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, FLOAT, None) for name in outputs],
+        list(weights),
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("mine", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets), path)
+    return path
+
+
+def read(path: Path, **kwargs: Any) -> OpGraph:
+    return OpGraph.from_onnx(path, **kwargs)
+
+
+def names(graph: OpGraph) -> list[str]:
+    return [op.name for op in graph.ops]
+
+
+@pytest.fixture
+def convolution(tmp_path: Path) -> Path:
+    """Two images of 3 x 8 x 8, 4 filters of 3 x 3, and a ReLU."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1], name="/stem/conv/Conv"),
+        helper.make_node("Relu", ["y"], ["z"]),
+    ]
+    return save(tmp_path / "conv.onnx", nodes, {"x": [2, 3, 8, 8]}, ["z"], [weight("w", 4, 3, 3, 3)])
+
+
+def test_a_convolution_costs_two_operations_for_each_multiply_add(convolution: Path) -> None:
+    first, second = read(convolution).ops
+    assert (first.name, first.kind, first.module) == ("convolution", "conv", "stem.conv")
+    assert first.flops == 2 * (2 * 8 * 8) * (4 * 3 * 3 * 3)
+    assert (first.bytes_read, first.bytes_written) == (4 * (2 * 3 * 64 + 108), 4 * 2 * 4 * 64)
+    assert first.attributes["padding"] == (1, 1)
+    assert first.attributes["weight_shape"] == (4, 3, 3, 3)
+    assert (second.name, second.flops) == ("relu_", 4 * 2 * 4 * 64)
+
+
+def test_storages_live_from_their_operator_to_their_last_reader(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("Sqrt", ["a"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [16]}, ["y"]))
+    assert graph.live_bytes.tolist() == [64, 128, 192, 256]
+    assert [(storage.kind, storage.birth, storage.death) for storage in graph.storages] == [
+        (StorageKind.INPUT, -1, 3),
+        (StorageKind.TEMPORARY, 0, 2),
+        (StorageKind.TEMPORARY, 1, 2),
+        (StorageKind.TEMPORARY, 2, 2),
+    ]
+
+
+def test_an_activation_runs_in_place_only_where_nobody_else_reads_its_input(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    assert names(read(save(tmp_path / "m.onnx", nodes, {"x": [16]}, ["y"]))) == ["exp", "relu", "add"]
+    nodes[2] = helper.make_node("Sqrt", ["b"], ["y"])
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [16]}, ["y"]))
+    assert names(graph) == ["exp", "relu_", "sqrt"]
+    assert graph.ops[1].inputs == graph.ops[1].outputs
+
+
+def test_weights_are_parameters_and_the_statistics_of_batch_norm_are_buffers(tmp_path: Path) -> None:
+    names_ = ["scale", "bias", "mean", "var"]
+    nodes = [helper.make_node("BatchNormalization", ["x", *names_], ["y"])]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [2, 3, 4, 4]}, ["y"], [weight(name, 3) for name in names_]))
+    by_kind = graph.bytes_by_kind()
+    assert (by_kind[StorageKind.PARAMETER], by_kind[StorageKind.BUFFER]) == (24, 24)
+    assert graph.ops[0].name == "native_batch_norm"
+    assert graph.ops[0].flops == 8 * 96
+
+
+def test_a_product_with_a_matrix_and_a_bias_is_one_linear_layer(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["b", "p"], ["y"])]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [2, 5, 16]}, ["y"], [weight("w", 16, 8), weight("b", 8)]))
+    (op,) = graph.ops
+    assert (op.name, op.attributes["product"], op.flops) == ("addmm", (1, 10, 8, 16), 2 * 10 * 8 * 16)
+
+
+@pytest.mark.parametrize(("node", "product"), [
+    (helper.make_node("Gemm", ["x", "w", "b"], ["y"]), (1, 4, 8, 16)),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), (1, 4, 8, 16)),
+    (helper.make_node("Einsum", ["x", "w"], ["y"], equation="ik,kj->ij"), (1, 4, 8, 16)),
+])  # fmt: skip
+def test_products_in_other_words_cost_the_same(tmp_path: Path, node: onnx.NodeProto, product: tuple[int, ...]) -> None:
+    graph = read(save(tmp_path / "m.onnx", [node], {"x": [4, 16]}, ["y"], [weight("w", 16, 8), weight("b", 8)]))
+    assert (graph.ops[0].attributes["product"], graph.flops) == (product, 2 * 4 * 8 * 16)
+
+
+def attention_nodes(*, masked: bool) -> list[onnx.NodeProto]:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("Mul", ["q", "s"], ["qs"]),
+        helper.make_node("Mul", ["kt", "s"], ["ks"]),
+        helper.make_node("MatMul", ["qs", "ks"], ["scores"]),
+        helper.make_node("Add", ["scores", "mask"], ["masked"]),
+        helper.make_node("Softmax", ["masked" if masked else "scores"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    return nodes if masked else [node for node in nodes if node.op_type != "Add"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("precision", "target", "fused"), [
+    ("fp32", "cuda", "_scaled_dot_product_efficient_attention"),
+    ("fp16", "cuda", "_scaled_dot_product_flash_attention"),
+    ("fp32", "cpu", "_scaled_dot_product_flash_attention_for_cpu"),
+])  # fmt: skip
+def test_attention_is_put_together_again(tmp_path: Path, masked: bool, precision: str, target: str, fused: str) -> None:
+    inputs = {**dict.fromkeys("qkv", (2, 3, 10, 16)), **({"mask": [10, 10]} if masked else {})}
+    path = save(tmp_path / "m.onnx", attention_nodes(masked=masked), inputs, ["y"], [weight("s")])
+    (op,) = read(path, precision=precision, target=target).ops
+    if masked and precision == "fp16":  # flash attention takes no mask
+        fused = "_scaled_dot_product_efficient_attention"
+    assert op.name == fused
+    assert op.flops == 2 * 2 * (2 * 3 * 10 * 10) * 16
+    assert op.bytes_read == (2 if precision == "fp16" else 4) * (3 * 2 * 3 * 10 * 16 + (100 if masked else 0))
+
+
+def test_scores_that_somebody_else_reads_keep_attention_in_pieces(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "m.onnx", attention_nodes(masked=False), dict.fromkeys("qkv", (2, 3, 10, 16)), ["y", "p"], [weight("s")]
+    )
+    assert names(read(path)) == ["mul", "mul", "bmm", "_softmax", "bmm"]
+
+
+def test_gelu_silu_and_layer_norm_are_put_together_again(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[-1]),
+        helper.make_node("Sub", ["x", "mean"], ["c"]),
+        helper.make_node("Pow", ["c", "two"], ["c2"]),
+        helper.make_node("ReduceMean", ["c2"], ["var"], axes=[-1]),
+        helper.make_node("Add", ["var", "eps"], ["ve"]),
+        helper.make_node("Sqrt", ["ve"], ["std"]),
+        helper.make_node("Div", ["c", "std"], ["n"]),
+        helper.make_node("Mul", ["n", "g"], ["ng"]),
+        helper.make_node("Add", ["ng", "b"], ["h"]),
+        helper.make_node("Div", ["h", "two"], ["hs"]),
+        helper.make_node("Erf", ["hs"], ["e"]),
+        helper.make_node("Add", ["e", "two"], ["e1"]),
+        helper.make_node("Mul", ["h", "e1"], ["he"]),
+        helper.make_node("Mul", ["he", "two"], ["a"]),
+        helper.make_node("Sigmoid", ["a"], ["sa"]),
+        helper.make_node("Mul", ["a", "sa"], ["y"]),
+    ]
+    weights = [weight("two"), weight("eps"), weight("g", 8), weight("b", 8)]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [4, 8]}, ["y"], weights, opset=13))
+    assert names(graph) == ["native_layer_norm", "gelu", "silu_"]
+
+
+def test_views_are_free_and_a_transposed_tensor_is_copied_to_be_reshaped(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Reshape", ["x", "four"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["t"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["t", "two"], ["f"]),
+        helper.make_node("Exp", ["f"], ["y"]),
+    ]
+    shapes = [integers("four", 2, 4, 3, 5), integers("two", 2, -1)]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [2, 60]}, ["y"], shapes))
+    assert names(graph) == ["clone", "exp"]
+    assert all(storage.kind is not StorageKind.PARAMETER for storage in graph.storages)
+
+
+def test_shapes_that_are_worked_out_on_the_way_launch_nothing(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "zero"], ["n"]),
+        helper.make_node("Mul", ["n", "two"], ["n2"]),
+        helper.make_node("Concat", ["n2", "rest"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["r"]),
+        helper.make_node("Exp", ["r"], ["y"]),
+    ]
+    graph = read(
+        save(
+            tmp_path / "m.onnx",
+            nodes,
+            {"x": ["batch", 6]},
+            ["y"],
+            [integers("zero", 0), integers("two", 2), integers("rest", -1)],
+        ),
+        batch_size=5,
+    )
+    assert names(graph) == ["exp"]
+    assert graph.ops[0].shape == (10, 3)
+
+
+def test_sizes_are_bound_by_batch_by_name_and_by_input(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "m.onnx",
+        [helper.make_node("Add", ["x", "z"], ["y"])],
+        {"x": ["batch", "length"], "z": ["batch", "length"]},
+        ["y"],
+    )
+    assert read(path, batch_size=3, dims={"length": 7}).ops[0].shape == (3, 7)
+    assert read(path, dims={"batch": 2, "length": 7}).ops[0].shape == (2, 7)
+    assert read(path, dims={"x": (2, 9), "z": (2, 9)}).ops[0].shape == (2, 9)
+    with pytest.raises(OnnxError, match=r"leaves sizes open: 'length'.*dims="):
+        read(path, batch_size=3)
+    with pytest.raises(ConfigurationError, match=r"dims names 'lenght'.*length"):
+        read(path, batch_size=3, dims={"lenght": 7})
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, 2**40, "8"])
+def test_a_batch_that_is_no_size_is_refused(convolution: Path, size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="batch_size must be an integer from 1"):
+        read(convolution, batch_size=size)
+
+
+def test_another_batch_than_the_file_has_changes_what_depends_on_it(convolution: Path) -> None:
+    small, large = read(convolution), read(convolution, batch_size=6)
+    assert large.flops == 3 * small.flops
+    assert large.bytes_by_kind()[StorageKind.PARAMETER] == small.bytes_by_kind()[StorageKind.PARAMETER]
+
+
+def test_a_batch_that_was_fixed_at_export_is_found(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Reshape", ["x", "s"], ["r"]), helper.make_node("Exp", ["r"], ["y"])]
+    path = save(tmp_path / "m.onnx", nodes, {"x": [2, 6]}, ["y"], [integers("s", 2, 3, 2)])
+    assert read(path).ops[0].shape == (2, 3, 2)
+    with pytest.raises(OnnxError, match=r"reshapes \(4, 6\) to \(2, 3, 2\).*fixed at export"):
+        read(path, batch_size=4)
+
+
+def test_an_operator_of_somebody_else_keeps_its_bytes_and_is_named(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("Wonder", ["a"], ["b"], domain="mine"),
+        helper.make_node("Relu", ["x"], ["y"]),
+    ]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [16]}, ["y", "b"]))
+    assert [(op.name, op.kind, op.flops, op.bytes_read) for op in graph.ops][1] == ("Wonder", "other", 0, 64)
+    assert any("Wonder (1)" in text for text in graph.unmodelled)
+
+
+def test_control_flow_is_opaque_and_keeps_what_it_reads_alive(tmp_path: Path) -> None:
+    def branch(op_type: str) -> onnx.GraphProto:
+        out = helper.make_tensor_value_info(f"{op_type}_out", FLOAT, [16])
+        return helper.make_graph([helper.make_node(op_type, ["a"], [f"{op_type}_out"])], op_type, [], [out])
+
+    nodes = [
+        helper.make_node("Exp", ["x"], ["a"]),
+        helper.make_node("ReduceMax", ["x"], ["top"], keepdims=0),
+        helper.make_node("Cast", ["top"], ["c"], to=TensorProto.BOOL),
+        helper.make_node("If", ["c"], ["y"], then_branch=branch("Exp"), else_branch=branch("Relu")),
+    ]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [16]}, ["y"]))
+    assert graph.ops[-1].name == "If"
+    assert graph.ops[-1].bytes_read == 64 + 1
+    assert graph.ops[-1].bytes_written == 64
+    assert graph.storages[graph.ops[0].outputs[0]].death == 3
+    assert any("control flow: If" in text for text in graph.unmodelled)
+
+
+def test_functions_of_the_model_are_inlined(tmp_path: Path) -> None:
+    opset = helper.make_opsetid("", 20)
+    twice = helper.make_function(
+        "mine", "Twice", ["a"], ["b"], [helper.make_node("Exp", ["a"], ["m"]), helper.make_node("Exp", ["m"], ["b"])], [opset]
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Twice", ["x"], ["y"], domain="mine")], "g",
+        [helper.make_tensor_value_info("x", FLOAT, [8])], [helper.make_tensor_value_info("y", FLOAT, [8])],
+    )  # fmt: skip
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, functions=[twice], opset_imports=[opset, helper.make_opsetid("mine", 1)]), path)
+    assert names(read(path)) == ["exp", "exp"]
+
+
+def test_quantised_weights_take_a_byte_each(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["wq", "s", "z"], ["w"]),
+        helper.make_node("Conv", ["x", "w"], ["y"]),
+        helper.make_node("QuantizeLinear", ["y", "s", "z"], ["q"]),
+    ]
+    weights = [weight("wq", 4, 3, 3, 3, dtype=np.int8), weight("s"), weight("z", dtype=np.int8)]
+    graph = read(save(tmp_path / "m.onnx", nodes, {"x": [1, 3, 8, 8]}, ["q"], weights))
+    assert names(graph) == ["convolution", "quantize_per_tensor"]
+    assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 108
+    assert graph.ops[1].bytes_written == 4 * 36
+    assert any("quantised" in text for text in graph.unmodelled)
+
+
+def test_integer_convolutions_and_products_cost_as_much_as_others(tmp_path: Path) -> None:
+    nodes = [helper.make_node("ConvInteger", ["x", "w"], ["y"])]
+    graph = read(
+        save(
+            tmp_path / "m.onnx",
+            nodes,
+            {"x": [1, 3, 8, 8]},
+            ["y"],
+            [weight("w", 4, 3, 3, 3, dtype=np.uint8)],
+            elem_type=TensorProto.UINT8,
+        )
+    )
+    assert graph.ops[0].flops == 2 * 36 * 108
+    assert graph.ops[0].bytes_read == 192 + 108
+
+
+def test_half_precision_halves_every_float_tensor(convolution: Path) -> None:
+    full, half = read(convolution), read(convolution, precision="fp16")
+    assert half.precision == "fp16"
+    assert 2 * half.peak_live_bytes == full.peak_live_bytes
+    assert half.flops == full.flops
+    with pytest.raises(ConfigurationError, match="runs in fp32, fp16 or bf16"):
+        read(convolution, precision="amp-fp16")
+
+
+def test_the_precision_is_that_of_the_stored_weights(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "m.onnx",
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        {"x": [4, 8]},
+        ["y"],
+        [weight("w", 8, 8, dtype=np.float16)],
+        elem_type=TensorProto.FLOAT16,
+    )
+    assert read(path).precision == "fp16"
+
+
+def test_the_values_of_external_weights_need_not_be_there(tmp_path: Path) -> None:
+    model = onnx.load(
+        save(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [4, 64]}, ["y"], [weight("w", 64, 64)])
+    )
+    onnx.save(model, tmp_path / "e.onnx", save_as_external_data=True, location="e.bin", size_threshold=0)
+    (tmp_path / "e.bin").unlink()
+    assert read(tmp_path / "e.onnx").bytes_by_kind()[StorageKind.PARAMETER] == 4 * 64 * 64
+
+
+def test_a_graph_from_onnx_is_stored_and_read_back(convolution: Path) -> None:
+    graph = read(convolution)
+    assert OpGraph.from_bytes(graph.to_bytes()).content_hash == graph.content_hash
+
+
+def test_a_keras_model_comes_in_through_tf2onnx() -> None:
+    """`examples/keras_cnn.onnx`: TensorFlow and tf2onnx wrote it from the layers that docs/inference.md shows."""
+    graph = read(Path(__file__).resolve().parents[3] / "examples/keras_cnn.onnx", batch_size=2)
+    assert names(graph) == [
+        "convolution", "relu_", "convolution", "max_pool2d_with_indices", "convolution", "silu_", "mean", "mm", "relu_", "mm",
+        "_softmax",
+    ]  # fmt: skip
+    convolutions = 2 * 2 * (32 * 32 * 16 * 27 + 32 * 32 * 16 * 9 + 8 * 8 * 32 * 144)
+    assert sum(op.flops for op in graph.ops if op.kind == "conv") == convolutions
+    assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (16 * 27 + 16 * 9 + 32 * 144 + 32 * 64 + 64 * 10)
+    assert not graph.unmodelled
