@@ -113,7 +113,10 @@ class Predictor(Protocol):
         """The cost of ``graph`` on ``device``; ``steps`` is the number of steps of the trial, if known."""
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
-        """Learn from ``observations``, all that there are for one device; replaces what was learnt before for that device."""
+        """Learn from ``observations``, all that there are for one device; replaces what was learnt before for that device.
+
+        Runs of status "ok", and of status "oom", whose memory is a lower bound and whose times say nothing.
+        """
 
 
 def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:

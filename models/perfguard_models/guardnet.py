@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from perfguard.graph import OpGraph
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models._engines import TARGETS, UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine
-from perfguard_models._residual import ResidualPosterior, condition
+from perfguard_models._residual import ResidualPosterior, ResidualPrior, condition
 from perfguard_models.served import trained_of
 from perfguard_models.weight_files import read_pair
 
@@ -108,23 +108,47 @@ class GuardNet:
         )
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
-        """Condition the residual processes on ``observations``, all that there are for their device."""
+        """Condition the residual processes on ``observations``, all that there are for their device.
+
+        A run that was out of memory needed more than was measured. It counts with what it is expected to have needed, given that
+        and what the others say (one step of expectation and maximisation for a censored Gaussian, Tobin 1958).
+        """
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:
-            if observation.measurement.status != "ok":
-                continue  # out of memory: a lower bound, which a Gaussian likelihood cannot take
             by_device.setdefault(observation.device.id, []).append(observation)
         for device_id, rows in by_device.items():
-            self._overheads[device_id] = _overhead_of(rows)
+            ended_well = [row for row in rows if row.measurement.status == "ok"]
+            out_of_memory = [row for row in rows if row.measurement.status == "oom"]
+            self._overheads[device_id] = _overhead_of(ended_well)
             for target in TARGETS:
-                known = [(row, value) for row in rows if (value := _measured(row, target)) is not None]
-                if not known:
-                    continue
-                answers = [self._answer(row.graph, row.device) for row, _ in known]
-                x = torch.cat([answer.embedding[target] for answer in answers])
-                predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
-                y = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64) - predicted
-                self._posteriors[device_id, target] = condition(answers[0].prior[target], x, y)
+                bounds = self._residuals(out_of_memory, target) if target == "memory" else None
+                self._learn(device_id, target, self._residuals(ended_well, target), bounds)
+
+    def _residuals(self, rows: Sequence[Observation], target: str) -> _Residuals | None:
+        """Of the rows whose ``target`` was measured; None: of none."""
+        known = [(row, value) for row in rows if (value := _measured(row, target)) is not None]
+        if not known:
+            return None
+        answers = [self._answer(row.graph, row.device) for row, _ in known]
+        predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
+        measured = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64)
+        x = torch.cat([answer.embedding[target] for answer in answers])
+        return _Residuals(answers[0].prior[target], x, measured - predicted)
+
+    def _learn(self, device_id: str, target: str, measured: _Residuals | None, bounds: _Residuals | None) -> None:
+        key = (device_id, target)
+        if measured is not None:
+            self._posteriors[key] = condition(measured.prior, measured.x, measured.y)
+        if bounds is None:
+            return
+        if measured is None:
+            mean, sigma = torch.zeros_like(bounds.y), bounds.prior.variance(bounds.x).sqrt()
+        else:
+            mean, sigma = self._posteriors[key].at(bounds.x)
+        expected = _expected_above(bounds.y, mean, sigma)
+        x = bounds.x if measured is None else torch.cat([measured.x, bounds.x])
+        y = expected if measured is None else torch.cat([measured.y, expected])
+        self._posteriors[key] = condition(bounds.prior, x, y)
 
     def _estimate(self, target: str, answer: Answer, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
@@ -144,6 +168,21 @@ class GuardNet:
         if key not in of_graph:
             of_graph[key] = self._engines[device.kind].answer(graph, device)
         return of_graph[key]
+
+
+class _Residuals(NamedTuple):
+    """What was measured beyond what was predicted, as logarithms, for n runs."""
+
+    prior: ResidualPrior
+    x: torch.Tensor  # embeddings, shape: (n, d)
+    y: torch.Tensor  # shape: (n,)
+
+
+def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean of a normal variable that is known to exceed ``bound``, by the inverse Mills ratio. All shapes: (n,)."""
+    z = (bound - mean) / sigma
+    log_tail = torch.special.log_ndtr(-z)
+    return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
 
 
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:

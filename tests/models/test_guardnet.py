@@ -402,3 +402,36 @@ def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
     prediction = net.predict(NINTH, CPU, steps=50)
     assert prediction.total_time is not None
     assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0
+
+
+def ran_out(graph: OpGraph, at_least_bytes: float) -> Observation:
+    measurement = Measurement("oom", CPU.id, CPU.name, int(at_least_bytes), None, 1.0, 0, "made up", "torch")
+    return Observation(graph, CPU, measurement)
+
+
+def test_a_run_that_was_out_of_memory_raises_what_is_predicted_above_what_it_had(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU).peak_memory.median
+    net.fine_tune([ran_out(NINTH, 1.5 * before)])
+    after = net.predict(NINTH, CPU)
+    assert after.peak_memory.median > 1.2 * before
+    assert after.peak_memory.p_exceeds(1.5 * before) > net_free_chance(before)
+
+
+def net_free_chance(before: float) -> float:
+    """What an untouched network would say of half as much again."""
+    return guardnet.load().predict(NINTH, CPU).peak_memory.p_exceeds(1.5 * before)
+
+
+def test_a_bound_that_was_expected_anyway_changes_little(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU).peak_memory.median
+    net.fine_tune([ran_out(NINTH, 0.2 * before)])
+    assert net.predict(NINTH, CPU).peak_memory.median == pytest.approx(before, rel=0.02)
+
+
+def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
+    measured_rows = half_as_much_again(net, EIGHT, CPU)
+    net.fine_tune(measured_rows)
+    alone = net.predict(NINTH, CPU).peak_memory.median
+    net.fine_tune([*measured_rows, *[ran_out(NINTH, 1.3 * alone)] * 3])
+    assert net.predict(NINTH, CPU).peak_memory.median > 1.05 * alone
+    assert net.predict(NINTH, CPU).step_time.median > 0
