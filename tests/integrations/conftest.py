@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
 
+_QUIET = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_MAX_PENDING_TRIALS_PG": "1",
+}
+
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """A Ray of two processors on this machine. Its own notices and progress reports are off."""
+def ray_on_this_machine() -> Iterator[None]:
+    """A Ray of two processors, whatever cluster runs beside it."""
     import ray
 
-    os.environ |= {
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_AIR_NEW_OUTPUT": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
-        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-        "TUNE_MAX_PENDING_TRIALS_PG": "1",
-    }
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with pytest.MonkeyPatch.context() as environment:  # for Ray's processes, which inherit it
+        for name, value in _QUIET.items():
+            environment.setenv(name, value)
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def local_ray(ray_on_this_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That Ray, without Tune's notices, progress reports and files of results."""
+    for name, value in _QUIET.items():
+        monkeypatch.setenv(name, value)

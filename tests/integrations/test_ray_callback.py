@@ -169,7 +169,8 @@ def test_what_trials_cost_and_how_they_failed_is_logged(tmp_path: Path) -> None:
     assert peaks["oom"] > 180 * MIB, "the lower bound is what was reached after the last report"
     assert logged["silent"].measured_peak_memory_bytes is None
     assert logged["ok"].measured_step_time_s is not None
-    assert [row.measurement.num_steps for row in predictor.learnt if row.measurement.peak_memory_bytes] == [12]
+    learnt = {row.measurement.status: row.measurement for row in predictor.learnt if row.measurement.peak_memory_bytes}
+    assert {status: measurement.num_steps for status, measurement in learnt.items()} == {"ok": 12, "oom": 6}
     (best,) = (result for result in results if result.config["what"] == "ok")
     assert best.metrics["perfguard/num_steps"] == 12
 

@@ -31,7 +31,7 @@ def measurement(seconds: float) -> Measurement:
 
 
 @pytest.fixture(scope="module")
-def shared(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPredictor]:
+def shared(ray_on_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPredictor]:
     """One service for this file: its process takes seconds to start."""
     predictor = SharedPredictor(log=str(tmp_path_factory.mktemp("service") / "log.db"))
     yield predictor
