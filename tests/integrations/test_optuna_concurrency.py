@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 import torch
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from torch import nn
@@ -44,8 +45,18 @@ def make_pruner(log: str) -> PerfGuardPruner:
     return PerfGuardPruner(gpu="a100", build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=log)
 
 
-def storage_at(place: str) -> Any:
-    return JournalStorage(JournalFileBackend(place)) if place.endswith(".journal") else place
+def storage_at(place: str) -> BaseStorage:
+    return JournalStorage(JournalFileBackend(place)) if place.endswith(".journal") else RDBStorage(place)
+
+
+@contextmanager
+def opened(place: str) -> Iterator[BaseStorage]:
+    """The storage, whose connections are closed at the end."""
+    storage = storage_at(place)
+    yield storage
+    storage.remove_session()
+    if isinstance(storage, RDBStorage):
+        storage.engine.dispose()
 
 
 def work(storage: str, log: str, study_name: str) -> None:
@@ -94,20 +105,20 @@ def test_processes_share_a_study_and_a_log(kind: str, tmp_path: Path, request: p
     places = {"sqlite": f"sqlite:///{tmp_path / 'study.db'}", "journal": str(tmp_path / "study.journal")}
     storage = places[kind] if kind in places else request.getfixturevalue("postgres_url")
     log = storage if kind == "postgresql" else str(tmp_path / "log.db")  # one database for both
-    optuna.create_study(study_name="shared", storage=storage_at(storage))
-    run_processes(storage, log, ["shared"] * PROCESSES)
-    study = optuna.load_study(study_name="shared", storage=storage_at(storage))
-    assert_each_trial_once(study, MeasurementStore(log), PROCESSES * TRIALS)
+    with opened(storage) as own, MeasurementStore(log) as shared:
+        optuna.create_study(study_name="shared", storage=own)
+        run_processes(storage, log, ["shared"] * PROCESSES)
+        assert_each_trial_once(optuna.load_study(study_name="shared", storage=own), shared, PROCESSES * TRIALS)
 
 
 @pytest.mark.slow
 def test_studies_share_a_log(tmp_path: Path) -> None:
     storage, log = f"sqlite:///{tmp_path / 'study.db'}", str(tmp_path / "log.db")
     names = ["first", "second", "third"]
-    for name in names:
-        optuna.create_study(study_name=name, storage=storage)
-    run_processes(storage, log, names)
-    with MeasurementStore(log) as shared:
+    with opened(storage) as own, MeasurementStore(log) as shared:
         for name in names:
-            assert_each_trial_once(optuna.load_study(study_name=name, storage=storage), shared, TRIALS)
+            optuna.create_study(study_name=name, storage=own)
+        run_processes(storage, log, names)
+        for name in names:
+            assert_each_trial_once(optuna.load_study(study_name=name, storage=own), shared, TRIALS)
         assert len(shared.observations("a100-pcie-40gb")) == len(names) * TRIALS
