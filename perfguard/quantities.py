@@ -79,11 +79,7 @@ def parse_seconds(value: int | float | str, *, what: str = "time") -> float:
     Raises:
         ConfigurationError: for anything that is not a positive, finite duration.
     """
-    example = 'for instance 90, "250ms" or "2h"'
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigurationError(f"{what} must be seconds or a text, {example}, but got {value!r}.")
-    number = _parse(value, _SECOND_UNITS, what=what, example=example) if isinstance(value, str) else value
-    return _require_positive(float(number), value, what=what, example=example)
+    return _parse_amount(value, _SECOND_UNITS, what=what, unit="seconds", example='for instance 90, "250ms" or "2h"')
 
 
 def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
@@ -92,10 +88,13 @@ def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
     Raises:
         ConfigurationError: for anything that is not a positive, finite energy.
     """
-    example = 'for instance 5, "250mJ" or "2Wh"'
+    return _parse_amount(value, _JOULE_UNITS, what=what, unit="joules", example='for instance 5, "250mJ" or "2Wh"')
+
+
+def _parse_amount(value: int | float | str, units: dict[str, float], *, what: str, unit: str, example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigurationError(f"{what} must be joules or a text, {example}, but got {value!r}.")
-    number = _parse(value, _JOULE_UNITS, what=what, example=example) if isinstance(value, str) else value
+        raise ConfigurationError(f"{what} must be {unit} or a text, {example}, but got {value!r}.")
+    number = _parse(value, units, what=what, example=example) if isinstance(value, str) else value
     return _require_positive(float(number), value, what=what, example=example)
 
 

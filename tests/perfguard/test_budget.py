@@ -120,3 +120,43 @@ def test_a_larger_limit_has_a_smaller_margin(limit: Limit, risk: float, factor: 
 def test_a_limit_says_its_quantity_in_its_unit() -> None:
     assert Limit("memory", 1.0, Estimate(1.0, 0.1)).format(2 * GIB) == "2.00 GiB"
     assert Limit("time", 1.0, Estimate(1.0, 0.1)).format(7200) == "2.00 h"
+
+
+def quantities(budget: Budget, device: Device, **options: float | int | bool) -> list[str]:
+    prediction = replace(PREDICTION, energy=Estimate(3.0, 0.1))
+    return [limit.quantity for limit in budget.limits(prediction, device, **options)]  # type: ignore[arg-type]
+
+
+def test_each_budget_limits_what_it_is_about(device: Device) -> None:
+    budget = Budget.parse(step_time="1s", epoch_time="1h", latency="5ms", energy="2J")
+    assert quantities(budget, device, steps_per_epoch=100) == ["memory", "step_time", "epoch_time"]
+    assert quantities(budget, device) == ["memory", "step_time"]  # an epoch of unknown length
+    assert quantities(budget, device, infers=True, steps_per_epoch=100) == ["memory", "step_time", "latency", "energy"]
+    assert budget.quantities == ("memory", "epoch_time", "step_time", "latency", "energy")
+
+
+def test_energy_that_nobody_predicts_is_not_limited(device: Device) -> None:
+    budget = Budget.parse(energy="2J")
+    assert [limit.quantity for limit in budget.limits(PREDICTION, device, infers=True)] == ["memory"]
+
+
+def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
+    (left,) = (limit for limit in Budget().limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time")
+    assert left.limit == 60.0
+    (shorter,) = (
+        limit for limit in Budget.parse(time=30).limits(PREDICTION, device, time_left_s=60.0) if limit.quantity == "time"
+    )
+    assert shorter.limit == 30.0
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({"step_time": "2s", "time": "1s"}, r"step_time_budget \(2\.00 s\) is more than time_budget \(1\.00 s\)"),
+        ({"step_time": "2min", "epoch_time": "1min", "time": "1h"}, "step_time_budget .* is more than epoch_time_budget"),
+        ({"epoch_time": "2h", "time": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or make it less\."),
+    ],
+)
+def test_budgets_that_contradict_each_other_are_refused(times: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Budget.parse(**times)  # type: ignore[arg-type]

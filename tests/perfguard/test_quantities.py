@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfguard.exceptions import ConfigurationError
-from perfguard.quantities import format_bytes, format_seconds, parse_bytes, parse_seconds
+from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes, parse_joules, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,18 @@ def test_bytes_that_were_written_are_read_back(num_bytes: float) -> None:
 @given(st.floats(1e-6, 1e8))
 def test_seconds_that_were_written_are_read_back(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=0.006)
+
+
+@pytest.mark.parametrize(("written", "joules"), [(5, 5.0), ("250mJ", 0.25), ("2 Wh", 7200.0), ("1.5kJ", 1500.0)])
+def test_joules_are_read_as_people_write_them(written: int | str, joules: float) -> None:
+    assert parse_joules(written) == pytest.approx(joules)
+
+
+def test_joules_are_written_in_three_digits() -> None:
+    assert [format_joules(joules) for joules in (0.0123, 4.56, 2100)] == ["12.3 mJ", "4.56 J", "2.10 kJ"]
+
+
+@pytest.mark.parametrize("wrong", [0, "3 calories", None, True])
+def test_what_is_no_energy_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="energy must"):
+        parse_joules(wrong)
