@@ -159,4 +159,4 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
 )
 def test_budgets_that_contradict_each_other_are_refused(times: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Budget.parse(**times)  # type: ignore[arg-type]
+        Budget.parse(**times)
