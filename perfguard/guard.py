@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from perfguard._collector import collector_paused
 from perfguard.budget import Budget, Limit
 from perfguard.exceptions import BudgetWarning, ConfigurationError, UnguardedTrialWarning, UntrainedDeviceWarning
 from perfguard.pace import total_time_at_pace
@@ -214,9 +215,10 @@ class Guard:
         time_left_s: float | None = None,
     ) -> Verdict:
         """Launch or prune; ``threshold`` is the chance to accept, by default what the account has left."""
-        graph = graph or self.trace(workload)
-        with self._lock:
-            prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
+        with collector_paused():
+            graph = graph or self.trace(workload)
+            with self._lock:
+                prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -99,6 +100,7 @@ class _Template:
         self._first = first
         self._at_low = at_low
         self._slope = slope  # of (high - low) steps, so that it stays an integer
+        self._attributes_have_numbers = [any(isinstance(value, tuple) for value in op.attributes.values()) for op in first.ops]
 
     @classmethod
     def through(cls, graphs: dict[int, OpGraph]) -> _Template | None:
@@ -129,9 +131,10 @@ class _Template:
         ops = tuple(
             Op(
                 op.name, op.kind, op.phase, next(numbers), next(numbers), next(numbers), op.inputs, op.outputs, op.module,
-                tuple([next(numbers) for _ in op.shape]), op.dtype, _with_numbers(op.attributes, numbers),
+                tuple(islice(numbers, len(op.shape))), op.dtype,
+                _with_numbers(op.attributes, numbers) if has_numbers else op.attributes,
             )
-            for op in first.ops
+            for op, has_numbers in zip(first.ops, self._attributes_have_numbers, strict=True)
         )  # fmt: skip
         graph = OpGraph(ops, storages, first.mode, first.precision, first.layout, first.options, first.unmodelled)
         graph.__dict__["edges"] = first.edges
@@ -165,6 +168,4 @@ def _form_of(attributes: Any) -> Hashable:
 
 
 def _with_numbers(attributes: Any, numbers: Any) -> dict[str, Any]:
-    return {
-        key: tuple([next(numbers) for _ in value]) if isinstance(value, tuple) else value for key, value in attributes.items()
-    }
+    return {key: tuple(islice(numbers, len(value))) if isinstance(value, tuple) else value for key, value in attributes.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,18 @@ def roofline_s(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     """Seconds of each operator at the device's peak rates, never less than one launch. Shape: (len(graph.ops),).
 
     On a CPU a convolution computes whole blocks of channels, so it is charged for the lanes that it leaves empty: 17 channels
-    take as long as 32.
+    take as long as 32. A decision asks several times, so the last answer for each graph is kept; do not write into it.
     """
+    known = _last.get(graph)
+    if known is None or known[0] is not device:
+        known = _last[graph] = device, _computed(graph, device)
+    return known[1]
+
+
+_last: WeakKeyDictionary[OpGraph, tuple[Device, npt.NDArray[np.float64]]] = WeakKeyDictionary()
+
+
+def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     flops = np.array([op.flops for op in graph.ops], dtype=np.float64)
     if device.kind == "cpu":
         flops *= np.sqrt(np.prod(channel_padding(graph, device), axis=0))

@@ -6,7 +6,6 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from perfguard._collector import collector_paused
 from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PerfGuardError, TraceError
 from perfguard.graph._as_on_device import as_on_device
@@ -89,11 +89,7 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
 def _as_at_the_top() -> Iterator[None]:
     """Whatever contexts the caller is in, the step is traced as if it were in none."""
     with ExitStack() as stack:
-        if (
-            gc.isenabled()
-        ):  # thousands of small objects are made, none in cycles that matter; and a storage dies with its last name
-            gc.disable()
-            stack.callback(gc.enable)
+        stack.enter_context(collector_paused())
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
                 torch.set_autocast_enabled(device, False)
