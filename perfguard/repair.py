@@ -24,8 +24,7 @@ _MOST_PASSES = 32
 """Of one optimizer step after a repair: more would take too long to be worth it, to trace and to run."""
 _GROWTH = 8
 """From one batch that fits to the next that is tried; each of these is traced, those between are not."""
-_SMALLEST_BATCHES = (1, 2, 3)
-"""The first that can be traced: batch normalisation cannot train on one value a channel."""
+_FIRST_BATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,13 @@ def with_batch_size(workload: Workload, batch_size: int) -> Workload:
 def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = _MOST_SAMPLES) -> int:
     """The largest batch that fits while the next one does not; 0 if none does, ``at_most`` if that does.
 
-    The two smallest batches and the largest that comes into question are judged first: where all numbers of the graph are affine
-    in the batch, the trace cache then answers for every batch between them without another trace.
+    Two, three and the largest batches that come into question are judged first: where all numbers of the graph are affine in the
+    batch, the trace cache then answers for every batch between them without another trace. A batch of one comes last: it takes
+    other paths (a broadcast, no batch normalisation), and would keep the cache from seeing that.
     """
-    low, low_fits = _smallest(fits, workload)
-    if not low_fits:
-        return 0
-    high = low + 1
+    if at_most < _FIRST_BATCH or not fits(with_batch_size(workload, _FIRST_BATCH)):
+        return int(_can_run(fits, with_batch_size(workload, 1)))
+    low, high = _FIRST_BATCH, _FIRST_BATCH + 1
     while high <= at_most and fits(with_batch_size(workload, high)):
         low, high = high, _GROWTH * high
     if high > at_most:
@@ -179,15 +178,6 @@ def _can_run(fits: Callable[[Workload], bool], workload: Workload) -> bool:
         return fits(workload)
     except TraceError:  # batch normalisation cannot train on one value a channel
         return False
-
-
-def _smallest(fits: Callable[[Workload], bool], workload: Workload) -> tuple[int, bool]:
-    for size in _SMALLEST_BATCHES[:-1]:
-        try:
-            return size, fits(with_batch_size(workload, size))
-        except TraceError:
-            continue
-    return _SMALLEST_BATCHES[-1], fits(with_batch_size(workload, _SMALLEST_BATCHES[-1]))
 
 
 def _half_precision(device: Device) -> Precision:
