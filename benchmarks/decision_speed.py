@@ -3,7 +3,7 @@
     python benchmarks/decision_speed.py
 
 A ResNet-50's training step. Cold: nothing of its structure was seen before. Warm: the same network again with another learning
-rate, or with a batch size between three that were traced. Medians; the parts of a warm decision are timed on their own.
+rate, or with a batch size between three that were traced. And `Guard.max_batch_size`, with nothing known before. Medians.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ def main() -> None:
     rows["warm, another learning rate"] = median_ms(lambda lr: guard.check(workload(model, 64, lr)), rates)
     between = [33 + index for index in range(arguments.rounds)]
     rows["warm, another batch"] = median_ms(lambda batch: guard.check(workload(model, batch)), between)
+
+    def largest(_round: int) -> None:
+        guard._traces = TraceCache()
+        guard.max_batch_size(workload(model, 64))
+
+    rows["the largest batch that fits"] = median_ms(largest, range(3))
     table = Table(
         title=f"{arguments.model}, {datetime.date.today()}, Python {platform.python_version()}, torch {torch.__version__}"
     )
