@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
 from perfguard.budget import Budget, Limit
-from perfguard.exceptions import BudgetWarning, ConfigurationError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.exceptions import BudgetWarning, ConfigurationError, LogWarning, UnguardedTrialWarning, UntrainedDeviceWarning
 from perfguard.pace import total_time_at_pace
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_seconds
@@ -310,22 +310,28 @@ class Guard:
         steps: int | None = None,
     ) -> Decision:
         """Write a verdict into the log. The arguments are those of :meth:`decide`; a graph of None is unknown."""
-        decision_id = self.log.record_decision(
-            study=study,
-            trial=trial,
-            graph=graph,
-            device=self.device,
-            action=verdict.action,
-            reason=verdict.reason,
-            prediction=verdict.prediction,
-            params=params or {},
-        )
+        try:
+            decision_id = self.log.record_decision(
+                study=study,
+                trial=trial,
+                graph=graph,
+                device=self.device,
+                action=verdict.action,
+                reason=verdict.reason,
+                prediction=verdict.prediction,
+                params=params or {},
+            )
+        except Exception as error:  # the log keeps what it cannot deliver; this is worse
+            self._warn_once(LogWarning, f"PerfGuard could not log a verdict (said once): {type(error).__name__}: {error}")
+            decision_id = ""
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
         """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it."""
         ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
         limits_s = [limit for limit in (self.budget.trial_time_s, ends_s) if limit is not None]
+        if limits_s and run.elapsed_s > min(limits_s):
+            return f"it has taken {format_seconds(run.elapsed_s)} already, the budget is {format_seconds(min(limits_s))}"
         if not limits_s or decision.steps is None:
             return None
         total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
@@ -340,7 +346,12 @@ class Guard:
 
     def learn(self, decision: Decision, measurement: Measurement) -> None:
         """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device."""
-        self.log.record_measurement(decision.id, measurement)
+        if not decision.id:
+            return
+        try:
+            self.log.record_measurement(decision.id, measurement)
+        except Exception as error:
+            self._warn_once(LogWarning, f"PerfGuard could not log a measurement (said once): {type(error).__name__}: {error}")
         self._learn_from_log()
 
     def _learn_from_log(self) -> None:
@@ -372,7 +383,7 @@ class Decision:
     """A verdict that was written to the measurement log."""
 
     id: str
-    """Its key in the log."""
+    """Its key in the log; empty if it could not be logged."""
     verdict: Verdict
     steps: int | None = None
     """Of the whole trial. None: unknown."""

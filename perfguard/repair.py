@@ -119,7 +119,10 @@ def find_repair(
     """The first repair that fits: each remedy alone in the order given, then together. None: none does."""
     for count in range(1, len(remedies) + 1):
         for chosen in itertools.combinations(remedies, count):
-            found = _apply(fits, workload, chosen, device)
+            try:
+                found = _apply(fits, workload, chosen, device)
+            except Exception:  # a switch that refuses, a step that cannot be traced in half precision: no remedy
+                continue
             if found is not None:
                 return found
     return None

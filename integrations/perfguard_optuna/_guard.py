@@ -11,14 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.guard import Decision, Guard, Verdict, as_workload
 from perfguard.measure import Measurement, Run, status_of
 from perfguard.repair import AS_PROPOSED, Repair
@@ -92,6 +92,8 @@ class OptunaGuard(Guard):
         """When the study's time ends, on time.monotonic's clock; set by a GuardedStudy."""
         self._judged: dict[TrialKey, _Judged] = {}
         self._launched: dict[int, Launched] = {}
+        self._finished: set[TrialKey] = set()
+        self._build_errors: dict[TrialKey, Exception] = {}
         self._warned_about_build = False
 
     @contextmanager
@@ -163,6 +165,9 @@ class OptunaGuard(Guard):
         except Exception as error:
             if asks_for_missing(error, params):
                 return None
+            if not final:  # it may be for want of a parameter: `build(**params)` says so in its own way
+                self._build_errors[_key(study, trial)] = error
+                return None
             return self.settle(study, trial, watched, _raiser(error))
         if watched.missing and not final:
             return None
@@ -213,10 +218,36 @@ class OptunaGuard(Guard):
         return max(0.0, self.deadline - time.monotonic())
 
     def launch(self, study: optuna.Study, trial: AnyTrial, decision: Decision) -> Launched:
-        """Begin to measure ``trial`` in the calling thread."""
-        launched = Launched(study.study_name, trial, decision, Run(self.device).start())
+        """Begin to measure ``trial`` in the calling thread. What cannot be measured runs all the same."""
+        run = Run(self.device)
+        try:
+            run.start()
+        except Exception as error:
+            self._warn_unmeasured(error)
+        launched = Launched(study.study_name, trial, decision, run)
         self._launched[threading.get_ident()] = launched
         return launched
+
+    def has_finished(self, study: optuna.Study, trial: AnyTrial) -> bool:
+        """Whether ``trial`` was launched and its measuring has ended; it is not launched again."""
+        return _key(study, trial) in self._finished
+
+    def end_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
+        """Say of a trial that ran to its end without a verdict why, once, and give it the constraints that every trial has."""
+        error = self._build_errors.pop(_key(study, trial), None)
+        if error is not None:
+            self.settle(study, trial, WatchedParams(trial.params), _raiser(error))
+            return
+        self.warn_unjudged(build)
+        self.write(study, trial, {}, lambda: dict.fromkeys(established_constraints(study, self.limited_quantities), 0.0))
+
+    def reject(self, study: optuna.Study, trial: AnyTrial, verdict: Verdict) -> None:
+        """Write into ``trial`` that nothing was found to run in it."""
+        self._judged[_key(study, trial)] = _Judged(Decision("", verdict), {})
+        self.write(study, trial, attributes_of(verdict), lambda: self.constraints_of(study, verdict))
+
+    def _warn_unmeasured(self, error: Exception) -> None:
+        self._warn_once(MeasurementWarning, f"PerfGuard could not measure a trial (said once): {type(error).__name__}: {error}")
 
     def running(self, study: optuna.Study, trial: AnyTrial) -> Launched | None:
         """``trial``, if the calling thread has launched it."""
@@ -246,9 +277,16 @@ class OptunaGuard(Guard):
         launched = self._launched.pop(threading.get_ident(), None)
         if launched is None:
             return None
+        self._finished.add(_key(launched.study_name, launched.trial))
         pruned = isinstance(error, optuna.TrialPruned)
         note = f"{type(error).__name__}: {error}"[:200] if error is not None and not pruned else ""
-        measurement = launched.run.finish("ok" if pruned else status_of(error), note=note)
+        try:
+            measurement = launched.run.finish("ok" if pruned else status_of(error), note=note)
+        except Exception as failure:
+            self._warn_unmeasured(failure)
+            return None
+        if pruned:
+            measurement = _without_memory_before_a_step(measurement)
         happened = partial(self._what_happened, study, launched, measurement)
         self.write(study, launched.trial, measured_attributes_of(measurement), happened)
         if measurement.status == "oom":
@@ -286,8 +324,13 @@ class OptunaGuard(Guard):
         told = next((trial for trial in trials if trial.number == launched.trial.number), None)
         failed = told is not None and told.state == TrialState.FAIL
         note = "ended at its last step, because its end was not told" if launched.run.num_steps else "its end was not told"
-        measurement = launched.run.finish("failed" if failed else "ok", note=note, at_last_step=True)
-        self.learn(launched.decision, measurement)
+        self._finished.add(_key(launched.study_name, launched.trial))
+        try:
+            measurement = launched.run.finish("failed" if failed else "ok", note=note, at_last_step=True)
+        except Exception as failure:
+            self._warn_unmeasured(failure)
+            return
+        self.learn(launched.decision, _without_memory_before_a_step(measurement))
 
     def warn_unjudged(self, build: Build | None = None) -> None:
         """Say once that trials run unguarded, and why."""
@@ -308,7 +351,7 @@ class OptunaGuard(Guard):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_launched": {}}
+        return super().__getstate__() | {"_launched": {}, "deadline": None}
 
 
 class GuardedRun:
@@ -328,6 +371,8 @@ class GuardedRun:
             optuna.TrialPruned: if the trial will break its time budget at the pace that was measured.
         """
         self._run.step()
+        if self._run.num_steps % max(1, self._run.num_steps // 50):
+            return  # to look at all steps after each would cost more than a step, in the end
         if reason := self._too_slow():
             raise optuna.TrialPruned(reason)
 
@@ -435,6 +480,11 @@ def warn_nothing_feasible(num_proposals: int, reason: str) -> None:
         NothingFeasibleWarning,
         stacklevel=3,
     )
+
+
+def _without_memory_before_a_step(measurement: Measurement) -> Measurement:
+    """What a trial held that ended before its first step says nothing of what its steps need."""
+    return replace(measurement, peak_memory_bytes=None) if measurement.num_steps == 0 else measurement
 
 
 def free_memory() -> None:

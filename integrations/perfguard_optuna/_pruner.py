@@ -78,11 +78,11 @@ class PerfGuardPruner(BasePruner):
         """
         guard = self.guard
         launched = guard.running(study, trial)
-        if launched is None:
+        if launched is None and not guard.has_finished(study, trial):
             guard.finish_abandoned(study)
             decision = guard.decision_of(study, trial) or guard.judge(study, trial, trial.params, guard.build)
             if decision is None:
-                guard.warn_unjudged()
+                guard.end_unjudged(study, trial, guard.build)
             elif decision.verdict.action == "prune":
                 return True
             else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, _get_single_value
 from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -147,6 +147,8 @@ class PerfGuardSampler(BaseSampler):
                 moved = self._moved_to_fit(study, proposal)
                 if moved is not None:
                     return self._accept(study, trial, moved)
+                if "fixed_params" in trial.system_attrs:  # the user asked for this one; it says nothing of the space
+                    raise self._pruned(study, trial, verdict)
             if _is_stopping(study) or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
                 self._give_up(study, trial, verdict)
             if time.monotonic() - started_at > self._max_seconds:
@@ -162,7 +164,9 @@ class PerfGuardSampler(BaseSampler):
         view = self._view(study, trial)
         inner_names = self.inner.infer_relative_search_space(view, trial).keys()
         drawn = self.inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
-        fixed: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
+        single = {name: _get_single_value(d) for name, d in _all_distributions(study).items() if d.single()}
+        fixed: dict[str, Any] = single | trial.system_attrs.get("fixed_params", {}) | trial.params
+        drawn = {name: value for name, value in drawn.items() if name not in fixed}
         while True:
             params = WatchedParams(drawn | fixed)
             workload: Workload | None = None
@@ -170,9 +174,10 @@ class PerfGuardSampler(BaseSampler):
                 workload = build_workload(self.guard.build, params)
                 wanted = params.missing
             except Exception as error:
-                if not asks_for_missing(error, drawn | fixed):
-                    break  # the guard will say why when the trial is judged
-                wanted = {error.args[0]}
+                if asks_for_missing(error, drawn | fixed):
+                    wanted = {error.args[0]}
+                else:  # it may be for want of a parameter; if not, the guard will say why when the trial is judged
+                    wanted = set(search_space) - set(drawn) - set(fixed)
             name = next((name for name in search_space if name in wanted), None)
             if name is None:
                 break
@@ -210,15 +215,15 @@ class PerfGuardSampler(BaseSampler):
         )
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
         rejected = storage.get_trial(trial_id)
-        self.guard.write(study, rejected, {}, lambda: self.guard.constraints_of(study, verdict))
-        self.guard.record(
-            verdict,
-            self.guard.trace(proposal.workload) if proposal.workload is not None else None,
-            study=study.study_name,
-            trial=rejected.number,
-            params=params,
-        )
         try:
+            self.guard.write(study, rejected, {}, lambda: self.guard.constraints_of(study, verdict))
+            self.guard.record(
+                verdict,
+                self.guard.trace(proposal.workload) if proposal.workload is not None else None,
+                study=study.study_name,
+                trial=rejected.number,
+                params=params,
+            )
             self.inner.after_trial(study, rejected, TrialState.PRUNED, None)
         finally:
             storage.set_trial_state_values(trial_id, TrialState.PRUNED)
@@ -266,7 +271,7 @@ class PerfGuardSampler(BaseSampler):
         raise self._pruned(study, trial, verdict)
 
     def _pruned(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> optuna.TrialPruned:
-        self.guard.write(study, trial, attributes_of(verdict), lambda: self.guard.constraints_of(study, verdict))
+        self.guard.reject(study, trial, verdict)
         return optuna.TrialPruned(f"nothing that was proposed fits: {verdict.reason}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -358,11 +363,15 @@ def _is_stopping(study: optuna.Study) -> bool:
 
 
 def _known_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
-    """The newest distribution of every parameter that a trial of ``study`` has had."""
+    """The newest distribution of every parameter that a trial of ``study`` has had, and that has more than one value."""
+    return {name: distribution for name, distribution in _all_distributions(study).items() if not distribution.single()}
+
+
+def _all_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
     known: dict[str, BaseDistribution] = {}
     for trial in study.get_trials(deepcopy=False):
         known |= trial.distributions
-    return {name: distribution for name, distribution in known.items() if not distribution.single()}
+    return known
 
 
 def _with_params(

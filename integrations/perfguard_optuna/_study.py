@@ -47,8 +47,9 @@ class GuardedStudy(optuna.Study):
 
         Args:
             pruner: a pruner, in the place of the one that the study was created with.
-            count: what ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". After
-                300 proposals in a row that do not fit the study ends with a NothingFeasibleWarning.
+            count: what ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed" (what a
+                PerfGuardSampler rejects by itself is no trial of this loop, and does not count either way). After 300
+                proposals in a row that do not fit the study ends with a NothingFeasibleWarning.
         """
         if count not in ("launched", "proposed"):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
@@ -60,7 +61,20 @@ class GuardedStudy(optuna.Study):
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         self.pruner.guard.deadline = deadline
-        objective = _GuardedObjective(func, self.pruner.guard)
+        try:
+            self._optimize_guarded(_GuardedObjective(func, self.pruner.guard), n_trials, timeout, deadline, count, common)
+        finally:
+            self.pruner.guard.deadline = None
+
+    def _optimize_guarded(
+        self,
+        objective: _GuardedObjective,
+        n_trials: int | None,
+        timeout: float | None,
+        deadline: float | None,
+        count: Literal["launched", "proposed"],
+        common: tuple[Any, ...],
+    ) -> None:
         super().optimize(objective, n_trials, timeout, *common)
         # The trials that did not fit are made up for.
         while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
@@ -82,6 +96,7 @@ class _GuardedObjective:
         self.num_launched = 0
 
     def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
+        self._guard.finish_abandoned(trial.study)  # of a plain study before
         guarded = _GuardedTrial.of(trial, self._guard, self._build)
         try:
             with pruned_if_out_of_resources():
@@ -94,7 +109,7 @@ class _GuardedObjective:
         finally:
             self._count(trial)
         if self._guard.decision_of(trial.study, trial) is None:
-            self._guard.warn_unjudged(self._build)
+            self._guard.end_unjudged(trial.study, trial, self._build)
         return value
 
     def _count(self, trial: optuna.Trial) -> None:
@@ -148,7 +163,8 @@ class _GuardedTrial(optuna.Trial):
         super().report(value, step)
 
     def _judge(self, *, final: bool = False) -> None:
-        if self._build is None or self._guard.running(self.study, self) is not None:
+        guard = self._guard
+        if self._build is None or guard.running(self.study, self) is not None or guard.has_finished(self.study, self):
             return
         decision = self._guard.decision_of(self.study, self)
         if decision is None:

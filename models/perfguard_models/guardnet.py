@@ -188,12 +188,15 @@ def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     """What a trial takes beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
 
-    The last few trials, shrunk towards no overhead; the median, so that one interrupted trial does not count.
+    The last few trials that went half as far as the longest of them or further (what was stopped early is mostly setting up),
+    shrunk towards no overhead; the median, so that one interrupted trial does not count.
     """
+    most_steps = max((row.measurement.num_steps for row in rows[-_OVERHEAD_ROWS:]), default=0)
     ratios = [
         math.log(row.measurement.total_time_s / (row.measurement.num_steps * step_time_s))
         for row in rows[-_OVERHEAD_ROWS:]
-        if (step_time_s := _measured(row, "time"))
+        if 2 * row.measurement.num_steps >= most_steps
+        and (step_time_s := _measured(row, "time"))
         and row.measurement.num_steps > 0
         and 0 < row.measurement.total_time_s < math.inf
     ]

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Workload
-from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
 from tests.doubles import ReplayPredictor
 
@@ -127,8 +127,8 @@ def slowly(step: Any, num_steps: int, seconds: float) -> None:
 
 
 def test_a_trial_is_stopped_when_its_pace_will_break_the_budget() -> None:
-    """The predictor says 40 steps of 10 ms; they take 30 ms, so that after 25 of them the budget of 0.6 s is out of reach."""
-    guard = make_guard(time_budget="600ms")
+    """The predictor says 40 steps of 10 ms; they take 30 ms, so that after 25 of them the budget of a second is out of reach."""
+    guard = make_guard(time_budget="1s")
     steps = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -143,12 +143,12 @@ def test_a_trial_is_stopped_when_its_pace_will_break_the_budget() -> None:
     (trial,) = study.trials
     assert trial.state == PRUNED
     assert 20 <= len(steps) < 40
-    assert "at the measured pace it takes" in trial.user_attrs["perfguard:stopped"]
+    assert "the budget is 1.00 s" in trial.user_attrs["perfguard:stopped"]
     assert trial.constraints["perfguard:time"] > 0
 
 
 def test_should_prune_looks_at_the_pace_too() -> None:
-    pruner = PerfGuardPruner(guard=make_guard(build=build, time_budget="600ms"))
+    pruner = PerfGuardPruner(guard=make_guard(build=build, time_budget="1s"))
 
     def objective(trial: optuna.Trial) -> float:
         suggest_width(trial)
@@ -299,3 +299,81 @@ def test_a_storage_that_goes_away_in_the_middle_does_not_stop_the_guard(monkeypa
         )
     assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED, COMPLETE]
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
+
+
+def test_a_trial_past_its_budget_is_stopped_however_few_its_steps() -> None:
+    guard = make_guard(time_budget="50ms")
+
+    def objective(trial: optuna.Trial) -> float:
+        width = suggest_width(trial)
+        with guard.trial(trial, Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)) as run:
+            slowly(run.step, 3, 0.06)
+        return 1.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1)
+    assert study.trials[0].state == PRUNED
+    assert "it has taken" in study.trials[0].user_attrs["perfguard:stopped"]
+
+
+def test_a_build_that_takes_all_parameters_at_once_waits_for_them() -> None:
+    def of_two(*, width: int, depth: int) -> Workload:
+        return Workload(nn.Sequential(*(nn.Linear(64, width) for _ in range(depth))), inputs=(32, 64), loss=torch.mean)
+
+    pruner = PerfGuardPruner(guard=make_guard(build=lambda params: of_two(**params)))
+    study = create_study()
+    for width in (SMALL, LARGE):
+        study.enqueue_trial({"width": width, "depth": 1})
+    study.optimize(
+        lambda trial: float(suggest_width(trial) + trial.suggest_int("depth", 1, 2)), n_trials=2, count="proposed", pruner=pruner
+    )
+    assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED]
+
+
+def test_a_trial_that_gave_up_before_its_first_step_says_nothing_of_memory() -> None:
+    guard = make_guard(build=build)
+
+    def objective(trial: optuna.Trial) -> float:
+        suggest_width(trial)
+        raise optuna.TrialPruned("seen before")
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
+    (decision,) = guard.log.decisions()
+    assert decision.status == "ok"
+    assert "memory" not in record_of(study.trials[0]).measured
+
+
+def test_the_deadline_of_one_study_is_not_that_of_the_next() -> None:
+    pruner = PerfGuardPruner(guard=make_guard(build=build, within_timeout=True))
+    study_of(SMALL).optimize(lambda trial: float(suggest_width(trial)), n_trials=1, timeout=0.1, pruner=pruner, count="proposed")
+    assert pruner.guard.time_left_s() is None
+
+
+def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr("perfguard.measure.Run.start", broken)
+    study = study_of(SMALL, SMALL)
+    with pytest.warns(MeasurementWarning, match="could not measure a trial .* the driver is gone"):
+        study.optimize(
+            lambda trial: float(suggest_width(trial)), n_trials=2, pruner=PerfGuardPruner(guard=make_guard(build=build))
+        )
+    assert [trial.state for trial in study.trials] == [COMPLETE, COMPLETE]
+
+
+def test_a_trial_is_measured_once_though_it_reports_after_the_block() -> None:
+    pruner = PerfGuardPruner(guard=make_guard(build=build))
+
+    def objective(trial: optuna.Trial) -> float:
+        width = suggest_width(trial)
+        with pruner.trial(trial, build({"width": width})) as run:
+            slowly(run.step, 3, 0.03)
+        trial.report(1.0, 0)
+        return 1.0 if not trial.should_prune() else 0.0
+
+    study = study_of(SMALL)
+    study.optimize(objective, n_trials=1, pruner=pruner)
+    assert record_of(study.trials[0]).measured["time"] > 0.05
+    assert len(pruner.guard.log.decisions()) == 1

@@ -253,6 +253,34 @@ def test_after_too_many_proposals_the_last_is_moved_until_it_fits() -> None:
     assert not fits(study, moved | {"width": int(moved["width"] * 1.3), "batch": int(moved["batch"] * 1.3)})
 
 
+def test_a_parameter_of_one_value_does_not_hide_the_others() -> None:
+    def with_a_constant(trial: optuna.Trial) -> float:
+        width, batch = suggest(trial)
+        trial.suggest_int("layers", 1, 1)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width * batch)
+
+    def reads_it(params: Mapping[str, Any]) -> Workload:
+        return build(params) if params["layers"] == 1 else build({"width": 1, "batch": 1})
+
+    study = plain_study(RandomSampler(seed=1), build=reads_it)
+    study.optimize(with_a_constant, n_trials=12)
+    assert len(completed(study)) >= 11
+
+
+def test_what_the_user_fixed_in_part_is_not_moved_and_ends_only_its_own_trial() -> None:
+    pruner = make_pruner()
+    sampler = PerfGuardSampler(TPESampler(seed=0, multivariate=True, n_startup_trials=2), pruner, max_proposals=2)
+    study = create_study(direction="maximize", sampler=sampler)
+    study.optimize(objective, n_trials=4, pruner=pruner)
+    study.enqueue_trial({"width": 4096})  # fits with no batch
+    study.optimize(objective, n_trials=2, pruner=pruner)
+    asked_for = [decision for decision in pruner.guard.log.decisions() if decision.params["width"] == 4096]
+    assert {decision.action for decision in asked_for} == {"prune"}
+    assert len(completed(study)) == 6
+
+
 def test_a_sampler_pickles() -> None:
     study = plain_study(TPESampler(seed=0))
     study.optimize(objective, n_trials=3)
