@@ -403,7 +403,7 @@ def test_a_pace_that_breaks_the_time_budget_prunes_the_trial() -> None:
     guard = make_guard(time_budget="1s")
     study = study_of(guard, [SMALL], Slow, max_steps=90, max_epochs=-1)  # predicted: 0.9 s; in fact 2.7 s
     assert states(study) == [PRUNED]
-    assert "at the measured pace" in study.trials[0].user_attrs["perfguard:stopped"]
+    assert "the budget is 1.00 s" in study.trials[0].user_attrs["perfguard:stopped"]
     assert record_of(study.trials[0]).status == "ok"
     assert 2 < len(Net.seen) < 60
 

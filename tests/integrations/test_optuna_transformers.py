@@ -243,7 +243,7 @@ def test_a_pace_that_breaks_the_time_budget_prunes_the_trial(folder: str, monkey
     monkeypatch.setattr(Net, "delay_s", 0.03)
     study = study_of(make_guard(time_budget="1s"), arguments(folder, max_steps=90), [SMALL])  # predicted: 0.9 s
     assert states(study) == [PRUNED]
-    assert "at the measured pace" in study.trials[0].user_attrs["perfguard:stopped"]
+    assert "the budget is 1.00 s" in study.trials[0].user_attrs["perfguard:stopped"]
     assert record_of(study.trials[0]).status == "ok"
 
 
