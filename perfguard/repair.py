@@ -131,7 +131,7 @@ def find_repair(
 def _apply(
     fits: Callable[[Workload], bool], workload: Workload, remedies: Sequence[Remedy], device: Device
 ) -> tuple[Repair, Workload] | None:
-    repair = Repair()
+    repair = AS_PROPOSED
     if "precision" in remedies:
         if workload.precision != "fp32":
             return None
@@ -170,9 +170,11 @@ def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Re
             sizes = sizes[middle + 1 :]
         else:
             sizes = sizes[:middle]
-    if best is None or not fits(micro(best)):
+    if best is None:
         return None
     repaired = micro(best)
+    if not fits(repaired):
+        return None
     return replace(repair, micro_batch_size=best, accumulation=repaired.accumulation), repaired
 
 

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.guard import Decision, Guard, Verdict, as_workload
-from perfguard.measure import Measurement, Run, status_of
+from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
 from perfguard_optuna._attributes import (
@@ -180,7 +180,11 @@ class OptunaGuard(Guard):
         decision = self.decide(
             make_workload, study=study.study_name, trial=trial.number, params=params.all(), time_left_s=self.time_left_s()
         )
-        self._judged[_key(study, trial)] = _Judged(decision, params.used())
+        self._build_errors.pop(_key(study, trial), None)
+        return self._keep(study, trial, decision, params.used())
+
+    def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
+        self._judged[_key(study, trial)] = _Judged(decision, used)
         self.write(study, trial, attributes_of(decision.verdict), lambda: self.constraints_of(study, decision.verdict))
         return decision
 
@@ -234,7 +238,7 @@ class OptunaGuard(Guard):
 
     def end_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
         """Say of a trial that ran to its end without a verdict why, once, and give it the constraints that every trial has."""
-        error = self._build_errors.pop(_key(study, trial), None)
+        error = self._build_errors.get(_key(study, trial))
         if error is not None:
             self.settle(study, trial, WatchedParams(trial.params), _raiser(error))
             return
@@ -243,8 +247,7 @@ class OptunaGuard(Guard):
 
     def reject(self, study: optuna.Study, trial: AnyTrial, verdict: Verdict) -> None:
         """Write into ``trial`` that nothing was found to run in it."""
-        self._judged[_key(study, trial)] = _Judged(Decision("", verdict), {})
-        self.write(study, trial, attributes_of(verdict), lambda: self.constraints_of(study, verdict))
+        self._keep(study, trial, Decision("", verdict), {})
 
     def _warn_unmeasured(self, error: Exception) -> None:
         self._warn_once(MeasurementWarning, f"PerfGuard could not measure a trial (said once): {type(error).__name__}: {error}")
@@ -277,13 +280,10 @@ class OptunaGuard(Guard):
         launched = self._launched.pop(threading.get_ident(), None)
         if launched is None:
             return None
-        self._finished.add(_key(launched.study_name, launched.trial))
         pruned = isinstance(error, optuna.TrialPruned)
         note = f"{type(error).__name__}: {error}"[:200] if error is not None and not pruned else ""
-        try:
-            measurement = launched.run.finish("ok" if pruned else status_of(error), note=note)
-        except Exception as failure:
-            self._warn_unmeasured(failure)
+        measurement = self._measured(launched, "ok" if pruned else status_of(error), note)
+        if measurement is None:
             return None
         if pruned:
             measurement = _without_memory_before_a_step(measurement)
@@ -300,6 +300,15 @@ class OptunaGuard(Guard):
         else:
             self.learn(launched.decision, measurement)
         return measurement
+
+    def _measured(self, launched: Launched, status: Status, note: str, *, at_last_step: bool = False) -> Measurement | None:
+        """What a trial cost that ends here; None if that cannot be told."""
+        self._finished.add(_key(launched.study_name, launched.trial))
+        try:
+            return launched.run.finish(status, note=note, at_last_step=at_last_step)
+        except Exception as error:
+            self._warn_unmeasured(error)
+            return None
 
     def _what_happened(self, study: optuna.Study, launched: Launched, measurement: Measurement) -> dict[str, float]:
         """A trial that was expected to fit, and did not, is infeasible for the sampler all the same."""
@@ -324,13 +333,9 @@ class OptunaGuard(Guard):
         told = next((trial for trial in trials if trial.number == launched.trial.number), None)
         failed = told is not None and told.state == TrialState.FAIL
         note = "ended at its last step, because its end was not told" if launched.run.num_steps else "its end was not told"
-        self._finished.add(_key(launched.study_name, launched.trial))
-        try:
-            measurement = launched.run.finish("failed" if failed else "ok", note=note, at_last_step=True)
-        except Exception as failure:
-            self._warn_unmeasured(failure)
-            return
-        self.learn(launched.decision, _without_memory_before_a_step(measurement))
+        measurement = self._measured(launched, "failed" if failed else "ok", note, at_last_step=True)
+        if measurement is not None:
+            self.learn(launched.decision, _without_memory_before_a_step(measurement))
 
     def warn_unjudged(self, build: Build | None = None) -> None:
         """Say once that trials run unguarded, and why."""
