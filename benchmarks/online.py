@@ -4,10 +4,10 @@
     python benchmarks/online.py TABLE... --cache .perfguard-cache [--rows 400] [--seeds 3] [--only NAME]
 
 The first command keeps what GuardNet said of rows that its weights had not seen; this one streams those rows through the
-product's own loop: predict, widen, log, teach (`perfguard.online.Lessons`), and every 25 rows an update by `OnlineTrainer`. Beside
-the stream a fixed set of other rows is judged now and then. "Weights that know the like" have learnt from all kinds of rows (the
-random split). Where GuardNet would answer by physics, or carry a time over from a card that it knows, is not replayed: the
-zero-shot figures are those of the bare learner.
+product's own loop: predict, widen, log, teach (`perfguard.online.Lessons`), and every 25 rows an update by `OnlineTrainer`.
+Beside the stream a fixed set of other rows is judged now and then. "Weights that know the like" have learnt from all kinds of
+rows (the random split). Where GuardNet would answer by physics, or carry a time over from a card that it knows, is not replayed:
+the zero-shot figures are those of the bare learner.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class OnlineTrainer:
 
 
 _Errors = dict[tuple[str, str], list[float]]
-"""|log(measured / predicted)| of runs that were not learnt; keys such as ("recent memory", "before"), ("kept back time", "after")."""
+"""|log(measured / predicted)| of runs that were not learnt, by ("recent memory", "before"), ("kept back time", "after"), ..."""
 
 
 @dataclass(frozen=True, slots=True)
