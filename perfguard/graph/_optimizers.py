@@ -106,7 +106,7 @@ def optimizers_on_meta(
     """The workload's optimizers by the path of the submodule whose parameters they train; "" is the whole model."""
     given = workload.optimizer
     if not isinstance(given, Mapping):
-        return {"": OptimizerOnMeta(_make(given, workload.model, model), target, around_step)}
+        return {"": OptimizerOnMeta(make_optimizer(given, workload.model, model), target, around_step)}
     made = {}
     for path, optimizer in given.items():
         try:
@@ -116,11 +116,16 @@ def optimizers_on_meta(
                 f"Workload.optimizer names the submodule {path!r}, which {type(model).__name__} does not have. "
                 f"It has {', '.join(name for name, _ in model.named_children())}."
             ) from None
-        made[path] = OptimizerOnMeta(_make(optimizer, live_part, part), target, around_step)
+        made[path] = OptimizerOnMeta(make_optimizer(optimizer, live_part, part), target, around_step)
     return made
 
 
-def _make(given: Any, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(given: Any, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over the parameters of ``model``, the twin of ``live_model``, as ``given`` describes it.
+
+    Raises:
+        WorkloadError: if it describes none.
+    """
     try:
         if isinstance(given, torch.optim.Optimizer):
             return _twin(given, live_model, model)

@@ -83,6 +83,15 @@ class Recorder(TorchDispatchMode):
                 if self._kinds[index] is None:
                     self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
 
+    @property
+    def num_storages(self) -> int:
+        """Of those recorded so far."""
+        return len(self._bytes)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The index of the storage of ``tensor``."""
+        return self._storage_index(tensor)
+
     def forget(self, tensor: Any) -> None:
         """Something that was adopted turned out not to be there."""
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
