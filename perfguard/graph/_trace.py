@@ -80,19 +80,18 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
         TraceError: if the step cannot be traced; the message names the module, the line and what to do.
         WorkloadError: if the description itself is wrong.
     """
-    traced_for = target_of(target)
-    with tracing(traced_for):
-        return _Tracer(workload, traced_for).run()
+    step = traced_step(workload, target_of(target))
+    assert step is not None
+    return step.graph
 
 
-def trace_with_gap(workload: Workload, target: Target) -> StepWithGap | None:
-    """As :func:`trace`, with a gap in the place of the optimizer's own step; None if it cannot be taken out."""
+def traced_step(workload: Workload, target: Target, *, leaves_gap: bool = False) -> StepWithGap | None:
+    """As :func:`trace`, on request with a gap in the place of the optimizer's own step; None if it cannot be taken out."""
+    leaves_gap = leaves_gap and workload.mode == "train"
     with tracing(target):
-        tracer = _Tracer(workload, target, leaves_gap=workload.mode == "train")
+        tracer = _Tracer(workload, target, leaves_gap=leaves_gap)
         graph = tracer.run()
-    if workload.mode == "train" and tracer.gap is None:
-        return None
-    return StepWithGap(graph, tracer.gap)
+    return StepWithGap(graph, tracer.gap) if tracer.gap or not leaves_gap else None
 
 
 @contextmanager
