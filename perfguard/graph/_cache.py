@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from perfguard.graph._optimizer_part import Gap, OptimizerPart, is_separable, joined, trace_part
+from perfguard.graph._optimizer_pattern import Pattern, find_pattern, has_pattern
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._structure import Structure, structure_of
 from perfguard.graph._target import Target, target_of
@@ -35,6 +36,7 @@ class TraceCache:
 
     def __init__(self) -> None:
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
+        self._patterns: OrderedDict[Hashable, Pattern | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def trace(self, workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
@@ -95,10 +97,20 @@ class TraceCache:
             part = family.parts.get((optimizer, gap.parameters))
         if part is None:
             with tracing(target):
-                part = trace_part(workload, target, gap.parameters)
+                pattern = self._pattern(workload, optimizer, gap, target) if has_pattern(workload, gap.parameters) else None
+                part = pattern.for_parameters(gap.parameters) if pattern else trace_part(workload, target, gap.parameters)
             with self._lock:
                 _kept(family.parts, (optimizer, gap.parameters), part)
         return part
+
+    def _pattern(self, workload: Workload, optimizer: Hashable, gap: Gap, target: Target) -> Pattern | None:
+        dtype = next(parameter.layout.dtype for parameter in gap.parameters if parameter.requires_grad)
+        key = optimizer, dtype, target
+        if key not in self._patterns:
+            found = find_pattern(workload, target, dtype)
+            with self._lock:
+                _kept(self._patterns, key, found, _MOST_STRUCTURES)
+        return self._patterns.get(key)
 
 
 class _Family:

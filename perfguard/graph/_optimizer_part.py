@@ -31,7 +31,7 @@ _GAP = Op("optimizer", "other", Phase.OPTIMIZER, 0, 0, 0, (), (), "", (), "", {}
 """In the place of all that the optimizer launches."""
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Of a tensor."""
 
     shape: tuple[int, ...]
@@ -39,20 +39,28 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Layout:
+    def of(cls, tensor: torch.Tensor) -> Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each element has a place of its own, without gaps."""
+        tensor = self.empty()
+        formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+        fits = {torch.contiguous_format: True, torch.channels_last: tensor.dim() == 4, torch.channels_last_3d: tensor.dim() == 5}
+        return tensor.numel() > 0 and tensor.dim() > 0 and any(fits[f] and tensor.is_contiguous(memory_format=f) for f in formats)
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
-class _Trained(NamedTuple):
+class Trained(NamedTuple):
     """A parameter as an optimizer finds it."""
 
     name: str
-    layout: _Layout
+    layout: Layout
     requires_grad: bool
-    gradient: _Layout | None
+    gradient: Layout | None
     """None: no loss reaches it."""
     storage: int
     """Its own, in the step."""
@@ -68,7 +76,7 @@ class Gap(NamedTuple):
     """How many storages were there before those of its state."""
     before_step: int
     """How many when its step began."""
-    parameters: tuple[_Trained, ...]
+    parameters: tuple[Trained, ...]
 
 
 class StepWithGap(NamedTuple):
@@ -79,23 +87,11 @@ class StepWithGap(NamedTuple):
 
 
 class OptimizerPart(NamedTuple):
-    """What fills a gap. Its storages are counted from zero: parameters, state, gradients, temporaries."""
+    """What fills a gap. Its operators count the storages from zero: parameters, states, gradients, temporaries."""
 
     ops: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    num_parameters: int
-    num_states: int
-    num_gradients: int
-
-    @property
-    def states(self) -> tuple[Storage, ...]:
-        """In the order in which they are made."""
-        return self.storages[self.num_parameters : self.num_parameters + self.num_states]
-
-    @property
-    def temporaries(self) -> tuple[Storage, ...]:
-        """In the order in which they are made."""
-        return self.storages[self.num_parameters + self.num_states + self.num_gradients :]
+    states: tuple[Storage, ...]
+    temporaries: tuple[Storage, ...]
 
 
 def is_separable(workload: Workload) -> bool:
@@ -129,19 +125,19 @@ def leave_gap(recorder: Recorder, model: nn.Module, reached: Set[int], before_st
     return Gap(place, before_state, before_step, parameters)
 
 
-def _trained(recorder: Recorder, name: str, parameter: nn.Parameter) -> _Trained:
+def _trained(recorder: Recorder, name: str, parameter: nn.Parameter) -> Trained:
     gradient = parameter.grad
-    return _Trained(
+    return Trained(
         name,
-        _Layout.of(parameter),
+        Layout.of(parameter),
         parameter.requires_grad,
-        None if gradient is None else _Layout.of(gradient),
+        None if gradient is None else Layout.of(gradient),
         recorder.storage_of(parameter),
         None if gradient is None else recorder.storage_of(gradient),
     )
 
 
-def trace_part(workload: Workload, target: Target, parameters: Sequence[_Trained]) -> OptimizerPart:
+def trace_part(workload: Workload, target: Target, parameters: Sequence[Trained]) -> OptimizerPart:
     """What the optimizer of ``workload`` launches, given ``parameters``.
 
     Raises:
@@ -155,17 +151,18 @@ def trace_part(workload: Workload, target: Target, parameters: Sequence[_Trained
     recorder.adopt(((trained_as[id(twin)].name, twin) for twin in twins), StorageKind.PARAMETER)
     num_parameters = recorder.num_storages
     recorder.adopt(((trained_as[id(twin)].name, value) for twin, value in optimizer.state_tensors()), StorageKind.OPTIMIZER_STATE)
-    num_states = recorder.num_storages - num_parameters
+    num_with_states = recorder.num_storages
     for twin, trained in zip(twins, parameters, strict=True):
         twin.grad = trained.gradient and trained.gradient.empty()
     recorder.adopt((("", twin.grad) for twin in twins), StorageKind.GRADIENT)
-    num_gradients = recorder.num_storages - num_parameters - num_states
+    num_given = recorder.num_storages
     with DevicePaths(target), recorder:
         optimizer.step()
     for twin, value in optimizer.state_tensors():
         if twin.grad is None:
             recorder.forget(value)
-    return OptimizerPart(tuple(recorder.ops), recorder.storages(), num_parameters, num_states, num_gradients)
+    storages = recorder.storages()
+    return OptimizerPart(tuple(recorder.ops), storages[num_parameters:num_with_states], storages[num_given:])
 
 
 def joined(step: StepWithGap, part: OptimizerPart) -> OpGraph:
@@ -173,7 +170,7 @@ def joined(step: StepWithGap, part: OptimizerPart) -> OpGraph:
     graph, gap = step
     assert gap is not None
     place, added = gap.place, len(part.ops) - 1
-    num_states, num_temporaries, num_ops = part.num_states, len(part.temporaries), len(graph.ops) + added
+    num_states, num_temporaries, num_ops = len(part.states), len(part.temporaries), len(graph.ops) + added
     moved = [*range(gap.before_state), *range(gap.before_state + num_states, gap.before_step + num_states)]
     moved += range(gap.before_step + num_states + num_temporaries, len(graph.storages) + num_states + num_temporaries)
     of_part = [moved[trained.storage] for trained in gap.parameters]

@@ -202,8 +202,8 @@ class _Frame:
         else:
             self._graph = joined(step, part)
             self._part_ops = range(gap.place, gap.place + len(part.ops))
-            start = gap.before_step + part.num_states
-            self._part_storages = frozenset(range(gap.before_state, gap.before_state + part.num_states))
+            start = gap.before_step + len(part.states)
+            self._part_storages = frozenset(range(gap.before_state, gap.before_state + len(part.states)))
             self._part_storages |= set(range(start, start + len(part.temporaries)))
         self._has_gap = gap is not None
         self._attributes_have_numbers = [

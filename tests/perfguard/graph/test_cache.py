@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ OPTIMIZERS = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
+TARGETS: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -40,10 +41,11 @@ def random_network(rng: random.Random) -> tuple[nn.Module, Callable[[int], tuple
     kind = rng.choice(["mlp", "cnn", "cnn", "encoder", "lstm", "unet"])
     if kind == "mlp":
         layers: list[nn.Module] = [nn.Linear(width, width)]
+        norm = rng.choice([nn.LayerNorm, nn.BatchNorm1d])
         for _ in range(rng.randint(0, 3)):
             layers += [rng.choice([nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]), nn.Dropout(rng.choice([0.0, 0.1]))]
-            layers += [nn.Linear(width, width), rng.choice([nn.Identity(), nn.BatchNorm1d(width)])]
-        return nn.Sequential(*layers), rng.choice([lambda _size: (width,), lambda _size: (width,), lambda size: (size, width)])
+            layers += [nn.Linear(width, width), rng.choice([nn.Identity(), norm(width)])]
+        return nn.Sequential(*layers), (lambda _: (width,)) if norm is nn.BatchNorm1d else (lambda size: (size, width))
     if kind == "cnn":
         layers = [nn.Conv2d(3, width, 3, padding=1)]
         for _ in range(rng.randint(1, 4)):
@@ -111,12 +113,12 @@ def assert_cached_are_the_same_bytes(seeds: range, traced: list[Workload]) -> in
     """How many of them were computed."""
     num_computed = 0
     for seed in seeds:
-        cache = TraceCache()
+        cache, target = TraceCache(), TARGETS[seed % 2]
         for workload in random_workloads(seed, count=16):
             num_traced = len(traced)
-            graph = cache.trace(workload)
+            graph = cache.trace(workload, target=target)
             num_computed += len(traced) == num_traced
-            assert graph.content_hash == trace(workload).content_hash, f"seed {seed}: {workload}"
+            assert graph.content_hash == trace(workload, target=target).content_hash, f"seed {seed}: {workload}"
     return num_computed
 
 
