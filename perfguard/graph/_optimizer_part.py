@@ -114,7 +114,8 @@ def leave_gap(recorder: Recorder, model: nn.Module, reached: Set[int], before_st
         before_state: how many storages were there before the optimizer's state would have been made.
     """
     place, before_step = len(recorder.ops), recorder.num_storages
-    parameters = tuple(_trained(recorder, name, parameter) for name, parameter in model.named_parameters())
+    with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
+        parameters = tuple(_trained(recorder, name, parameter) for name, parameter in model.named_parameters())
     recorder.ops.append(_GAP)
     storages = [trained.storage for trained in parameters]
     storages += [trained.gradient_storage for trained in parameters if trained.gradient_storage is not None]

@@ -77,11 +77,12 @@ class Recorder(TorchDispatchMode):
 
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
-        for name, parameter in named_parameters:
-            if parameter.grad is not None and parameter.grad.is_meta:
-                index = self._storage_index(parameter.grad)
-                if self._kinds[index] is None:
-                    self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+        with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
+            for name, parameter in named_parameters:
+                if parameter.grad is not None and parameter.grad.is_meta:
+                    index = self._storage_index(parameter.grad)
+                    if self._kinds[index] is None:
+                        self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
 
     @property
     def num_storages(self) -> int:

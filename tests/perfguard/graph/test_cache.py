@@ -92,20 +92,14 @@ def random_workloads(seed: int, *, count: int) -> list[Workload]:
     precisions: Any = rng.sample(["fp32", "bf16", "amp-bf16", "fp16", "amp-fp16"], 2)
     mode: Any = rng.choice(["train", "train", "train", "infer"])
     options: dict[str, Any] = {"loss": total, "ema": rng.random() < 0.1, "ddp": rng.random() < 0.1} if mode == "train" else {}
-    step = rng.choice([1, 2, 8])
+    batches = [rng.choice([1, 8, 16]) * rng.randint(2, 12) for _ in range(4)]
+    step, steps = rng.choice([1, 4, 8, 32]), rng.choice([0, 1, 4, 4])
     drawn = []
     for _ in range(count):
-        batch, size = step * rng.randint(2, 24), 16 + rng.choice([8, 8, 1, 4]) * rng.randint(0, 5)
-        drawn.append(
-            Workload(
-                model,
-                (batch, *shape(size)),
-                optimizer=rng.choice(optimizers),
-                precision=rng.choice([precisions[0], precisions[0], precisions[1]]),
-                mode=mode,
-                **options,
-            )
-        )
+        sample = shape(16 + step * rng.randint(0, steps))
+        precision = rng.choice([*precisions, precisions[0], precisions[0]])
+        optimizer = rng.choice(optimizers)
+        drawn.append(Workload(model, (rng.choice(batches), *sample), optimizer=optimizer, precision=precision, mode=mode, **options))
     return drawn
 
 
@@ -125,7 +119,7 @@ def assert_cached_are_the_same_bytes(seeds: range, traced: list[Workload]) -> in
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_random_networks_are_the_same_bytes_as_traced_anew(part: int, count: list[Workload]) -> None:
-    assert assert_cached_are_the_same_bytes(range(20 * part, 20 * (part + 1)), count) > 20  # otherwise it is no cache
+    assert assert_cached_are_the_same_bytes(range(20 * part, 20 * (part + 1)), count) > 60  # otherwise it is no cache
 
 
 def test_random_networks_are_the_same_bytes_as_traced_anew(count: list[Workload]) -> None:
