@@ -1,8 +1,9 @@
 """Traces that need not be made again.
 
-A study asks for the same network again and again, with another learning rate, batch size, image size or optimizer. Equal structures
-give the graph that was traced before. Another optimizer is traced by itself and joined with the step that is known
-(`_optimizer_part.py`); other sizes are computed from those that were traced, where that is exact (`_template.py`). All else is traced.
+A study asks for the same network again and again, with another learning rate, batch size, image size or optimizer. Equal
+structures give the graph that was traced before. What another optimizer launches is found out by itself and joined with the step
+that is known (`_optimizer_part.py`, `_optimizer_pattern.py`); other sizes are computed from those that were traced, where that is
+exact (`_template.py`). All else is traced.
 """
 
 from __future__ import annotations

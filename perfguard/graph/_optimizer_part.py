@@ -1,8 +1,8 @@
 """The optimizer's part of a step, traced by itself, and put into the gap of a step that was traced without it.
 
-Forward and backward do not depend on the optimizer, and the optimizer's step depends on nothing but parameters and gradients:
-their shapes, and who has a gradient. So a network with m batches and n optimizers takes m + n traces. A parameter or gradient that
-shares its memory with another is not taken apart, nor is an optimizer that is not PyTorch's own: it may do anything.
+Forward and backward do not depend on the optimizer, and what an optimizer launches depends on nothing but parameters and
+gradients: their shapes, and who has a gradient. So a network with m batches and n optimizers takes m + n traces. A step is traced
+whole where parameters or gradients share memory, and where the optimizer is not PyTorch's own: it may do anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -196,13 +196,9 @@ def joined(step: StepWithGap, part: OptimizerPart) -> OpGraph:
     storages += around_gap[gap.before_step :]
     ops = [_moved(op, moved) for op in graph.ops[:place]] + [_moved(op, of_part) for op in part.ops]
     ops += [_moved(op, moved) for op in graph.ops[place + 1 :]]
-    return OpGraph(
-        tuple(ops), tuple(storages), graph.mode, graph.precision, graph.layout, graph.options, graph.unmodelled
-    )
+    return OpGraph(tuple(ops), tuple(storages), graph.mode, graph.precision, graph.layout, graph.options, graph.unmodelled)
 
 
 def _moved(op: Op, places: Sequence[int]) -> Op:
-    name, kind, phase, flops, read, written, inputs, outputs, *rest = op
-    return Op(
-        name, kind, phase, flops, read, written, tuple([places[i] for i in inputs]), tuple([places[i] for i in outputs]), *rest
-    )
+    inputs, outputs = tuple([places[index] for index in op.inputs]), tuple([places[index] for index in op.outputs])
+    return Op(*op[:6], inputs, outputs, *op[8:])

@@ -1,9 +1,9 @@
 """What an optimizer launches for many parameters, from what it launches for two.
 
 Most of PyTorch's optimizers do the same to each element of each parameter: operator after operator for one parameter after the
-other, or each operator for lists of all. The pattern is read off a trace with two small parameters and must then foretell a trace
-with three others, to the byte; otherwise the optimizer is traced over the parameters themselves, as it is where they differ in more than
-their shapes.
+other, or each operator for lists of all. The pattern is read off a trace with two small parameters and must then foretell a
+trace with three others, to the byte. Otherwise, and where parameters differ in more than their shapes, it is
+traced over all of them.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _pattern_of(part: OptimizerPart) -> Pattern | None:
 
 
 def _lists(owned: Sequence[tuple[int, _Own]]) -> tuple[tuple[_Own, ...], ...]:
-    """The lists whose concatenation ``owned`` is: in each comes what the first of two parameters has, then what the second has."""
+    """The lists that ``owned`` is made of; in each comes what the first of two parameters has, then what the second has."""
     lists: list[tuple[_Own, ...]] = []
     at = 0
     while at < len(owned):
@@ -194,9 +194,7 @@ def _scaled_down(op: Op, largest: int, total: int) -> Op:
     return op._replace(flops=op.flops // largest, bytes_read=op.bytes_read // total, bytes_written=op.bytes_written // total)
 
 
-def _scaled(
-    op: Op, largest: int, total: int, shape: tuple[int, ...], inputs: tuple[int, ...], outputs: tuple[int, ...]
-) -> Op:
+def _scaled(op: Op, largest: int, total: int, shape: tuple[int, ...], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
     name, kind, phase, flops, read, written, _, _, module, shape_before, dtype, attributes = op
     return Op(
         name, kind, phase, flops * largest, read * total, written * total, inputs, outputs, module,

@@ -92,9 +92,7 @@ def _list(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> Any:
 
 def _lists_fit(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
     return all(tensor.is_meta and tensor.dtype.is_floating_point for tensor in tensors) and all(
-        len(other) == len(tensors) and all(map(_fits, tensors, other))
-        if isinstance(other, (list, tuple))
-        else _is_number(other)
+        len(other) == len(tensors) and all(map(_fits, tensors, other)) if isinstance(other, (list, tuple)) else _is_number(other)
         for other in others
     )
 

@@ -1,10 +1,10 @@
 """The graphs between those that were traced.
 
-The numbers of a graph (bytes, FLOPs, sizes) are polynomials in the sizes of its inputs as long as the same operators run: affine in
-the batch, of low degree in the size of an image or the length of a sequence. What some of the traces determine must agree with at
-least one more, exactly, in every number; a term that is left out must either have shown there, or make no difference where the
-polynomial is used. That is only between two traces, and for sizes congruent to all of them (after 16, 32 and 64 for multiples of 16: a
-network may pad, and strides round), and only where all traces run the same operators.
+The numbers of a graph (bytes, FLOPs, sizes) are polynomials in the sizes of its inputs as long as the same operators run: affine
+in the batch, of low degree in the size of an image or the length of a sequence. What some of the traces determine must agree with
+at least one more, exactly, in every number; a term that is left out must either have shown there, or make no difference where the
+polynomial is used. That is only between two traces, for sizes congruent to all of them (after 16, 32 and 64 for multiples of 16:
+a network may pad, and strides round), and only where all traces run the same operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +88,11 @@ def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
 
 def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]]) -> Template | None:
     """None if the samples are too few, run other operators, or lie on no polynomial."""
-    if len(samples) <= len(_OF_ONE[0]) or not axes or any(len({sizes[at] for at in axis}) > 1 for sizes in samples for axis in axes):
+    if (
+        len(samples) <= len(_OF_ONE[0])
+        or not axes
+        or any(len({sizes[at] for at in axis}) > 1 for sizes in samples for axis in axes)
+    ):
         return None
     points = {_point(sizes, axes): sample for sizes, sample in samples.items()}
     for terms in _OF_ONE if len(axes) == 1 else _OF_TWO:
@@ -128,8 +132,8 @@ class Template:
         self._points = list(samples)
         self._inverse = _inverse([_values(point, terms) for point in basis])
         self._basis = basis
-        self._numbers = [samples[point].numbers for point in basis]
-        self._largest = max(int(numbers.max()) for numbers in self._numbers)
+        self._numbers = np.stack([samples[point].numbers for point in basis])
+        self._largest = int(self._numbers.max())
         self._strides = [math.gcd(*(value - values[0] for value in values)) for values in zip(*samples, strict=True)]
         self.step = samples[basis[0]].step
         """One of those that were traced."""
@@ -149,7 +153,10 @@ class Template:
         if any(len({sizes[at] for at in axis}) > 1 for axis in self._axes):
             return False
         point = _point(sizes, self._axes)
-        if any((x - start) % stride if stride else x != start for x, start, stride in zip(point, self._points[0], self._strides, strict=True)):
+        if any(
+            (x - start) % stride if stride else x != start
+            for x, start, stride in zip(point, self._points[0], self._strides, strict=True)
+        ):
             return False
         is_between = any(b <= point[0] and s <= point[1] for b, s in self._points) and any(
             b >= point[0] and s >= point[1] for b, s in self._points
@@ -185,9 +192,8 @@ class Template:
         denominator = math.lcm(*(weight.denominator for weight in weights))
         factors = [int(weight * denominator) for weight in weights]
         fits = self._largest * sum(map(abs, factors)) < _LARGEST
-        total = sum(
-            factor * (numbers if fits else numbers.astype(object)) for factor, numbers in zip(factors, self._numbers, strict=True)
-        )
+        samples = self._numbers if fits else self._numbers.astype(object)
+        total = np.array(factors, dtype=samples.dtype) @ samples
         whole, rest = total // denominator, total % denominator
         return None if rest.any() else whole
 

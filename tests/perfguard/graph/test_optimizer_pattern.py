@@ -36,16 +36,17 @@ ELEMENTWISE = [
 ]
 
 
-def network() -> nn.Module:
+CASES: tuple[tuple[Precision, Layout, torch.dtype], ...] = (("fp32", "nchw", torch.float32), ("bf16", "nhwc", torch.bfloat16))
+
+
+def network() -> nn.Sequential:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5), nn.Linear(5, 1))
-    model[1].bias.requires_grad_(False)
+    next(model[1].parameters()).requires_grad_(False)
     return model
 
 
 def workload(optimizer: Any, model: nn.Module, *, precision: Precision = "fp32", layout: Layout = "nchw") -> Workload:
-    return Workload(
-        model, (2, 3, 4, 4), loss=lambda out: out.sum(), optimizer=optimizer, precision=precision, layout=layout
-    )
+    return Workload(model, (2, 3, 4, 4), loss=lambda out: out.sum(), optimizer=optimizer, precision=precision, layout=layout)
 
 
 def name(optimizer: Any) -> str:
@@ -57,10 +58,11 @@ def name(optimizer: Any) -> str:
 @pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=name)
 def test_the_pattern_of_two_parameters_holds_for_all(optimizer: Any, target: Literal["cuda", "cpu"]) -> None:
     kind = target_of(target)
-    for precision, layout, dtype in (("fp32", "nchw", torch.float32), ("bf16", "nhwc", torch.bfloat16)):
-        asked = workload(optimizer, network(), precision=precision, layout=layout)  # type: ignore[arg-type]
+    for precision, layout, dtype in CASES:
+        asked = workload(optimizer, network(), precision=precision, layout=layout)
         step = traced_step(asked, kind, leaves_gap=True)
-        assert step is not None and step.gap is not None
+        assert step is not None
+        assert step.gap is not None
         assert has_pattern(asked, step.gap.parameters)
         with tracing(kind):
             pattern = find_pattern(asked, kind, dtype)
@@ -72,7 +74,8 @@ def test_the_pattern_of_two_parameters_holds_for_all(optimizer: Any, target: Lit
 def test_an_optimizer_that_does_not_treat_all_elements_alike_is_traced(optimizer: Any) -> None:
     asked = workload(optimizer, network())
     step = traced_step(asked, target_of("cuda"), leaves_gap=True)
-    assert step is not None and step.gap is not None
+    assert step is not None
+    assert step.gap is not None
     assert not has_pattern(asked, step.gap.parameters)
 
 
@@ -111,5 +114,6 @@ def test_parameters_that_differ_in_more_than_their_shape_have_no_pattern(part: n
     model.insert(5, part)
     asked = workload(optim.Adam, model)
     step = traced_step(asked, target_of("cuda"), leaves_gap=True)
-    assert step is not None and step.gap is not None
+    assert step is not None
+    assert step.gap is not None
     assert not has_pattern(asked, step.gap.parameters)
