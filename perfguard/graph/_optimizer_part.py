@@ -45,10 +45,12 @@ class Layout(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether each element has a place of its own, without gaps."""
-        tensor = self.empty()
-        formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-        fits = {torch.contiguous_format: True, torch.channels_last: tensor.dim() == 4, torch.channels_last_3d: tensor.dim() == 5}
-        return tensor.numel() > 0 and tensor.dim() > 0 and any(fits[f] and tensor.is_contiguous(memory_format=f) for f in formats)
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return expected > 0
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)

@@ -115,7 +115,8 @@ def has_pattern(workload: Workload, parameters: Sequence[Trained]) -> bool:
         (given is None or given in _ELEMENTWISE)
         and len(trained) > _FEW
         and len({parameter.layout.dtype for parameter in trained}) == 1
-        and all(parameter.gradient == parameter.layout and parameter.layout.is_dense for parameter in trained)
+        and all(parameter.gradient == parameter.layout for parameter in trained)
+        and all(parameter.layout.shape and parameter.layout.is_dense for parameter in trained)
         and all(parameter.gradient is None for parameter in parameters if not parameter.requires_grad)
     )
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.graph._shape_rules import outputs_of
 from perfguard.graph._target import Target
 from perfguard.workload import Workload
 
@@ -97,7 +98,8 @@ class _ValuesUnknown(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # what PyTorch's meta kernels call is nobody's call
+            return outputs_of(func, args, kwargs or {})
 
 
 def optimizers_on_meta(

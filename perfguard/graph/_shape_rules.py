@@ -7,7 +7,7 @@ times. A rule makes the same outputs (shape, strides, dtype) in a few microsecon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,12 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.dim() and value.device.type == "cpu" and not value.dtype.is_complex
     return isinstance(value, (int, float))
+
+
+def _zeros_like(x: torch.Tensor, *, memory_format: Any = None, **others: Any) -> Any:
+    if memory_format not in (None, torch.preserve_format) or any(value is not None for value in others.values()):
+        return NotImplemented
+    return _elementwise(x)
 
 
 def _fits(x: torch.Tensor, other: Any) -> bool:
@@ -175,6 +181,7 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.mul.Tensor: _binary,
     aten.div.Tensor: _binary,
     aten.sqrt.default: _unary,
+    aten.zeros_like.default: _zeros_like,
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.sum.dim_IntList: _sum,
@@ -195,3 +202,10 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten._foreach_sqrt.default: _list,
     aten._foreach_add.List: _list,
 }
+
+
+def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` returns on meta: by its rule, or else from PyTorch's own kernel."""
+    rule = SHAPE_RULES.get(func)
+    out = NotImplemented if rule is None else rule(*args, **kwargs)
+    return func(*args, **kwargs) if out is NotImplemented else out

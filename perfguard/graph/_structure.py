@@ -21,6 +21,8 @@ from perfguard.workload import TensorSpec, Workload
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
+_BARE = vars(nn.Module())
+_COLLECTIONS = frozenset({dict, OrderedDict, set})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
 _MOST_VALUES = 200_000
@@ -178,8 +180,11 @@ class _Describer:
             for name, tensor in state[kind].items()
         )
         rest: list[Hashable] = []
-        for key, item in state.items():  # most are numbers, and hooks that nobody registered: no call for those
+        for key, item in state.items():
             kind = type(item)
+            bare = _BARE.get(key, state)
+            if item is bare or (kind is type(bare) and kind in _COLLECTIONS and not item and not bare):
+                continue  # as every module begins: most are hooks that nobody registered
             if kind in _EXACTLY_PLAIN:
                 rest.append((key, kind, item))
             elif (kind is dict or kind is OrderedDict) and not item:

@@ -58,6 +58,9 @@ def test_elementwise(shape: tuple[int, ...], dtype: torch.dtype, first: str, sec
         check(func, meta(shape, dtype, first), meta(shape, dtype, second))
     check(aten.threshold_backward.default, meta(shape, dtype, first), meta(shape, dtype, second), 0)
     check(aten.add.Tensor, meta(shape, dtype, first), meta((1,), dtype))
+    check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.preserve_format)
+    check(aten.zeros_like.default, meta(shape, dtype, first), dtype=torch.float64)
+    check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.contiguous_format)
     check(aten.mul.Tensor, meta(shape, dtype, first), meta((), torch.float64))
 
 
@@ -172,5 +175,5 @@ def test_the_plain_cases_are_taken(layout: str) -> None:
 def test_every_rule_is_tried_here() -> None:
     tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default, aten.mm.default}
     tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default, aten.addmm.default}
-    tried |= {aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
+    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
     assert tried | IN_PLACE.keys() | LISTS.keys() | WITH_NUMBERS.keys() == set(SHAPE_RULES)
