@@ -103,7 +103,8 @@ def is_separable(workload: Workload) -> bool:
         return False
     if isinstance(given, functools.partial) and not given.args:
         given = given.func
-    return given is None or given in _SEPARABLE or type(given) in _SEPARABLE
+    kind = given if isinstance(given, type) else type(given)
+    return given is None or kind in _SEPARABLE
 
 
 def leave_gap(recorder: Recorder, model: nn.Module, reached: Set[int], before_state: int) -> Gap | None:

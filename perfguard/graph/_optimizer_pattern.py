@@ -112,7 +112,7 @@ def has_pattern(workload: Workload, parameters: Sequence[Trained]) -> bool:
     given = getattr(workload.optimizer, "func", workload.optimizer)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return (
-        (given is None or given in _ELEMENTWISE)
+        (given is None or (isinstance(given, type) and given in _ELEMENTWISE))
         and len(trained) > _FEW
         and len({parameter.layout.dtype for parameter in trained}) == 1
         and all(parameter.gradient == parameter.layout for parameter in trained)
