@@ -104,6 +104,14 @@ def main() -> None:
     rows["warm, another optimizer, new to the process"] = times(check, [{"batch": 129, "optimizer": kind} for kind in kinds])
     others = [{"batch": 57, "size": 160, "optimizer": kind} for kind in kinds]
     rows["warm, another optimizer, batch and image size"] = times(check, others)
+
+    def traced_over_all(kind: Any) -> None:
+        for family in guard._traces._families.values():
+            family.parts.clear()
+            family.graphs.clear()
+        check({"batch": 129, "optimizer": kind})
+
+    rows["Adafactor, new to the network"] = times(traced_over_all, [torch.optim.Adafactor] * 3)
     guard._traces = TraceCache()
     for batch in (32, 96, 64, 129):
         check({"batch": batch})
