@@ -10,7 +10,8 @@ a network may pad, and strides round), and only where all traces run the same op
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
@@ -30,6 +31,7 @@ _Term = tuple[int, int]
 """The powers of the two."""
 _OF_ONE: tuple[tuple[_Term, ...], ...] = (((0, 0), (1, 0)), ((0, 0), (1, 0), (2, 0)))
 _OF_TWO: tuple[tuple[_Term, ...], ...] = (
+    ((0, 0), (1, 0), (0, 1), (1, 1)),
     ((0, 0), (1, 0), (0, 1), (1, 2)),
     ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2)),
     ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)),
@@ -39,6 +41,8 @@ _TERMS = tuple((b, s) for b in range(4) for s in range(5))
 """Those that may be left out."""
 _NUMBERS_OF_GAP = 3
 """FLOPs, bytes read and bytes written."""
+_FEWEST = 3
+"""Samples of the shortest polynomial, and one to spare."""
 _LARGEST = 2**62
 """Of the products that fit 64 bits."""
 
@@ -72,39 +76,56 @@ class Sample:
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
-    """Polynomials through all samples, and through those that differ in nothing but their batch."""
-    first, *others = samples
-    varying = [at for at, size in enumerate(first) if any(sizes[at] != size for sizes in others)]
-    batch = tuple(at for at in varying if all(sizes[at] == sizes[0] for sizes in samples))
-    rest = tuple(at for at in varying if at not in batch)
-    templates = [_template(samples, [axis for axis in (batch, rest) if axis])]
-    if batch and rest:
-        alike: dict[Sizes, dict[Sizes, Sample]] = {}
-        for sizes, sample in samples.items():
-            alike.setdefault(tuple(sizes[at] for at in rest), {})[sizes] = sample
-        templates += [_template(some, [batch]) for some in alike.values()]
-    return [template for template in templates if template is not None]
+    """Polynomials through the samples that run the same operators, and through those of them that differ only in their batch."""
+    found: list[Template | None] = []
+    for alike in _by_form(samples) if len(samples) >= _FEWEST else ():
+        first, *others = alike
+        varying = [at for at, size in enumerate(first) if any(sizes[at] != size for sizes in others)]
+        batch = tuple(at for at in varying if all(sizes[at] == sizes[0] for sizes in alike))
+        rest = tuple(at for at in varying if at not in batch)
+        strangers = [sizes for sizes in samples if sizes not in alike]
+        found.append(_template(alike, [axis for axis in (batch, rest) if axis], strangers))
+        if batch and rest:
+            of_one_size: dict[Sizes, dict[Sizes, Sample]] = {}
+            for sizes, sample in alike.items():
+                of_one_size.setdefault(tuple(sizes[at] for at in rest), {})[sizes] = sample
+            found += [_template(some, [batch], strangers) for some in of_one_size.values()]
+    return [template for template in found if template is not None]
 
 
-def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]]) -> Template | None:
-    """None if the samples are too few, run other operators, or lie on no polynomial."""
-    if (
-        len(samples) <= len(_OF_ONE[0])
-        or not axes
-        or any(len({sizes[at] for at in axis}) > 1 for sizes in samples for axis in axes)
-    ):
+def _by_form(samples: Mapping[Sizes, Sample]) -> list[dict[Sizes, Sample]]:
+    groups: list[dict[Sizes, Sample]] = []
+    for sizes, sample in samples.items():
+        for group in groups:
+            first = next(iter(group.values()))
+            if sample.form == first.form:
+                sample.form = first.form  # one object: the next comparison is short
+                group[sizes] = sample
+                break
+        else:
+            groups.append({sizes: sample})
+    return groups
+
+
+def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]], strangers: Sequence[Sizes]) -> Template | None:
+    """None if the samples are too few or lie on no polynomial, or if other operators run at sizes between them, ``strangers``."""
+    if len(samples) < _FEWEST or not axes or any(len({sizes[at] for at in axis}) > 1 for sizes in samples for axis in axes):
+        return None
+    if any(_is_between(sizes, samples) for sizes in strangers):
         return None
     points = {_point(sizes, axes): sample for sizes, sample in samples.items()}
     for terms in _OF_ONE if len(axes) == 1 else _OF_TWO:
         basis = _independent(list(points), terms) if len(terms) < len(points) else None
-        if basis is None:
-            continue
-        if len({sample.form for sample in samples.values()}) > 1:
-            return None
-        template = Template(next(iter(samples)), axes, terms, points, basis)
-        if template.agrees:
-            return template
+        if basis is not None:
+            template = Template(next(iter(samples)), axes, terms, points, basis)
+            if template.agrees:
+                return template
     return None
+
+
+def _is_between(sizes: Sequence[int], known: Iterable[Sequence[int]]) -> bool:
+    """Whether one of ``known`` is nowhere larger, and one nowhere smaller."""
+    return any(all(map(operator.le, low, sizes)) for low in known) and any(all(map(operator.ge, high, sizes)) for high in known)
 
 
 class Template:
@@ -158,10 +179,7 @@ class Template:
             for x, start, stride in zip(point, self._points[0], self._strides, strict=True)
         ):
             return False
-        is_between = any(b <= point[0] and s <= point[1] for b, s in self._points) and any(
-            b >= point[0] and s >= point[1] for b, s in self._points
-        )
-        return is_between and all(self._foretells(term, point) for term in self._hidden)
+        return _is_between(point, self._points) and all(self._foretells(term, point) for term in self._hidden)
 
     def at(self, sizes: Sizes, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph | None:
         """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole.

@@ -77,10 +77,28 @@ def test_two_sizes_say_nothing_of_a_third() -> None:
     assert any(template.reaches((12, 64, 4)) for template in templates(Says(rows), [*shapes, (12, 16, 4)]))
 
 
-def test_sizes_at_which_other_operators_run_have_nothing_in_common() -> None:
-    found = templates(Says(lambda x: x.relu() if x.shape[1] < 40 else x.tanh()), GRID)
-    assert not any(template.reaches((16, size, 4)) for template in found for size in (32, 48))
-    assert any(template.reaches((12, 64, 4)) for template in found)  # three batches of one size
+def branching(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() if x.shape[1] < 40 else x.tanh()
+
+
+def test_nothing_is_computed_across_a_size_from_which_on_other_operators_run() -> None:
+    small = [(batch, size, 4) for batch in (8, 16) for size in (8, 16, 32)]
+    found = templates(Says(branching), [*small, (8, 48, 4), (16, 64, 4)])
+    assert any(template.reaches((16, 24, 4)) for template in found)
+    assert not any(template.reaches((16, size, 4)) for template in found for size in (40, 56))
+
+
+def test_where_other_operators_run_in_between_nothing_is_computed() -> None:
+    def alternating(x: torch.Tensor) -> torch.Tensor:
+        return x.relu() if x.shape[0] % 12 else x.tanh()
+
+    assert templates(Says(alternating), [(8, 4), (16, 4), (32, 4)])
+    assert not templates(Says(alternating), [(8, 4), (16, 4), (32, 4), (24, 4)])
+
+
+def test_a_batch_of_one_that_runs_other_operators_does_not_matter_to_larger_ones() -> None:
+    model = Says(lambda x: x.relu() if x.shape[0] == 1 else x.tanh())
+    assert any(template.reaches((24, 4)) for template in templates(model, [(1, 4), (8, 4), (16, 4), (32, 4)]))
 
 
 @pytest.mark.parametrize("period", [16, 24, 32])
