@@ -4,7 +4,7 @@ The numbers of a graph (bytes, FLOPs, sizes) are polynomials in the sizes of its
 in the batch, of low degree in the size of an image or the length of a sequence. What some of the traces determine must agree with
 at least one more, exactly, in every number; a term that is left out must either have shown there, or make no difference where the
 polynomial is used. That is only between two traces, for sizes congruent to all of them (after 16, 32 and 64 for multiples of 16:
-a network may pad, and strides round), and only where all traces run the same operators.
+a network may pad, and strides round), and only if no trace in between runs other operators.
 """
 
 from __future__ import annotations
