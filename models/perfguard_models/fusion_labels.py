@@ -1,0 +1,382 @@
+"""Which operators compilers fuse, from the compilers' own records: labels to learn from.
+
+    python -m perfguard_models.fusion_labels --out labels.jsonl.gz --minutes 20
+    python -m perfguard_models.fusion_labels --out labels.jsonl.gz --minutes 5 --compiler onnxruntime
+
+torch.compile's Inductor: the network's aten graph is taken apart and made functional as AOTAutograd does it, each new node
+remembering the operator that it comes from (`from_node`); Inductor lowers it and its scheduler fuses; what it decided is read in
+its own hook for passes after fusion, and compilation ends there, before any C++ is written. Nothing is computed and no weights
+exist: all tensors are fake. ONNX Runtime: an exported file is optimised to another file; an operator there stands for all
+operators between its inputs and its outputs.
+
+One JSON object a line: the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of the graph's operators that it
+takes part in. Interrupt it when you like: every line is flushed, and models that are in the file are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import difflib
+import gzip
+import itertools
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from perfguard.graph import OpGraph, trace
+from perfguard.workload import TensorSpec, Workload
+
+COMPILERS = ("inductor-cpu", "onnxruntime")
+_MOST_OPERATORS = 400
+_MODELS_OF_FAMILY = 2
+_CELLS = 60
+_BATCHES = (1, 2, 4, 8)
+_NOT_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
+"""What a trace leaves out because it only allocates, beside views."""
+
+
+class Case(NamedTuple):
+    """A network to compile."""
+
+    family: str
+    name: str
+    make_model: Callable[[], nn.Module]
+    inputs: Any
+    """As `Workload` takes them."""
+
+
+class LabelledGraph(NamedTuple):
+    """A graph, and what a compiler made of it."""
+
+    compiler: str
+    family: str
+    model: str
+    graph: OpGraph
+    kernels: tuple[tuple[int, ...], ...]
+    """Operators of each kernel, ascending. One operator may be part of several (a softmax is a reduction and a division)."""
+
+    def edge_labels(self) -> npt.NDArray[np.int8]:
+        """Of each of ``graph.edges``: 1 fused, 0 not, -1 where the record does not say. Shape: (num_edges,).
+
+        An edge is fused if one kernel takes part in both operators.
+        """
+        kernels_of: dict[int, set[int]] = {}
+        for number, kernel in enumerate(self.kernels):
+            for op in kernel:
+                kernels_of.setdefault(op, set()).add(number)
+        none: set[int] = set()
+        pairs = [(kernels_of.get(int(a), none), kernels_of.get(int(b), none)) for a, b in self.graph.edges.T]
+        return np.array([-1 if not (a and b) else int(bool(a & b)) for a, b in pairs], dtype=np.int8)
+
+
+def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph) -> tuple[tuple[int, ...], ...]:
+    """The kernels that Inductor's scheduler forms of ``graph`` on a CPU, as indices of its operators.
+
+    Args:
+        model: on ``torch.device("meta")``, in evaluation mode.
+        inputs: as `Workload` takes them.
+        graph: the trace of one inference of ``model`` for a CPU, to whose operators the aten calls are matched by name and order.
+
+    Raises:
+        Exception: whatever tracing or Inductor raise for a network that they cannot take.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    scheduled: list[tuple[str, ...]] = []
+
+    def read(nodes: list[Any]) -> list[Any]:
+        scheduled.extend(_origins(node) for node in nodes)
+        raise _ScheduledError
+
+    with fake, torch.no_grad():
+        called, whole = _aten_graphs(model, inputs)
+        with config.patch(fx_graph_cache=False, _post_fusion_custom_pass=read), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = [node.meta["val"] for node in whole.graph.nodes if node.op == "placeholder"]
+            try:
+                compile_fx.compile_fx_inner(whole, values, is_inference=True)
+            except InductorError as error:
+                if not isinstance(error.inner_exception, _ScheduledError):
+                    raise
+    op_of = _matched(called, graph)
+    kernels = (sorted({op_of[name] for name in kernel if name in op_of}) for kernel in scheduled)
+    return tuple(tuple(kernel) for kernel in kernels if kernel)
+
+
+class _ScheduledError(Exception):
+    """Ends a compilation when the scheduler has decided."""
+
+
+def _aten_graphs(model: nn.Module, inputs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The calls that the network dispatches, and the graph that Inductor is given for them."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.func import functional_call, functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    state = {name: torch.empty_like(value, device="cpu") for name, value in (*model.named_parameters(), *model.named_buffers())}
+    batch = _empty(inputs)
+    keywords = batch if isinstance(batch, dict) else {}
+    arguments = () if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
+
+    def forward(state: dict[str, torch.Tensor], arguments: Any, keywords: dict[str, Any]) -> list[torch.Tensor]:
+        out = functional_call(model, state, arguments, keywords)
+        return [value for value in torch.utils._pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
+
+    called = make_fx(forward)(state, arguments, keywords)
+    again = [torch.empty_like(node.meta["val"]) for node in called.graph.nodes if node.op == "placeholder"]
+    with preserve_node_meta():
+        functional = functionalize(torch.fx.Interpreter(called).run, remove="mutations")
+        whole = make_fx(functional, decomposition_table=select_decomp_table())(*again)
+    whole.graph.eliminate_dead_code()
+    whole.recompile()
+    return called, whole
+
+
+def _empty(inputs: Any) -> Any:
+    if isinstance(inputs, TensorSpec):
+        return torch.zeros(inputs.shape, dtype=getattr(torch, inputs.dtype))
+    if isinstance(inputs, dict):
+        return {name: _empty(value) for name, value in inputs.items()}
+    return torch.empty(inputs)
+
+
+def _origins(node: Any) -> tuple[str, ...]:
+    """Names of the aten calls that a scheduled kernel takes part in.
+
+    Calls of libraries (convolutions, matrix products) name one origin. Of what the scheduler generates itself, an origin may be
+    a library's call whose input or weight it copies into another layout: that is left out later, because the call has a kernel of
+    its own. Kernels that do nothing (`cat` of what was written in place) and copies of weights are no kernels.
+    """
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    found: set[Any] = set()
+    for part in node.get_nodes():
+        if part.node is None or isinstance(part, NopKernelSchedulerNode):
+            continue
+        if isinstance(part, ExternKernelSchedulerNode):
+            found.add(part.node.get_origin_node())
+        else:
+            found.update(origin for origin in part.node.get_origins() if not _is_library_call(origin))
+    return tuple(sorted({origin.meta["from_node"][-1].name for origin in found if origin is not None and "from_node" in origin.meta}))
+
+
+def _is_library_call(origin: Any) -> bool:
+    name = str(origin.target)
+    return any(part in name for part in ("convolution", "addmm", "mm.", "scaled_dot_product", "mkldnn", "baddbmm"))
+
+
+def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
+    """Of each aten call that launches a kernel the index of its operator in ``graph``: both are in the order of dispatch."""
+    names, calls = [], []
+    for node in called.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
+            name = node.target._schema.name.partition("::")[2]
+            if name not in _NOT_KERNELS:
+                names.append(name)
+                calls.append(node.name)
+    matcher = difflib.SequenceMatcher(None, [op.name for op in graph.ops], names, autojunk=False)
+    return {
+        calls[block.b + at]: block.a + at for block in matcher.get_matching_blocks() for at in range(block.size)
+    }
+
+
+def cases(seed: int = 0) -> Iterator[Case]:
+    """The corpus, mixed: every family of timm, cells in the manner of NAS-Bench-201, transformers from configurations."""
+    sources = [list(_timm_cases(random.Random(seed))), list(_cells(random.Random(seed))), list(_transformers())]
+    order = [(at / len(source), case) for source in sources for at, case in enumerate(source)]
+    for _, case in sorted(order, key=lambda item: item[0]):
+        yield case
+
+
+def _timm_cases(rng: random.Random) -> Iterator[Case]:
+    from perfguard.tables import prepare_torchvision
+
+    prepare_torchvision()
+    import timm
+
+    def made(name: str) -> Case:
+        def make() -> nn.Module:
+            with torch.device("meta"):
+                model: nn.Module = timm.create_model(name)
+            return model
+
+        cfg = timm.get_pretrained_cfg(name)
+        size = cfg.input_size if cfg is not None else (3, 224, 224)
+        return Case(name.split("_")[0].rstrip("0123456789") or name, name, make, (rng.choice(_BATCHES), *size))
+
+    families: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        family = "".join(itertools.takewhile(lambda letter: not letter.isdigit() and letter != "_", name))
+        families.setdefault(family, []).append(name)
+    chosen = [(family, rng.sample(names, min(_MODELS_OF_FAMILY, len(names)))) for family, names in families.items()]
+    rng.shuffle(chosen)
+    for family, names in chosen:
+        yield from (made(name)._replace(family=family) for name in names)
+
+
+def _cells(rng: random.Random) -> Iterator[Case]:
+    """Cells of six edges between four nodes, two stages of two, as `examples/nas_space.py` has them."""
+    for number in range(_CELLS):
+        plan = tuple(rng.choice(("none", "skip", "conv1x1", "conv3x3", "pool3x3")) for _ in range(6))
+        width = rng.choice((8, 16, 24, 32))
+        yield Case(
+            "nas-cell",
+            f"cell-{number}",
+            lambda plan=plan, width=width: _on_meta(lambda: _CellNetwork(plan, width)),
+            (rng.choice(_BATCHES), 3, 32, 32),
+        )
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+_EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+
+
+class _CellNetwork(nn.Module):
+    def __init__(self, plan: Sequence[str], width: int) -> None:
+        super().__init__()
+
+        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Module:
+            return nn.Sequential(
+                nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+        def operator(name: str, channels: int) -> nn.Module:
+            if name.startswith("conv"):
+                return conv(channels, channels, int(name[-1]))
+            return nn.AvgPool2d(3, 1, 1, count_include_pad=False) if name == "pool3x3" else nn.Identity()
+
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        self.plan = [(edge, name) for edge, name in zip(_EDGES, plan, strict=True) if name != "none"]
+        widths = (width, width, 2 * width, 2 * width)
+        self.cells = nn.ModuleList(nn.ModuleList(operator(name, size) for _, name in self.plan) for size in widths)
+        self.down = conv(width, 2 * width, 3, 2)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index, cell in enumerate(self.cells):
+            x = self.down(x) if index == 2 else x
+            nodes: list[torch.Tensor | None] = [x, None, None, x]
+            for ((start, end), _), module in zip(self.plan, cell, strict=True):
+                source, before = nodes[start], nodes[end]
+                if source is not None:
+                    made = module(source)
+                    nodes[end] = made if before is None else before + made
+            assert nodes[3] is not None
+            x = nodes[3]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+_TRANSFORMERS = (
+    ("bert", "BertConfig", "BertModel", {"num_hidden_layers": 3}),
+    ("roberta", "RobertaConfig", "RobertaModel", {"num_hidden_layers": 2}),
+    ("distilbert", "DistilBertConfig", "DistilBertModel", {"n_layers": 3}),
+    ("gpt2", "GPT2Config", "GPT2Model", {"n_layer": 3, "use_cache": False}),
+    ("opt", "OPTConfig", "OPTModel", {"num_hidden_layers": 3, "use_cache": False}),
+    ("gptneox", "GPTNeoXConfig", "GPTNeoXModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("llama", "LlamaConfig", "LlamaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("qwen2", "Qwen2Config", "Qwen2Model", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("gemma", "GemmaConfig", "GemmaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("albert", "AlbertConfig", "AlbertModel", {"num_hidden_layers": 2}),
+    ("electra", "ElectraConfig", "ElectraModel", {"num_hidden_layers": 2}),
+    ("xlmroberta", "XLMRobertaConfig", "XLMRobertaModel", {"num_hidden_layers": 2}),
+    ("mpnet", "MPNetConfig", "MPNetModel", {"num_hidden_layers": 2}),
+    ("bloom", "BloomConfig", "BloomModel", {"n_layer": 2, "hidden_size": 256, "use_cache": False}),
+    ("phi", "PhiConfig", "PhiModel", {"num_hidden_layers": 2, "hidden_size": 512, "use_cache": False}),
+)
+
+
+def _transformers() -> Iterator[Case]:
+    import transformers
+
+    for family, config, model, settings in _TRANSFORMERS:
+
+        def make(config: str = config, model: str = model, settings: Any = settings) -> nn.Module:
+            made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+            return made
+
+        yield Case(family, f"{family}-small", lambda make=make: _on_meta(make), {"input_ids": TensorSpec((2, 64), "int64")})
+
+
+def labelled(case: Case, compiler: str) -> LabelledGraph | str:
+    """What ``compiler`` makes of ``case``, or why there is nothing to say."""
+    try:
+        model = case.make_model().eval()
+        graph = trace(Workload(model, case.inputs, mode="infer"), target="cpu")
+        if len(graph.ops) > _MOST_OPERATORS:
+            return f"{len(graph.ops)} operators"
+        kernels = inductor_kernels(model, case.inputs, graph)
+    except Exception as error:  # whatever networks of others do under fake tensors
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return LabelledGraph(compiler, case.family, case.name, graph, kernels)
+
+
+def to_json(row: LabelledGraph) -> dict[str, Any]:
+    """One line of the file."""
+    return {**row._asdict(), "graph": base64.b64encode(row.graph.to_bytes()).decode()}
+
+
+def read_labels(path: str | Path) -> Iterator[LabelledGraph]:
+    """Each complete line; one cut short by an interruption ends the reading."""
+    with gzip.open(path, "rt") as file:
+        try:
+            for line in file:
+                row = json.loads(line)
+                graph = OpGraph.from_bytes(base64.b64decode(row.pop("graph")))
+                yield LabelledGraph(graph=graph, kernels=tuple(map(tuple, row.pop("kernels"))), **row)
+        except (EOFError, json.JSONDecodeError):
+            return
+
+
+def main() -> None:
+    """Label until the minutes are over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--compiler", choices=COMPILERS, default=COMPILERS[0])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
+    end, number = time.process_time() + 60 * arguments.minutes, 0
+    with gzip.open(arguments.out, "at") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("models", total=None)
+        for case in cases(arguments.seed):
+            if time.process_time() > end:
+                break
+            if (arguments.compiler, case.name) in done:
+                continue
+            row = labelled(case, arguments.compiler)
+            if isinstance(row, str):
+                print(f"{case.name}: {row}", file=sys.stderr)
+                continue
+            file.write(json.dumps(to_json(row)) + "\n")
+            file.flush()
+            number += 1
+            progress.update(task, completed=number, description=f"{number} models")
+    print(f"{number} models in {arguments.out}, {time.process_time():.0f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()
