@@ -25,9 +25,12 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +41,7 @@ from torch import nn
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import TensorSpec, Workload
 
-COMPILERS = ("inductor-cpu", "onnxruntime")
+COMPILERS = ("inductor-cpu", "inductor-cuda", "onnxruntime")
 _MOST_OPERATORS = 400
 _MODELS_OF_FAMILY = 2
 _CELLS = 60
@@ -81,13 +84,17 @@ class LabelledGraph(NamedTuple):
         return np.array([-1 if not (a and b) else int(bool(a & b)) for a, b in pairs], dtype=np.int8)
 
 
-def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph) -> tuple[tuple[int, ...], ...]:
-    """The kernels that Inductor's scheduler forms of ``graph`` on a CPU, as indices of its operators.
+def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph, target: str = "cpu") -> tuple[tuple[int, ...], ...]:
+    """The kernels that Inductor's scheduler forms of ``graph``, as indices of its operators.
+
+    For "cuda" the scheduler is told of an A100: it decides before Triton is called, so neither a GPU nor Triton need be there.
 
     Args:
         model: on ``torch.device("meta")``, in evaluation mode.
         inputs: as `Workload` takes them.
-        graph: the trace of one inference of ``model`` for a CPU, to whose operators the aten calls are matched by name and order.
+        graph: the trace of one inference of ``model`` for ``target``, to whose operators the aten calls are matched by name and
+            order.
+        target: "cpu" or "cuda".
 
     Raises:
         Exception: whatever tracing or Inductor raise for a network that they cannot take.
@@ -97,15 +104,16 @@ def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph) -> tuple[tup
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    scheduled: list[tuple[str, ...]] = []
+    scheduled: list[Any] = []
 
     def read(nodes: list[Any]) -> list[Any]:
-        scheduled.extend(_origins(node) for node in nodes)
+        scheduled.extend(nodes)
         raise _ScheduledError
 
     with fake, torch.no_grad():
-        called, whole = _aten_graphs(model, inputs)
-        with config.patch(fx_graph_cache=False, _post_fusion_custom_pass=read), warnings.catch_warnings():
+        called, whole = _aten_graphs(model, inputs, target)
+        settings = config.patch(fx_graph_cache=False, assume_aligned_inputs=True, _post_fusion_custom_pass=read)
+        with settings, _pretended_gpu() if target == "cuda" else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = [node.meta["val"] for node in whole.graph.nodes if node.op == "placeholder"]
             try:
@@ -114,7 +122,8 @@ def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph) -> tuple[tup
                 if not isinstance(error.inner_exception, _ScheduledError):
                     raise
     op_of = _matched(called, graph)
-    kernels = (sorted({op_of[name] for name in kernel if name in op_of}) for kernel in scheduled)
+    position = {node.name: at for at, node in enumerate(called.graph.nodes)}
+    kernels = (sorted({op_of[name] for name in kernel if name in op_of}) for kernel in _kernels_of(scheduled, position))
     return tuple(tuple(kernel) for kernel in kernels if kernel)
 
 
@@ -122,8 +131,31 @@ class _ScheduledError(Exception):
     """Ends a compilation when the scheduler has decided."""
 
 
-def _aten_graphs(model: nn.Module, inputs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """The calls that the network dispatches, and the graph that Inductor is given for them."""
+@contextmanager
+def _pretended_gpu() -> Iterator[None]:
+    """What Inductor (torch 2.13) asks of the machine before it generates code, answered as on an A100."""
+    from torch._inductor import scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    a100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)
+    as_cuda_says = SimpleNamespace(
+        name="A100", major=8, minor=0, multi_processor_count=108, warp_size=32, total_memory=40 * 2**30, L2_cache_size=40 * 2**20
+    )
+    with (
+        mock.patch.object(DeviceProperties, "create", lambda device: a100),
+        mock.patch("torch.cuda.get_device_properties", lambda device=None: as_cuda_says),
+        mock.patch("torch.cuda.get_device_capability", lambda device=None: (8, 0)),
+        mock.patch.object(scheduler, "has_triton", lambda *args: True),
+    ):
+        yield
+
+
+def _aten_graphs(model: nn.Module, inputs: Any, target: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The calls that the network dispatches, and the graph that Inductor is given for them.
+
+    The network itself always runs on fake CPU tensors: a build of torch for CPUs cannot index fake CUDA tensors. Its aten calls
+    can be run on either.
+    """
     from torch._inductor.decomposition import select_decomp_table
     from torch.func import functional_call, functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -139,46 +171,68 @@ def _aten_graphs(model: nn.Module, inputs: Any) -> tuple[torch.fx.GraphModule, t
         return [value for value in torch.utils._pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
 
     called = make_fx(forward)(state, arguments, keywords)
-    again = [torch.empty_like(node.meta["val"]) for node in called.graph.nodes if node.op == "placeholder"]
+    again = [torch.empty_like(node.meta["val"], device=target) for node in called.graph.nodes if node.op == "placeholder"]
     with preserve_node_meta():
-        functional = functionalize(torch.fx.Interpreter(called).run, remove="mutations")
+        functional = functionalize(_OnTarget(called, target).run, remove="mutations")
         whole = make_fx(functional, decomposition_table=select_decomp_table())(*again)
     whole.graph.eliminate_dead_code()
     whole.recompile()
     return called, whole
 
 
+class _OnTarget(torch.fx.Interpreter):
+    """Runs calls that were recorded on a CPU as ``target`` would."""
+
+    def __init__(self, called: torch.fx.GraphModule, target: str) -> None:
+        super().__init__(called)
+        self._target = target
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._target == "cuda" and target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, key, value, *rest = args
+            dropout, is_causal = (*rest, *(0.0, False)[len(rest) :])
+            mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+            return efficient(query, key, value, mask, False, dropout, is_causal, scale=scale)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device(self._target)}
+        return super().call_function(target, args, kwargs)
+
+
 def _empty(inputs: Any) -> Any:
     if isinstance(inputs, TensorSpec):
-        return torch.zeros(inputs.shape, dtype=getattr(torch, inputs.dtype))
+        return torch.empty(inputs.shape, dtype=getattr(torch, inputs.dtype))
     if isinstance(inputs, dict):
         return {name: _empty(value) for name, value in inputs.items()}
     return torch.empty(inputs)
 
 
-def _origins(node: Any) -> tuple[str, ...]:
-    """Names of the aten calls that a scheduled kernel takes part in.
+def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
+    """Of each scheduled kernel the names of the aten calls that it computes.
 
-    Calls of libraries (convolutions, matrix products) name one origin. Of what the scheduler generates itself, an origin may be
-    a library's call whose input or weight it copies into another layout: that is left out later, because the call has a kernel of
-    its own. Kernels that do nothing (`cat` of what was written in place) and copies of weights are no kernels.
+    A call of a library (convolution, matrix product) is a kernel of its own. It is named among the origins of kernels that are
+    generated too, where those copy its input into another layout or add its bias: what it makes is written all the same, so there
+    it does not count. Inductor counts the origins of unfinished inputs to a library call, so its own origin is the last one.
+    Nodes that do nothing (`cat` of parts that were written in place) are no kernels.
     """
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
-    found: set[Any] = set()
-    for part in node.get_nodes():
-        if part.node is None or isinstance(part, NopKernelSchedulerNode):
-            continue
-        if isinstance(part, ExternKernelSchedulerNode):
-            found.add(part.node.get_origin_node())
-        else:
-            found.update(origin for origin in part.node.get_origins() if not _is_library_call(origin))
-    return tuple(sorted({origin.meta["from_node"][-1].name for origin in found if origin is not None and "from_node" in origin.meta}))
-
-
-def _is_library_call(origin: Any) -> bool:
-    name = str(origin.target)
-    return any(part in name for part in ("convolution", "addmm", "mm.", "scaled_dot_product", "mkldnn", "baddbmm"))
+    generated: list[set[str]] = []
+    calls: list[str] = []
+    for node in nodes:
+        found: set[str] = set()
+        for part in node.get_nodes():
+            if part.node is None or isinstance(part, NopKernelSchedulerNode):
+                continue
+            names = {origin.meta["from_node"][-1].name for origin in part.node.get_origins() if "from_node" in origin.meta}
+            names &= position.keys()
+            if isinstance(part, ExternKernelSchedulerNode):
+                calls.extend([max(names, key=position.__getitem__)] if names else [])
+            else:
+                found |= names
+        generated.append(found)
+    yield from ({name} for name in calls)
+    yield from (found - set(calls) for found in generated)
 
 
 def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
@@ -188,12 +242,16 @@ def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
             name = node.target._schema.name.partition("::")[2]
             if name not in _NOT_KERNELS:
-                names.append(name)
+                names.append(_without_backend(name))
                 calls.append(node.name)
-    matcher = difflib.SequenceMatcher(None, [op.name for op in graph.ops], names, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, [_without_backend(op.name) for op in graph.ops], names, autojunk=False)
     return {
         calls[block.b + at]: block.a + at for block in matcher.get_matching_blocks() for at in range(block.size)
     }
+
+
+def _without_backend(name: str) -> str:
+    return "attention" if name.startswith("_scaled_dot_product") else name
 
 
 def cases(seed: int = 0) -> Iterator[Case]:
@@ -323,10 +381,11 @@ def labelled(case: Case, compiler: str) -> LabelledGraph | str:
     """What ``compiler`` makes of ``case``, or why there is nothing to say."""
     try:
         model = case.make_model().eval()
-        graph = trace(Workload(model, case.inputs, mode="infer"), target="cpu")
+        target: Any = compiler.partition("-")[2]
+        graph = trace(Workload(model, case.inputs, mode="infer"), target=target)
         if len(graph.ops) > _MOST_OPERATORS:
             return f"{len(graph.ops)} operators"
-        kernels = inductor_kernels(model, case.inputs, graph)
+        kernels = inductor_kernels(model, case.inputs, graph, target)
     except Exception as error:  # whatever networks of others do under fake tensors
         return f"{type(error).__name__}: {str(error)[:200]}"
     return LabelledGraph(compiler, case.family, case.name, graph, kernels)
