@@ -112,7 +112,7 @@ def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> OpGraph:
     """The graph in which each of ``kernels`` is one operator.
 
     FLOPs are those of ``graph``; no operator moves more bytes than its parts did. Of an operator with several inputs the trace
-    knows the bytes read in all; they are shared out by the sizes of the storages.
+    knows the bytes read in all; they are shared out by the sizes of the storages. What nobody reads is taken for a result.
 
     Args:
         graph: what eager execution launches.
@@ -172,13 +172,20 @@ def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tup
         return ops[0]
     reads: dict[int, float] = {}
     writes: dict[int, float] = {}
+    unread: set[int] = set()
     for op in ops:
+        unread.difference_update(op.inputs)
+        unread.update(op.outputs)
         for storage, num_bytes in _shared_out(graph, op.inputs, op.bytes_read):
             if storage not in writes:  # else it was made in here
                 reads[storage] = max(reads.get(storage, 0.0), num_bytes)
         for storage, num_bytes in _shared_out(graph, op.outputs, op.bytes_written):
             writes[storage] = max(writes.get(storage, 0.0), num_bytes)
-    writes = {storage: size for storage, size in writes.items() if (number, storage) in read_after or _stays(graph, storage)}
+    writes = {
+        storage: size
+        for storage, size in writes.items()
+        if storage in unread or (number, storage) in read_after or _stays(graph, storage)
+    }
     main = max(ops, key=lambda op: (op.kind in _LIBRARY_KINDS, op.flops))
     return main._replace(
         flops=sum(op.flops for op in ops),

@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -203,9 +202,9 @@ _compiled: WeakKeyDictionary[OpGraph, dict[str, OpGraph]] = WeakKeyDictionary()
 def as_compiled(graph: OpGraph, device: Device) -> OpGraph:
     """What ``device`` launches for ``graph``: the graph itself, or its kernels if it is compiled inference.
 
-    Two kinds of compiled graphs are left as they are, and their ``unmodelled`` says that they are traced as eager: training, whose
-    backward operators nothing was learnt about; and inference in half precision on GPUs, where GuardNet's weights have learnt from
-    measured runs what compiling saves, on the eager graph.
+    Two kinds of compiled graphs are left as they are, and their ``unmodelled`` says that they are traced as eager: training,
+    of whose backward operators nothing was learnt; and inference in half precision on GPUs, where GuardNet's weights have learnt
+    from measured runs what compiling saves, on the eager graph.
     """
     if "compiled" not in graph.options or graph.mode != "infer" or (device.kind == "cuda" and graph.precision != "fp32"):
         return graph

@@ -2,8 +2,8 @@
 
 nn-Meter (Zhang et al. 2021, section 3) finds its rules with tests: for each pair of operators from a list a tiny network of
 the two, and whether the device runs it in one piece; then whether an operator with several readers is fused with any of them.
-It asks by measuring; here the compiler's own record is asked (`fusion_labels`), so its rules are without error of measurement. Its
-list of operators is that of its tests: pairs of others are not fused.
+It asks by measuring; here the compiler's own record is asked (`fusion_labels`), so its rules are without error of measurement.
+Its list of operators is that of its tests: pairs of others are not fused.
 """
 
 from __future__ import annotations

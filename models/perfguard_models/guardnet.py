@@ -21,6 +21,7 @@ from perfguard.graph import OpGraph
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models._engines import TARGETS, UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine
 from perfguard_models._residual import ResidualPosterior, ResidualPrior, condition
+from perfguard_models.fusion import as_compiled
 from perfguard_models.served import trained_of
 from perfguard_models.weight_files import read_pair
 
@@ -81,6 +82,7 @@ class GuardNet:
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
+        graph = as_compiled(graph, device)
         answer = self._answer(graph, device)
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
@@ -129,7 +131,7 @@ class GuardNet:
         known = [(row, value) for row in rows if (value := _measured(row, target)) is not None]
         if not known:
             return None
-        answers = [self._answer(row.graph, row.device) for row, _ in known]
+        answers = [self._answer(as_compiled(row.graph, row.device), row.device) for row, _ in known]
         predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
         measured = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64)
         x = torch.cat([answer.embedding[target] for answer in answers])

@@ -20,6 +20,7 @@ from perfguard.graph import OP_KINDS, OpGraph, roofline_s
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Run, share_of
+from perfguard_models.fusion import as_compiled
 from perfguard_models.learner import Learner, Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
@@ -154,6 +155,7 @@ class Served:
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
+        graph = as_compiled(graph, device)
         memory = self._estimate("memory", graph, device)
         step_time = self._estimate("time", graph, device)
         return Prediction(
@@ -177,7 +179,7 @@ class Served:
                 continue  # out of memory: a lower bound, no measurement of either
             for target, value in (("memory", row.measurement.peak_memory_bytes), ("time", row.measurement.step_time_s)):
                 if value is not None and math.isfinite(value) and value > 0:
-                    residual = math.log(value) - self._raw(target, row.graph, row.device)[0]
+                    residual = math.log(value) - self._raw(target, as_compiled(row.graph, row.device), row.device)[0]
                     residuals.setdefault((row.device.id, target), []).append(residual)
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 from perfguard.graph import OP_KINDS
-from perfguard_models.fusion import FORMAT, SIZES, EdgeClassifier, Edges, FusionModel, edges_of, joined
+from perfguard_models.fusion import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of, joined
 from perfguard_models.fusion_labels import LabelledGraph, read_labels
 from perfguard_models.fusion_rules import most_frequent_rules, probed_rules
 from perfguard_models.weight_files import write_pair
