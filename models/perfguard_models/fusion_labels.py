@@ -139,12 +139,14 @@ def _pretended_gpu() -> Iterator[None]:
 
     a100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)
     as_cuda_says = SimpleNamespace(
-        name="A100", major=8, minor=0, multi_processor_count=108, warp_size=32, total_memory=40 * 2**30, L2_cache_size=40 * 2**20
-    )
+        name="A100", major=8, minor=0, multi_processor_count=108, warp_size=32, total_memory=40 * 2**30, gcnArchName="",
+        L2_cache_size=40 * 2**20, shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=163 * 2**10,
+    )  # fmt: skip
     with (
         mock.patch.object(DeviceProperties, "create", return_value=a100),
         mock.patch("torch.cuda.get_device_properties", return_value=as_cuda_says),
         mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
+        mock.patch("torch.cuda.current_device", return_value=0),
         mock.patch.object(scheduler, "has_triton", return_value=True),
     ):
         yield
@@ -195,7 +197,7 @@ class _OnTarget(torch.fx.Interpreter):
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
             return efficient(query, key, value, mask, False, dropout, is_causal, scale=scale)
         if "device" in kwargs:
-            kwargs = kwargs | {"device": torch.device(self._target)}
+            kwargs = kwargs | {"device": torch.device(self._target, 0)}
         return super().call_function(target, args, kwargs)
 
 
@@ -366,6 +368,9 @@ _TRANSFORMERS = (
 
 
 def _transformers() -> Iterator[Case]:
+    from perfguard.tables import prepare_torchvision
+
+    prepare_torchvision()
     import transformers
 
     for family, config, model, settings in _TRANSFORMERS:
