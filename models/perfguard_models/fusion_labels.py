@@ -1,7 +1,7 @@
 """Which operators compilers fuse, from the compilers' own records: labels to learn from.
 
-    python -m perfguard_models.fusion_labels --out labels.jsonl.gz --minutes 20
-    python -m perfguard_models.fusion_labels --out labels.jsonl.gz --minutes 5 --compiler onnxruntime
+    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 20
+    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 5 --compiler onnxruntime
 
 torch.compile's Inductor: the network's aten graph is taken apart and made functional as AOTAutograd does it, each new node
 remembering the operator that it comes from (`from_node`); Inductor lowers it and its scheduler fuses; what it decided is read in
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import base64
 import difflib
-import gzip
 import itertools
 import json
 import random
@@ -403,14 +402,12 @@ def to_json(row: LabelledGraph) -> dict[str, Any]:
 
 def read_labels(path: str | Path) -> Iterator[LabelledGraph]:
     """Each complete line; one cut short by an interruption ends the reading."""
-    with gzip.open(path, "rt") as file:
-        try:
-            for line in file:
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
                 row = json.loads(line)
                 graph = OpGraph.from_bytes(base64.b64decode(row.pop("graph")))
                 yield LabelledGraph(graph=graph, kernels=tuple(map(tuple, row.pop("kernels"))), **row)
-        except (EOFError, json.JSONDecodeError):
-            return
 
 
 def main() -> None:
@@ -424,7 +421,7 @@ def main() -> None:
     torch.set_num_threads(1)
     done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
     end, number = time.process_time() + 60 * arguments.minutes, 0
-    with gzip.open(arguments.out, "at") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+    with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("models", total=None)
         for case in cases(arguments.seed):
             if time.process_time() > end:

@@ -1,7 +1,7 @@
 """Train and judge the edge classifier of `fusion` on labels of real compilers.
 
-    python -m perfguard_models.fusion_labels --out labels.jsonl.gz --minutes 12
-    python -m perfguard_models.train_fusion labels.jsonl.gz --out models/perfguard_models/weights
+    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 12
+    python -m perfguard_models.train_fusion labels.jsonl --out models/perfguard_models/weights
 
 Judged in five folds by family of models (no family is in training and test), beside rules; then fitted to everything. Writes
 OUT/fusion.safetensors and OUT/fusion.json, the card.
