@@ -137,14 +137,24 @@ def print_cards() -> None:
     """The tables of the shipped weights."""
     folder = files("perfguard_models") / "weights"
     train_fusion.print_scores(json.loads((folder / "fusion.json").read_text(encoding="utf-8"))["scores"])
-    kernels.print_scores(json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["scores"])
+    card = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    kernels.print_scores(card["scores"], card["guardnet"])
 
 
 def print_measured(rows: list[dict[str, Any]]) -> None:
     """Eager against compiled."""
     console = Console(width=150)
-    table = Table("network", "operators", "kernels", "bytes kept", "eager, ms", "compiled, ms", "measured ratio", "predicted ratio",
-                  "roofline's ratio", title=f"one thread, {platform.processor() or platform.machine()}, {datetime.date.today()}")  # fmt: skip
+    columns = (
+        "operators",
+        "kernels",
+        "bytes kept",
+        "eager, ms",
+        "compiled, ms",
+        "measured ratio",
+        "predicted ratio",
+        "roofline's",
+    )
+    table = Table("network", *columns, title=f"one thread, {platform.processor() or platform.machine()}, {datetime.date.today()}")
     for row in rows:
         table.add_row(
             row["network"],

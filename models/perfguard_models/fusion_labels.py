@@ -1,13 +1,13 @@
 """Which operators compilers fuse, from the compilers' own records: labels to learn from.
 
     python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 20
-    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 5 --compiler onnxruntime
+    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
+    python -m perfguard_models.fusion_labels --out labels.jsonl --minutes 4 --compiler onnxruntime
 
 torch.compile's Inductor: the network's aten graph is taken apart and made functional as AOTAutograd does it, each new node
 remembering the operator that it comes from (`from_node`); Inductor lowers it and its scheduler fuses; what it decided is read in
 its own hook for passes after fusion, and compilation ends there, before any C++ is written. Nothing is computed and no weights
-exist: all tensors are fake. ONNX Runtime: an exported file is optimised to another file; an operator there stands for all
-operators between its inputs and its outputs.
+exist: all tensors are fake. For a GPU it is asked in the same way, as on an A100. ONNX Runtime: see `fusion_labels_onnx`.
 
 One JSON object a line: the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of the graph's operators that it
 takes part in. Interrupt it when you like: every line is flushed, and models that are in the file are not done again.
@@ -39,6 +39,7 @@ from torch import nn
 
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import TensorSpec, Workload
+from perfguard_models.fusion_labels_onnx import onnxruntime_case
 
 COMPILERS = ("inductor-cpu", "inductor-cuda", "onnxruntime")
 _MOST_OPERATORS = 400
@@ -385,6 +386,9 @@ def labelled(case: Case, compiler: str) -> LabelledGraph | str:
     """What ``compiler`` makes of ``case``, or why there is nothing to say."""
     try:
         model = case.make_model().eval()
+        if compiler == "onnxruntime":
+            graph, kernels = onnxruntime_case(model, case.inputs)
+            return LabelledGraph(compiler, case.family, case.name, graph, kernels)
         target: Any = compiler.partition("-")[2]
         graph = trace(Workload(model, case.inputs, mode="infer"), target=target)
         if len(graph.ops) > _MOST_OPERATORS:

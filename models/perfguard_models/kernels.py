@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 import platform
 import random
 import re
@@ -41,6 +42,7 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError, PredictorError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.tables import OperatorRow, parser_of, read_table
+from perfguard_models.dataset import Run
 from perfguard_models.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operators_of
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
@@ -55,6 +57,8 @@ _BLOCKS = 3
 _BATCH = 512
 _LEARNING_RATE = 3e-3
 _MOST_ROWS = 60_000
+_GUARDNET_EPOCHS = 60
+"""Of the network that it is compared with: as many as it gains from; its batches are of 12,000 rows."""
 _ARCHITECTURES = re.compile(r"^(maxwell|volta|turing|ampere|pascal)_")
 
 
@@ -262,6 +266,36 @@ def judged(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
     return found
 
 
+def guardnet_errors(rows: Sequence[KernelRow]) -> dict[str, tuple[float, float]]:
+    """GuardNet's network for operators on the same rows and the same held-out shapes: by operator mean and median error."""
+    from perfguard_models.operator_network import OperatorNetwork
+
+    network = OperatorNetwork(epochs=_GUARDNET_EPOCHS)
+    network.fit([_as_run(row) for row in rows if not _is_held_out(row)])
+    own = [row for row in rows if _is_held_out(row)]
+    seconds = np.exp(network.predict([_as_run(row) for row in own])["time"])
+    errors = np.abs(seconds / np.array([row.seconds for row in own]) - 1)
+    products = np.array([row.operator in ("linear", "bmm") for row in own])
+    return {name: (float(e.mean()), float(np.median(e))) for name, e in (("all", errors), ("products", errors[products]))}
+
+
+def _as_run(row: KernelRow) -> Run:
+    device = resolve_device(row.gpu)
+    view = {
+        "x": row.x[None, : len(COLUMNS)],
+        "device": row.x[len(COLUMNS) :],
+        "name": np.array([row.name], dtype=np.int16),
+        "count": np.ones(1, dtype=np.float32),
+        "roofline": np.array([row.roofline_s], dtype=np.float32),
+        "live": np.ones(1, dtype=np.float32),
+        "reserved": np.array([20.0]),
+    }
+    return Run(
+        table="operator", source="", family="", model=row.operator, gpu=row.gpu, mode="infer", variant="fp32",
+        structure=row.operator, batch_size=1, labels={"time": math.log(row.seconds)}, capacity_bytes=device.memory_bytes, fits=True, view=view,
+    )  # fmt: skip
+
+
 def _is_held_out(row: KernelRow) -> bool:
     digest = hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()
     return digest[0] % 5 == 0
@@ -302,13 +336,15 @@ def shipped() -> KernelModel:
     return read_kernel_model(folder / "kernels.safetensors", folder / "kernels.json")
 
 
-def print_scores(scores: dict[str, dict[str, dict[str, float]]]) -> None:
+def print_scores(scores: dict[str, dict[str, dict[str, float]]], guardnet: dict[str, list[float]]) -> None:
     """A table for people."""
     table = Table("held out", "operators", "rows", "top-1", "top-5", "latency: mean error", "median")
     for split, by in scores.items():
         for name, score in by.items():
             shares = (f"{100 * score[column]:.1f}%" for column in ("top1", "top5", "mean_error", "median_error"))
             table.add_row(split, name, f"{int(score['rows']):,}", *shares)
+    for name, (mean, median) in guardnet.items():
+        table.add_row("shape: GuardNet's network for operators", name, "", "", "", f"{100 * mean:.1f}%", f"{100 * median:.1f}%")
     table.add_row("networks, in LILOU's paper", "all", "", "88.6%", "98.8%", "", "")
     Console(width=120).print(table)
 
@@ -334,10 +370,11 @@ def main() -> None:
         "rows": dict(sorted(Counter(f"{row.operator} {row.gpu}" for row in rows).items())),
         "source": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
         "scores": scores,
+        "guardnet": {name: list(errors) for name, errors in guardnet_errors(rows).items()},
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)
-    print_scores(scores)
+    print_scores(scores, card["guardnet"])
 
 
 if __name__ == "__main__":
