@@ -108,8 +108,8 @@ def dependencies(graph: OpGraph) -> set[tuple[int, int]]:
     return {(first, second) for first, second in pairs if first != second}
 
 
-def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> OpGraph:
-    """The graph in which each of ``kernels`` is one operator.
+def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> tuple[OpGraph, list[list[int]]]:
+    """The graph in which each of ``kernels`` is one operator, and of each of its operators which ones of ``graph`` it stands for.
 
     FLOPs are those of ``graph``; no operator moves more bytes than its parts did. Of an operator with several inputs the trace
     knows the bytes read in all; they are shared out by the sizes of the storages. What nobody reads is taken for a result.
@@ -124,7 +124,7 @@ def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> OpGraph:
     order = _ordered(graph, kernels)
     kernel_of = {op: at for at, kernel in enumerate(order) for op in kernel}
     read_after = _read_elsewhere(graph, kernel_of)
-    return _with_lives(graph, [_one(graph, kernel, number, read_after) for number, kernel in enumerate(order)])
+    return _with_lives(graph, [_one(graph, kernel, number, read_after) for number, kernel in enumerate(order)]), order
 
 
 def _ordered(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> list[list[int]]:

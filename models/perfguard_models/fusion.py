@@ -27,7 +27,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import KIND_INDEX, OP_KINDS, TRACED_AS_EAGER, OpGraph, StorageKind
+from perfguard.graph import KIND_INDEX, OP_KINDS, TRACED_AS_EAGER, OpGraph, StorageKind, roofline_s
 from perfguard_models.fused_graph import kernels_of, merged
 from perfguard_models.weight_files import check_hash, read_pair
 
@@ -94,10 +94,10 @@ def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Edges:
 def joined(parts: Sequence[Edges]) -> Edges:
     """Several graphs as one that is not connected."""
     starts = np.cumsum([0, *(len(part.kind) for part in parts)])
-    columns = [torch.cat(list(column)) for column in list(zip(*parts, strict=True))[:4]]
+    sizes, kind, name, compiler = (torch.cat(list(column)) for column in list(zip(*parts, strict=True))[:4])
     edge_index = torch.cat([part.edge_index + int(start) for part, start in zip(parts, starts, strict=False)], dim=1)
     graph = torch.cat([torch.full((len(part.kind),), at) for at, part in enumerate(parts)])
-    return Edges(*columns, edge_index, graph)
+    return Edges(sizes, kind, name, compiler, edge_index, graph)
 
 
 class EdgeClassifier(nn.Module):
@@ -164,8 +164,8 @@ class FusionModel:
         found: npt.NDArray[np.float64] = torch.sigmoid(logits).double().numpy()
         return found
 
-    def fused(self, graph: OpGraph, compiler: str) -> OpGraph:
-        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel."""
+    def fused(self, graph: OpGraph, compiler: str) -> tuple[OpGraph, list[list[int]]]:
+        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and what that stands for."""
         return merged(graph, kernels_of(graph, self.chances(graph, compiler)))
 
 
@@ -196,29 +196,55 @@ def shipped() -> FusionModel:
     return read_fusion_model(folder / "fusion.safetensors", folder / "fusion.json")
 
 
-_compiled: WeakKeyDictionary[OpGraph, dict[str, OpGraph]] = WeakKeyDictionary()
+class Compiled(NamedTuple):
+    """A compiled inference: what eager execution would launch, and what is launched."""
+
+    eager: OpGraph
+    """Without the option "compiled": weights that have only seen eager runs know it."""
+    graph: OpGraph
+    """One operator for each kernel."""
+    kernels: list[list[int]]
+    """Of each operator of ``graph`` those of ``eager``."""
+
+    def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
+        """Of each eager operator the share of its time that is left: the roofline of its kernel over that of the kernel's
+        operators one by one, so what a network has learnt of an operator beyond its roofline stays. In (0, 1].
+        Shape: (len(eager.ops),)."""
+        alone, together = roofline_s(self.eager, device), roofline_s(self.graph, device)
+        shares = np.ones(len(self.eager.ops))
+        for kernel, seconds in zip(self.kernels, together, strict=True):
+            shares[kernel] = min(1.0, float(seconds) / float(alone[kernel].sum()))
+        return shares
+
+    def memory_share(self, device: Device) -> float:
+        """The peak with the kernels over the eager peak, both with the context."""
+        peaks = (graph.peak_live_bytes + device.context_bytes for graph in (self.graph, self.eager))
+        kernels, eager = (max(peak, 1) for peak in peaks)
+        return kernels / eager
 
 
-def as_compiled(graph: OpGraph, device: Device) -> OpGraph:
-    """What ``device`` launches for ``graph``: the graph itself, or its kernels if it is compiled inference.
+_compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
 
-    Two kinds of compiled graphs are left as they are, and their ``unmodelled`` says that they are traced as eager: training,
-    of whose backward operators nothing was learnt; and inference in half precision on GPUs, where GuardNet's weights have learnt
-    from measured runs what compiling saves, on the eager graph.
+
+def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
+    """What ``device`` launches for ``graph`` if it is a compiled inference.
+
+    None: it is not compiled; or it is one of two kinds of compiled graphs that are taken as eager, and say so in ``unmodelled``:
+    training, of whose backward operators nothing was learnt; and inference in half precision on GPUs, where GuardNet's weights
+    have learnt from measured runs what compiling saves.
     """
     if "compiled" not in graph.options or graph.mode != "infer" or (device.kind == "cuda" and graph.precision != "fp32"):
-        return graph
+        return None
     compiler = f"inductor-{device.kind}"
     known = _compiled.setdefault(graph, {})
     if compiler not in known:
-        made = shipped().fused(graph, compiler)
+        options = tuple(option for option in graph.options if option != "compiled")
+        eager = dataclasses.replace(graph, options=options)
+        made, kernels = shipped().fused(eager, compiler)
         note = _NOTE.format(kernels=len(made.ops), ops=len(graph.ops))
-        known[compiler] = dataclasses.replace(
-            made,
-            options=tuple(option for option in graph.options if option != "compiled"),
-            unmodelled=(note, *(text for text in graph.unmodelled if text != TRACED_AS_EAGER)),
-        )
+        unmodelled = (note, *(text for text in graph.unmodelled if text != TRACED_AS_EAGER))
+        known[compiler] = Compiled(eager, dataclasses.replace(made, unmodelled=unmodelled), kernels)
     return known[compiler]
 
 
-__all__ = ["EdgeClassifier", "FusionModel", "as_compiled", "edges_of", "joined", "read_fusion_model", "shipped"]
+__all__ = ["Compiled", "EdgeClassifier", "FusionModel", "as_compiled", "edges_of", "joined", "read_fusion_model", "shipped"]

@@ -27,13 +27,17 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
 
     Args:
         model: with real weights or on meta, where they are made up; in evaluation mode.
-        inputs: the shape of one batch.
+        inputs: the shape of one batch, or of each of several.
 
     Raises:
         Exception: whatever the exporter or ONNX Runtime raise for a network that they cannot take.
     """
     import onnx
     import onnxruntime
+
+    if isinstance(inputs, dict):
+        raise ValueError("only networks with positional inputs are exported")
+    arguments = tuple(map(torch.zeros, inputs if isinstance(inputs[0], tuple) else (inputs,)))
 
     if sum(value.numel() * 4 for value in model.parameters()) > _MOST_BYTES:
         raise ValueError("too many weights to write")
@@ -47,7 +51,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
         path, optimised = Path(folder) / "model.onnx", Path(folder) / "optimised.onnx"
         # The exporter would fold batch norms itself, were it not told to preserve the mode.
         as_it_is = torch.onnx.TrainingMode.PRESERVE
-        torch.onnx.export(model.eval(), (torch.zeros(inputs),), str(path), dynamo=False, training=as_it_is, opset_version=17)
+        torch.onnx.export(model.eval(), arguments, str(path), dynamo=False, training=as_it_is, opset_version=17)
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(optimised)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

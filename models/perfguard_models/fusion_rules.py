@@ -21,6 +21,7 @@ from torch import nn
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import Workload
 from perfguard_models.fusion_labels import LabelledGraph, inductor_kernels
+from perfguard_models.fusion_labels_onnx import onnxruntime_case
 
 _CHANNELS = 16
 _PROBED: Mapping[str, Callable[[], nn.Module]] = {
@@ -61,27 +62,30 @@ class PairRules:
 
 
 def probed_rules(compiler: str) -> PairRules:
-    """nn-Meter's way, for "inductor-cpu" or "inductor-cuda": a network for each pair, and one with two readers."""
-    target: Any = compiler.partition("-")[2]
+    """nn-Meter's way, for one of `fusion_labels.COMPILERS`: a network for each pair, and one with two readers."""
     fused: set[tuple[str, str]] = set()
     for first in _PROBED.values():
-        graph, labels = _asked(_Pairs(first, list(_PROBED.values())), len(_PROBED), target)
+        graph, labels = _asked(_Pairs(first, list(_PROBED.values())), len(_PROBED), compiler)
         for (a, b), label in zip(graph.edges.T, labels, strict=True):
             if label == 1:
                 fused.add((_name(graph, a), _name(graph, b)))
-    graph, labels = _asked(_TwoReaders(), 1, target)
+    graph, labels = _asked(_TwoReaders(), 1, compiler)
     several = any(
         label == 1 for (a, _), label in zip(graph.edges.T, labels, strict=True) if _name(graph, a) == "native_batch_norm"
     )
     return PairRules(frozenset(fused), several)
 
 
-def _asked(model: nn.Module, inputs: int, target: Any) -> tuple[OpGraph, npt.NDArray[np.int8]]:
+def _asked(model: nn.Module, inputs: int, compiler: str) -> tuple[OpGraph, npt.NDArray[np.int8]]:
     """Inputs differ in size, so that nothing fuses across pairs."""
     model = model.to("meta").eval()
     shapes = tuple((2, _CHANNELS, 8 + at, 16) for at in range(inputs))
-    graph = trace(Workload(model, shapes, mode="infer"), target=target)
-    kernels = inductor_kernels(model, shapes, graph, target)
+    if compiler == "onnxruntime":
+        graph, kernels = onnxruntime_case(model, shapes)
+    else:
+        target: Any = compiler.partition("-")[2]
+        graph = trace(Workload(model, shapes, mode="infer"), target=target)
+        kernels = inductor_kernels(model, shapes, graph, target)
     return graph, LabelledGraph("", "", "", graph, kernels).edge_labels()
 
 

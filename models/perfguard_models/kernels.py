@@ -292,7 +292,8 @@ def _as_run(row: KernelRow) -> Run:
     }
     return Run(
         table="operator", source="", family="", model=row.operator, gpu=row.gpu, mode="infer", variant="fp32",
-        structure=row.operator, batch_size=1, labels={"time": math.log(row.seconds)}, capacity_bytes=device.memory_bytes, fits=True, view=view,
+        structure=row.operator, batch_size=1, labels={"time": math.log(row.seconds)},
+        capacity_bytes=device.memory_bytes, fits=True, view=view,
     )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ class Served:
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        graph = as_compiled(graph, device)
+        compiled = as_compiled(graph, device)
         memory = self._estimate("memory", graph, device)
         step_time = self._estimate("time", graph, device)
         return Prediction(
@@ -168,7 +168,7 @@ class Served:
             bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
             gpu_util=self._share("gpu_util", graph, device),
             sm_active=self._share("sm_active", graph, device),
-            unmodelled=graph.unmodelled,
+            unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
         )
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -179,7 +179,7 @@ class Served:
                 continue  # out of memory: a lower bound, no measurement of either
             for target, value in (("memory", row.measurement.peak_memory_bytes), ("time", row.measurement.step_time_s)):
                 if value is not None and math.isfinite(value) and value > 0:
-                    residual = math.log(value) - self._raw(target, as_compiled(row.graph, row.device), row.device)[0]
+                    residual = math.log(value) - self._raw(target, row.graph, row.device)[0]
                     residuals.setdefault((row.device.id, target), []).append(residual)
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
@@ -194,6 +194,12 @@ class Served:
 
     def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:
         """Logarithm of the prediction and its standard deviation."""
+        compiled = as_compiled(graph, device)
+        if compiled is not None:
+            value, log_sigma = self._raw(target, compiled.eager, device)
+            kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
+            share = compiled.memory_share(device) if target == "memory" else kernels_s / max(eager_s, 1e-12)
+            return value + math.log(share), log_sigma
         predicted, spreads = self._answers(graph, device)
         value = float(predicted[target][0])
         if not math.isfinite(value):
