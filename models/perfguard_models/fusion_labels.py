@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import base64
 import difflib
+import functools
 import itertools
 import json
 import random
@@ -191,11 +192,11 @@ class _OnTarget(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._target == "cuda" and target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            query, key, value, *rest = args
-            dropout, is_causal = (*rest, *(0.0, False)[len(rest) :])
+            rest: list[Any] = [0.0, False]
+            rest[: len(args) - 3] = args[3:]
             mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-            return efficient(query, key, value, mask, False, dropout, is_causal, scale=scale)
+            return efficient(*args[:3], mask, False, *rest, scale=scale)
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device(self._target, 0)}
         return super().call_function(target, args, kwargs)
@@ -298,14 +299,14 @@ def _cells(rng: random.Random) -> Iterator[Case]:
         yield Case(
             "nas-cell",
             f"cell-{number}",
-            lambda plan=plan, width=width: _on_meta(lambda: _CellNetwork(plan, width)),
+            functools.partial(_on_meta, _CellNetwork, plan, width),
             (rng.choice(_BATCHES), 3, 32, 32),
         )
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def _on_meta(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     with torch.device("meta"):
-        return make()
+        return make(*arguments)
 
 
 _EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -328,19 +329,20 @@ class _CellNetwork(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
         self.plan = [(edge, name) for edge, name in zip(_EDGES, plan, strict=True) if name != "none"]
         widths = (width, width, 2 * width, 2 * width)
-        self.cells = nn.ModuleList(nn.ModuleList(operator(name, size) for _, name in self.plan) for size in widths)
+        self.cells = nn.ModuleList(nn.Sequential(*(operator(name, size) for _, name in self.plan)) for size in widths)
         self.down = conv(width, 2 * width, 3, 2)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        for index, cell in enumerate(self.cells):
+        for index, cell in enumerate(self.cells.children()):
+            assert isinstance(cell, nn.Sequential)
             x = self.down(x) if index == 2 else x
             nodes: list[torch.Tensor | None] = [x, None, None, x]
-            for ((start, end), _), module in zip(self.plan, cell, strict=True):
+            for at, ((start, end), _) in enumerate(self.plan):
                 source, before = nodes[start], nodes[end]
                 if source is not None:
-                    made = module(source)
+                    made = cell[at](source)
                     nodes[end] = made if before is None else before + made
             assert nodes[3] is not None
             x = nodes[3]
@@ -348,7 +350,7 @@ class _CellNetwork(nn.Module):
         return out
 
 
-_TRANSFORMERS = (
+_TRANSFORMERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("bert", "BertConfig", "BertModel", {"num_hidden_layers": 3}),
     ("roberta", "RobertaConfig", "RobertaModel", {"num_hidden_layers": 2}),
     ("distilbert", "DistilBertConfig", "DistilBertModel", {"n_layers": 3}),
@@ -373,13 +375,13 @@ def _transformers() -> Iterator[Case]:
     prepare_torchvision()
     import transformers
 
+    def make(config: str, model: str, settings: dict[str, Any]) -> nn.Module:
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+        return made
+
     for family, config, model, settings in _TRANSFORMERS:
-
-        def make(config: str = config, model: str = model, settings: Any = settings) -> nn.Module:
-            made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
-            return made
-
-        yield Case(family, f"{family}-small", lambda make=make: _on_meta(make), {"input_ids": TensorSpec((2, 64), "int64")})
+        tokens = {"input_ids": TensorSpec((2, 64), "int64")}
+        yield Case(family, f"{family}-small", functools.partial(_on_meta, make, config, model, settings), tokens)
 
 
 def labelled(case: Case, compiler: str) -> LabelledGraph | str:

@@ -14,6 +14,7 @@ the library was built for (`volta_sgemm_128x64_nn` and `ampere_sgemm_128x64_nn` 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import math
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -250,7 +251,7 @@ def judged(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
     bmm, whose kernel is a choice)."""
     splits: dict[str, list[Callable[[KernelRow], bool]]] = {
         "shape": [_is_held_out],
-        "gpu": [lambda row, gpu=gpu: row.gpu == gpu for gpu in sorted({row.gpu for row in rows})],
+        "gpu": [functools.partial(_is_of, gpu) for gpu in sorted({row.gpu for row in rows})],
     }
     found: dict[str, dict[str, KernelScore]] = {}
     for split, folds in splits.items():
@@ -281,7 +282,7 @@ def guardnet_errors(rows: Sequence[KernelRow]) -> dict[str, tuple[float, float]]
 
 def _as_run(row: KernelRow) -> Run:
     device = resolve_device(row.gpu)
-    view = {
+    view: dict[str, npt.NDArray[Any]] = {
         "x": row.x[None, : len(COLUMNS)],
         "device": row.x[len(COLUMNS) :],
         "name": np.array([row.name], dtype=np.int16),
@@ -300,6 +301,10 @@ def _as_run(row: KernelRow) -> Run:
 def _is_held_out(row: KernelRow) -> bool:
     digest = hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()
     return digest[0] % 5 == 0
+
+
+def _is_of(gpu: str, row: KernelRow) -> bool:
+    return row.gpu == gpu
 
 
 def _together(scores: Sequence[KernelScore]) -> KernelScore:
@@ -362,7 +367,7 @@ def main() -> None:
     rows = read_rows(arguments.table, most=arguments.most_rows)
     scores = {split: {name: score._asdict() for name, score in by.items()} for split, by in judged(rows).items()}
     model = fitted(rows)
-    card = {
+    card: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
         "families": list(model.families),

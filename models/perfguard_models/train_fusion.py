@@ -158,6 +158,19 @@ def _over_folds(method: Judge, rows: Sequence[LabelledGraph], fold_of: dict[str,
     }
 
 
+def disagreement(rows: Sequence[LabelledGraph], first: str, second: str) -> dict[str, float]:
+    """On how many edges of the same graphs two compilers decide differently."""
+    by_model = {compiler: {row.model: row for row in rows if row.compiler == compiler} for compiler in (first, second)}
+    models, edges, differ = 0, 0, 0
+    for model, row in by_model[first].items():
+        other = by_model[second].get(model)
+        if other is not None and np.array_equal(row.graph.edges, other.graph.edges):
+            known = (row.edge_labels() >= 0) & (other.edge_labels() >= 0)
+            models, edges = models + 1, edges + int(known.sum())
+            differ += int((row.edge_labels() != other.edge_labels())[known].sum())
+    return {"graphs": models, "edges": edges, "share": differ / max(edges, 1)}
+
+
 def main() -> None:
     """Judge, fit, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -170,7 +183,7 @@ def main() -> None:
     scores = judged(rows)
     model = fitted(rows)
     network: Any = model._network
-    card = {
+    card: dict[str, Any] = {
         "format": FORMAT,
         "version": 1,
         "names": list(model.names),
@@ -190,6 +203,7 @@ def main() -> None:
             for compiler in model.compilers
             for own in [[row for row in rows if row.compiler == compiler]]
         },
+        "cpu and gpu differ": disagreement(rows, "inductor-cpu", "inductor-cuda"),
         "scores": {method: {name: score._asdict() for name, score in by.items()} for method, by in scores.items()},
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
