@@ -65,6 +65,7 @@ def test_inductor_says_that_it_fuses_batch_norm_activation_and_sum_but_not_the_c
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_record_agrees_with_the_kernels_that_inductor_then_generates() -> None:
     """The slow, obvious way: compile for real and count what it generated."""
