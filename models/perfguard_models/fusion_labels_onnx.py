@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,20 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         graph = OpGraph.from_onnx(path, target="cpu")
         before, after = onnx.load(path, load_external_data=False).graph, onnx.load(optimised, load_external_data=False).graph
+    if graph.unmodelled:
+        raise ValueError(f"the export is not understood: {graph.unmodelled[0]}")
     op_of = _operators_of_nodes(graph, before)
     kernels = (sorted({op_of[at] for at in covered if at in op_of}) for covered in _covered(before, after))
     return graph, tuple(tuple(kernel) for kernel in kernels if kernel)
 
 
 def _covered(before: Any, after: Any) -> list[set[int]]:
-    """Of each operator of the optimised graph the indices of the original ones that it stands for."""
+    """Of each operator of the optimised graph the indices of the original ones that it stands for.
+
+    Optimising also moves transpositions, which renames values. So operators of a type of which there are as many after as before
+    are taken to be swallowed by nothing.
+    """
+    types_before, types_after = (Counter(node.op_type for node in graph.node) for graph in (before, after))
     maker = {name: at for at, node in enumerate(before.node) for name in node.output if name}
     made_after = {name for node in after.node for name in node.output}
     found = []
@@ -76,7 +84,8 @@ def _covered(before: Any, after: Any) -> list[set[int]]:
         waiting = [name for name in node.output if name in maker]
         while waiting:
             at = maker[waiting.pop()]
-            if at not in covered:
+            kind = before.node[at].op_type
+            if at not in covered and (kind == node.op_type or types_before[kind] > types_after[kind]):
                 covered.add(at)
                 waiting.extend(name for name in before.node[at].input if name in maker and name not in stops)
         found.append(covered)
