@@ -13,6 +13,7 @@ from perfguard.graph._trace import TRACED_AS_EAGER, trace
 __all__ = [
     "KIND_INDEX",
     "OP_KINDS",
+    "TRACED_AS_EAGER",
     "AllocatorReplay",
     "AllocatorSettings",
     "CachingAllocator",
@@ -23,7 +24,6 @@ __all__ = [
     "SequenceTracer",
     "Storage",
     "StorageKind",
-    "TRACED_AS_EAGER",
     "TraceCache",
     "bytes_by_module",
     "channel_padding",
