@@ -27,6 +27,7 @@ from perfguard.graph import OpGraph
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
 from perfguard_models.sums import sums_of
@@ -96,7 +97,8 @@ class GuardNet:
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer = self._answer(graph, device)
+        answer, compiled = self._answer(graph, device), as_compiled(graph, device)
+        launched = graph if compiled is None else compiled.graph
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
         )
@@ -116,11 +118,11 @@ class GuardNet:
             predictor=self.name,
             device_id=device.id,
             trained_on_device=trained,
-            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
+            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in launched.bytes_by_kind().items() if num_bytes},
             time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
             gpu_util=answer.shares.get("gpu_util"),
             sm_active=answer.shares.get("sm_active"),
-            unmodelled=graph.unmodelled,
+            unmodelled=launched.unmodelled,
         )
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -228,8 +230,19 @@ class GuardNet:
         of_graph = self._answers.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            of_graph[key] = self._engines[device.kind].answer(graph, device)
+            engine, compiled = self._engines[device.kind], as_compiled(graph, device)
+            answer = engine.answer(graph if compiled is None else compiled.eager, device)
+            of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
+
+
+def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
+    """What was said of the eager graph, for the kernels that are launched instead."""
+    op_time_s = answer.op_time_s * torch.from_numpy(compiled.time_shares(device)).to(answer.op_time_s)
+    saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
+    changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
+    log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
+    return answer._replace(log_value=log_value, op_time_s=op_time_s)
 
 
 class _Residuals(NamedTuple):

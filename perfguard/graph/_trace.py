@@ -60,6 +60,8 @@ _HELP = {
     "data pointer of tensor that doesn't have storage": _NO_META_KERNEL,
     "Cannot access data pointer": _NO_META_KERNEL,
 }
+TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
+"""In a graph's ``unmodelled``. A predictor that knows what a compiler fuses takes it out."""
 _MOST_CHARACTERS = 240
 """Of another library's message."""
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -372,7 +374,7 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
     if workload.precision in _AUTOCAST and workload.step is not None:
         yield "a step of your own: autocast is only where the step itself enters it"
     if workload.compiled:
-        yield "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
+        yield TRACED_AS_EAGER
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:
