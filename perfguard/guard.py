@@ -377,27 +377,33 @@ class Guard:
         except Exception as error:
             self._warn_once(LogWarning, f"PerfGuard could not log a measurement (said once): {type(error).__name__}: {error}")
         self._learn_from_log()
-        if self._learner is not None:
-            self._learner.wake()
+        try:
+            if self._learner is not None:
+                self._learner.wake()
+        except OSError as error:  # no memory for another process, or no interpreter to start it with
+            self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
 
     def _learn_from_log(self, *, say: bool = True) -> None:
         try:
             with self._lock:
-                before, self._evidence = self._evidence, self._lessons.teach(self.device.id)
+                before, after = self._evidence, self._lessons.teach(self.device.id)
+                if not after.observations:
+                    after = before  # the log is away; what is known goes on
+                self._evidence = after
         except Exception as error:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
         if say:
-            self._say_what_changed(before)
+            self._say_what_changed(before, after)
 
-    def _say_what_changed(self, before: Evidence) -> None:
+    def _say_what_changed(self, before: Evidence, after: Evidence) -> None:
         known = {drift.first.decision_id for drift in before.drifts}
-        for drift in self._evidence.drifts:
+        for drift in after.drifts:
             if drift.first.decision_id not in known:
                 message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
                 warnings.warn(message, DriftWarning, stacklevel=4)
         refused = {found.observation.decision_id for found in before.quarantined}
-        for found in self._evidence.quarantined:
+        for found in after.quarantined:
             if found.observation.decision_id not in refused:
                 message = f"A reading is not believed and not learnt (said once): {found.reason}. See `perfguard log quarantine`."
                 self._warn_once(MeasurementWarning, message)

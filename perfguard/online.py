@@ -149,13 +149,18 @@ class OnlineTrainer:
         self._random = Random(seed)
         self._seed = seed
 
-    def update(self) -> Generation | None:
+    def update(self, *, may_promote: Callable[[], bool] = lambda: True) -> Generation | None:
         """Make one generation, and promote it or reject it; None: there is too little that is new, or too little at all.
+
+        Args:
+            may_promote: asked just before a promotion, for instance whether a lease is still held after a long update.
 
         Raises:
             LogError: if the log cannot be used now. Nothing is promoted then.
         """
-        since_ns = max((_as_ns(weights.created_at.timestamp()) for weights in self._log.weights(self._lineage)), default=0)
+        generations = self._log.weights(self._lineage)
+        # When one was rolled back counts too: the runs that it was made of would bring it back at once.
+        since_ns = max((_as_ns(weights.state_changed_at.timestamp()) for weights in generations), default=0)
         by_device = {device_id: weigh(self._rows(device_id)).observations for device_id in self._log.device_ids()}
         num_new = sum(row.recorded_at_ns > since_ns for rows in by_device.values() for row in rows)
         if num_new < self._min_new:
@@ -167,12 +172,11 @@ class OnlineTrainer:
         data = self._candidate.refine(learnt, seed=self._seed)
         if data is None:
             return None
-        parent_id = self._log.promoted_weights(self._lineage)
-        self._in_use.use_refinement(None if parent_id is None else self._log.weights_data(parent_id))
+        parent_id = self._use_promoted()
         self._candidate.use_refinement(data)
         errors = self._judged(splits)
         metrics = {f"{what} {when}": statistics.fmean(found) for (what, when), found in errors.items() if found}
-        promoted = _is_better(errors)
+        promoted = _is_better(errors) and may_promote()
         weights_id = self._log.record_weights(
             predictor=self._lineage,
             data=data,
@@ -180,8 +184,24 @@ class OnlineTrainer:
             metrics={name: round(value, 5) for name, value in metrics.items()} | {"rows": len(learnt)},
             keep_data=promoted,
         )
-        self._log.set_weights_state(weights_id, "promoted" if promoted else "rejected")
+        if promoted:
+            promoted = self._log.promote_candidate(weights_id)
+        else:
+            self._log.set_weights_state(weights_id, "rejected")
         return Generation(weights_id, promoted, len(learnt), metrics)
+
+    def _use_promoted(self) -> str | None:
+        """The id of the generation that guards use now, None for the shipped weights; ``_in_use`` is as they are."""
+        assert isinstance(self._in_use, Refinable)
+        weights_id = self._log.promoted_weights(self._lineage)
+        data = None if weights_id is None else self._log.weights_data(weights_id)
+        if weights_id is not None and data is None and self._log.promoted_weights(self._lineage) != weights_id:
+            raise LogError("The weights in use changed while they were read.")
+        try:
+            self._in_use.use_refinement(data)
+        except PredictorError:  # guards refuse them too, see Lessons, and a better generation takes their place
+            self._in_use.use_refinement(None)
+        return weights_id
 
     def _rows(self, device_id: str) -> list[Observation]:
         share = max(1, self._max_rows // max(1, len(self._log.device_ids())))

@@ -46,7 +46,7 @@ def learn(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
     """
     every_s = parse_seconds(arguments.every, what="--every")
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # Windows has none
         os.nice(_NICENESS)
     import torch
 
@@ -59,7 +59,7 @@ def learn(arguments: argparse.Namespace) -> None:
             if arguments.watch:
                 _watch(log, trainer, holder, every_s)
             elif log.lease(LEASE, holder, seconds=_LEASE_S):
-                generation = trainer.update()
+                generation = trainer.update(may_promote=lambda: log.lease(LEASE, holder, seconds=_LEASE_S))
                 print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.", flush=True)
             else:
                 print("Another learner is at work on this log; nothing was done.", flush=True)
@@ -74,10 +74,14 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 def _watch(log: MeasurementStore, trainer: OnlineTrainer, holder: str, every_s: float) -> None:
     said = ""
+
+    def hold() -> bool:
+        return log.lease(LEASE, holder, seconds=max(_LEASE_S, 3 * every_s))
+
     while True:
         try:
-            if log.lease(LEASE, holder, seconds=max(_LEASE_S, 3 * every_s)):
-                generation = trainer.update()
+            if hold():
+                generation = trainer.update(may_promote=hold)
                 news = "Watching." if generation is None else str(generation)
             else:
                 news = "Another learner is at work; waiting."

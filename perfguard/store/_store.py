@@ -293,6 +293,7 @@ class MeasurementStore:
         """
         table, now_ns = schema.weights, self._now_ns()
         with self._writing() as transaction, transaction() as connection:
+            self._one_at_a_time(connection)
             predictor = connection.execute(select(table.c.predictor).where(table.c.weights_id == weights_id)).scalar()
             if predictor is None:
                 raise LogError(f"The measurement log {self._name} has no weights {weights_id!r}.")
@@ -301,6 +302,40 @@ class MeasurementStore:
                 others = changed.where(table.c.predictor == predictor, table.c.state == "promoted")
                 connection.execute(others.values(state="superseded"))
             connection.execute(changed.where(table.c.weights_id == weights_id).values(state=state))
+
+    def promote_candidate(self, weights_id: str) -> bool:
+        """Promote a candidate if the generation that it was judged against, its parent, is still in use; else reject it.
+
+        In between another learner may have promoted another, or somebody rolled the parent back.
+
+        Returns:
+            Whether it is in use now.
+
+        Raises:
+            LogError: if there is no such candidate, or the log cannot be written now.
+        """
+        table, now_ns = schema.weights, self._now_ns()
+        with self._writing() as transaction, transaction() as connection:
+            self._one_at_a_time(connection)
+            candidate = select(table.c.predictor, table.c.parent_id).where(table.c.weights_id == weights_id)
+            row = connection.execute(candidate.where(table.c.state == "candidate")).first()
+            if row is None:
+                raise LogError(f"The measurement log {self._name} has no candidate {weights_id!r}.")
+            in_use = table.c.predictor == row.predictor, table.c.state == "promoted"
+            is_unchanged = list(connection.execute(select(table.c.weights_id).where(*in_use)).scalars()) == (
+                [] if row.parent_id is None else [row.parent_id]
+            )
+            changed = update(table).values(state_changed_at_ns=now_ns)
+            if is_unchanged:
+                connection.execute(changed.where(*in_use).values(state="superseded"))
+            state = "promoted" if is_unchanged else "rejected"
+            connection.execute(changed.where(table.c.weights_id == weights_id).values(state=state))
+            return is_unchanged
+
+    def _one_at_a_time(self, connection: Connection) -> None:
+        """Whoever changes which weights are in use waits here for the one before to commit; SQLite has one writer anyway."""
+        if self._url.get_backend_name() == "postgresql":
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('perfguard weights'))")
 
     def weights(self, predictor: str | None = None) -> list[LoggedWeights]:
         """The generations of ``predictor``'s weights, or of all predictors', oldest first."""
@@ -342,6 +377,7 @@ class MeasurementStore:
         """
         table, now_ns = schema.weights, self._now_ns()
         with self._writing() as transaction, transaction() as connection:
+            self._one_at_a_time(connection)
             row = connection.execute(select(table.c.state, table.c.parent_id).where(table.c.weights_id == weights_id)).first()
             if row is None or row.state != "promoted":
                 state = "not in the log" if row is None else row.state

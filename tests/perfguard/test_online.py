@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -301,3 +302,85 @@ def test_refining_learns_from_the_rows_of_all_devices() -> None:
     assert net.name.endswith("+")
     net.use_refinement(None)
     assert net.name == net.lineage
+
+
+def test_a_learner_that_lost_its_lease_on_the_way_promotes_nothing(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    generation = OnlineTrainer(log).update(may_promote=lambda: False)
+    assert generation is not None
+    assert not generation.promoted
+    assert log.promoted_weights(net.lineage) is None
+
+
+def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: MeasurementStore) -> None:
+    first, second = (log.record_weights(predictor="p", data=bytes([index])) for index in range(2))
+    assert log.promote_candidate(first)
+    assert not log.promote_candidate(second)  # judged against the shipped ones
+    child = log.record_weights(predictor="p", data=b"child", parent_id=first)
+    log.roll_back_weights(first)
+    assert not log.promote_candidate(child)
+    assert log.promoted_weights("p") is None
+    assert [weights.state for weights in log.weights("p")] == ["rolled back", "rejected", "rejected"]
+    with pytest.raises(LogError, match="no candidate"):
+        log.promote_candidate(child)
+
+
+def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
+    stores = [MeasurementStore(postgres_url) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            parent = stores[0].promoted_weights("p")
+            made = [store.record_weights(predictor="p", data=b"x", parent_id=parent) for store in stores]
+            done = list(pool.map(lambda one: one[0].promote_candidate(one[1]), zip(stores, made, strict=True)))
+            assert sum(done) == 1
+    assert [weights.state for weights in stores[0].weights("p")].count("promoted") == 1
+    for store in stores:
+        store.close()
+
+
+def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementStore) -> None:
+    fill(log, by_norm)
+    first = OnlineTrainer(log).update()
+    fill(log, by_norm)
+    assert first is not None
+    log.roll_back_weights(first.weights_id)
+    assert OnlineTrainer(log).update() is None
+
+
+def test_damaged_weights_in_use_do_not_stop_the_learner(log: MeasurementStore) -> None:
+    net = fill(log, by_norm, repeats=1)
+    damaged = log.record_weights(predictor=net.lineage, data=b"no weights")
+    log.set_weights_state(damaged, "promoted")
+    fill(log, by_norm)
+    generation = OnlineTrainer(log).update()
+    assert generation is not None
+    assert generation.promoted
+    assert log.promoted_weights(net.lineage) == generation.weights_id
+
+
+def test_a_guard_whose_log_is_away_keeps_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(CPU, log=False)
+    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
+    decision = guard.decide(lambda: workload)
+    prediction = decision.verdict.prediction
+    assert prediction is not None
+    guard.learn(decision, measurement(int(prediction.peak_memory.median), 4.0 * prediction.step_time.median))
+    widening = dict(guard._evidence.widening)
+    assert widening["memory"] != 1.0
+    monkeypatch.setattr(guard.log, "observations", lambda *_: [])  # what a log that is away answers
+    guard.learn(guard.decide(lambda: workload), measurement(2**20, 0.1))
+    assert guard._evidence.widening == widening
+    guard.log.close()
+
+
+def test_a_learner_that_cannot_be_started_stops_no_trial(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(CPU, log=log, refine=True)
+    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert guard._learner is not None
+    guard._learner._every = 1
+    decision = guard.decide(lambda: workload)
+    prediction = decision.verdict.prediction
+    assert prediction is not None
+    with pytest.warns(LogWarning, match="could not start its learner"):
+        guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median))
