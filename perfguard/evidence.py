@@ -6,8 +6,9 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
 1. A reading that cannot be (a step longer than its trial, more memory than the device has) is quarantined: never learnt, always
    listed. So is one that is far from its prediction, until others agree with it: the same step measured again, or four suspects
    among eight readings, because then it is the prediction that is wrong.
-2. A regime is a stretch of runs under equal conditions. A new one begins with another driver, framework or card behind the same
-   name, or where the z shift for good: Page's cumulative sum of z - k, with k one half (Page 1954).
+2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
+   not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
+   sum of z - k, with k one half (Page 1954).
 3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
    the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does.
@@ -63,6 +64,8 @@ class Drift:
     first: Observation
     """Of the new regime."""
     reason: str
+    noticed: Observation
+    """The run that showed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +82,43 @@ class Evidence:
 
 def weigh(observations: Sequence[Observation]) -> Evidence:
     """What ``observations``, the runs of one device from the oldest to the newest, come to."""
-    regimes, drifts = _regimes_by_conditions(observations)
+    conditions, drifts = _conditions(observations)
     quarantined: list[Quarantined] = []
     widening: dict[Target, float] = {}
     masked = list(observations)
-    shifts: dict[int, str] = {}
+    shifts: dict[int, Drift] = {}
     for target in TARGETS:
         believed, refused = _believed(observations, target)
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
         widening[target] = _widening(observations, target, believed)
-        shifts |= _shifts(observations, target, believed, regimes)
+        for number in set(conditions):
+            shifts |= _shifts(observations, target, [index for index in believed if conditions[index] == number])
     starts = sorted(shifts)
-    for index, observation in enumerate(masked):
-        masked[index] = replace(observation, regime=regimes[index] + sum(start <= index for start in starts))
-    drifts += [Drift(observations[index], shifts[index]) for index in starts]
+    regimes = _numbered_by_last(
+        [
+            (number, sum(start <= index and conditions[start] == number for start in starts))
+            for index, number in enumerate(conditions)
+        ]
+    )
+    masked = [replace(observation, regime=regime) for observation, regime in zip(masked, regimes, strict=True)]
+    drifts += [shifts[index] for index in starts]
     return Evidence(tuple(masked), tuple(quarantined), tuple(drifts), widening)
 
 
-def _regimes_by_conditions(observations: Sequence[Observation]) -> tuple[list[int], list[Drift]]:
-    """What runs say of their conditions; one that says nothing ran under those of the one before."""
+def _numbered_by_last(names: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers in the place of names, from 0; the name that was there last has the highest, for what comes next is like it."""
+    last = {name: index for index, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(sorted(last, key=last.__getitem__))}
+    return [numbers[name] for name in names]
+
+
+def _conditions(observations: Sequence[Observation]) -> tuple[list[int], list[Drift]]:
+    """What runs say of their conditions, numbered; one that says nothing ran under those of the one before."""
     known: dict[str, str] = {}
-    regime, regimes, drifts = 0, [], []
+    seen: dict[frozenset[tuple[str, str]], int] = {}
+    number, numbers, drifts = 0, [], []
     for observation in observations:
         measurement = observation.measurement
         conditions = {
@@ -115,12 +132,15 @@ def _regimes_by_conditions(observations: Sequence[Observation]) -> tuple[list[in
             for name, value in conditions.items()
             if value and known.get(name, value) != value
         ]
-        if changed:
-            regime += 1
-            drifts.append(Drift(observation, "; ".join(changed)))
         known |= {name: value for name, value in conditions.items() if value}
-        regimes.append(regime)
-    return regimes, drifts
+        all_known = frozenset(known.items())
+        if changed and all_known not in seen:
+            drifts.append(Drift(observation, "; ".join(changed), observation))
+        if changed:
+            number = seen.get(all_known, max(seen.values()) + 1)
+        seen.setdefault(all_known, number)
+        numbers.append(number)
+    return numbers, drifts
 
 
 def _believed(observations: Sequence[Observation], target: Target) -> tuple[list[int], dict[int, str]]:
@@ -208,11 +228,10 @@ def _widening(observations: Sequence[Observation], target: Target, believed: Seq
     return math.exp(log_width)
 
 
-def _shifts(
-    observations: Sequence[Observation], target: Target, believed: Sequence[int], regimes: Sequence[int]
-) -> dict[int, str]:
-    """Where the errors of ``target`` moved for good while the conditions stayed: index of the first run, and what is seen."""
-    found: dict[int, str] = {}
+def _shifts(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> dict[int, Drift]:
+    """Where the errors of ``target`` moved for good, ``believed`` being of equal conditions: index of the first run, and what is
+    seen."""
+    found: dict[int, Drift] = {}
     stretch: list[tuple[int, float]] = []
     up = down = 0.0
     begun = {"up": 0, "down": 0}
@@ -220,8 +239,6 @@ def _shifts(
         z = _z(observations[index], target)
         if z is None:
             continue
-        if stretch and regimes[stretch[-1][0]] != regimes[index]:
-            stretch, up, down = [], 0.0, 0.0
         stretch.append((index, z))
         if len(stretch) <= _SETTLED:
             begun = {"up": len(stretch), "down": len(stretch)}
@@ -232,7 +249,8 @@ def _shifts(
         begun = {"up": len(stretch) if up == 0 else begun["up"], "down": len(stretch) if down == 0 else begun["down"]}
         if max(up, down) > _ALARM:
             since = stretch[begun["up" if up > down else "down"] :]
-            found[since[0][0]] = _shifted(observations, target, [other for other, _ in since])
+            first, reason = since[0][0], _shifted(observations, target, [other for other, _ in since])
+            found[first] = Drift(observations[first], reason, observations[index])
             stretch, up, down = since, 0.0, 0.0
     return found
 

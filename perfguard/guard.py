@@ -393,13 +393,13 @@ class Guard:
         except Exception as error:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
-        if say:
+        if say and before.observations:  # else what the log held before is no news
             self._say_what_changed(before, after)
 
     def _say_what_changed(self, before: Evidence, after: Evidence) -> None:
-        known = {drift.first.decision_id for drift in before.drifts}
+        known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
-            if drift.first.decision_id not in known:
+            if drift.noticed.decision_id not in known:
                 message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
                 warnings.warn(message, DriftWarning, stacklevel=4)
         refused = {found.observation.decision_id for found in before.quarantined}

@@ -115,8 +115,8 @@ class Observation:
     predicted: Mapping[Target, Estimate] = field(default_factory=dict)
     """What had been predicted of it, before it ran; empty: nothing is known of that."""
     regime: int = 0
-    """Runs of one device under one driver, one framework and one behaviour have the same number; a later regime, a higher one.
-    See :func:`perfguard.evidence.weigh`."""
+    """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
+    has the highest. See :func:`perfguard.evidence.weigh`."""
     decision_id: str = ""
     """Its key in the measurement log; empty: it is in none."""
     recorded_at_ns: int = 0

@@ -107,6 +107,28 @@ def test_other_conditions_begin_a_new_regime_and_are_said(change: dict[str, Any]
     assert [drift.reason for drift in evidence.drifts] == [said]
 
 
+def test_two_machines_that_write_in_turn_are_two_regimes_and_said_once() -> None:
+    one, other = runs(60), runs(60, seed=1, driver="560.35")
+    evidence = weigh([run for pair in zip(one, other, strict=True) for run in pair])
+    assert [observation.regime for observation in evidence.observations] == [0, 1] * 60
+    assert [drift.reason for drift in evidence.drifts] == ["driver: 550.54 is now 560.35"]
+
+
+def test_conditions_that_come_back_are_what_comes_next() -> None:
+    evidence = weigh([*runs(4), *runs(3, seed=1, driver="560.35"), *runs(2, seed=2)])
+    assert [observation.regime for observation in evidence.observations] == [1] * 4 + [0] * 3 + [1] * 2
+    assert len(evidence.drifts) == 1
+
+
+def test_a_shift_on_one_of_two_machines_is_that_one_s() -> None:
+    one = [*runs(40), *runs(25, seed=2, time=1.5)]
+    other = runs(65, seed=1, driver="560.35")
+    evidence = weigh([run for pair in zip(one, other, strict=True) for run in pair])
+    assert len(evidence.drifts) == 2
+    assert len({observation.regime for observation in evidence.observations[::2]}) == 2
+    assert len({observation.regime for observation in evidence.observations[1::2]}) == 1
+
+
 def test_a_run_that_does_not_know_its_driver_changes_nothing() -> None:
     evidence = weigh([*runs(3), *runs(3, seed=1, driver=None), *runs(3, seed=2)])
     assert {observation.regime for observation in evidence.observations} == {0}

@@ -212,6 +212,21 @@ def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed(
     guard.log.close()
 
 
+def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> None:
+    fill(log, by_norm, repeats=1, framework="torch 2.13")
+    fill(log, by_norm, repeats=1, framework="torch 2.14")
+    guard = Guard(CPU, log=log)
+    rows = log.observations("cpu")
+    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
+    for framework in ("torch 2.13", "torch 2.14", "torch 2.13"):  # warnings are errors here
+        decision = guard.decide(lambda: workload)
+        prediction = decision.verdict.prediction
+        assert prediction is not None
+        guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
+    assert len(guard._evidence.drifts) == 1
+    assert len(guard._evidence.observations) == len(rows) + 3
+
+
 def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore) -> None:
     assert log.lease(LEASE, "first", seconds=60)
     assert not log.lease(LEASE, "second", seconds=60)
