@@ -35,6 +35,7 @@ _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
 _FAR = math.log(5.0)
 """Nearer to its prediction than a factor of five, no reading is suspected."""
 _FAR_SIGMAS = 8.0
+"""Nor within so many standard deviations, of its own prediction or of the errors before it."""
 _AGREE = math.log(1.5)
 """Two readings of the same step within this factor agree."""
 _RECENT, _ENOUGH = 8, 4
@@ -130,6 +131,7 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     recent: deque[int] = deque(maxlen=_RECENT)
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
+    accepted: list[int] = []
     for index, observation in enumerate(observations):
         reason = _impossible(observation, target)
         if reason is not None:
@@ -142,17 +144,17 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         if observation.measurement.status != "ok" or estimate is None:
             continue
         scores[index] = score = math.log(value / estimate.median)
-        if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
+        usual = statistics.median([abs(scores[other]) for other in accepted[-_SETTLED:]]) if accepted else 0.0
+        if abs(score) <= max(_FAR, _FAR_SIGMAS * max(estimate.log_sigma, 1.4826 * usual)):
+            accepted.append(index)
             continue
         suspects[index] = _far_off(estimate, value, target)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
-        if agreeing:
-            for other in (*agreeing, index):
-                suspects.pop(other, None)
+        released = [*agreeing, index] if agreeing else []
         if sum(other in suspects for other in recent) >= _ENOUGH:
-            for other in recent:
-                suspects.pop(other, None)
+            released = [other for other in recent if other in suspects]
+        accepted += [other for other in released if suspects.pop(other, None)]
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
@@ -234,6 +236,7 @@ def _shifts(
             since = stretch[begun["up" if up > down else "down"] :]
             found[since[0][0]] = _shifted(observations, target, [other for other, _ in since])
             stretch, up, down = since, 0.0, 0.0
+            begun = {"up": len(stretch), "down": len(stretch)}
     return found
 
 
