@@ -40,7 +40,7 @@ _FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "ca
 """Networks of timm that are made for one size of image; asked for another they may refuse."""
 _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
-    "efficientnet_b1", "regnet_y_400mf", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
+    "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
 )  # fmt: skip
 _CHECKPOINTING_IN_TIMM = ("resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin")
 
@@ -301,7 +301,8 @@ def _text_config(model_type: str, heads: int, layers: int, width: int, length: i
     if model_type == "distilbert":
         return config | {"dim": width, "n_layers": layers, "n_heads": heads, "hidden_dim": 4 * width, "max_position_embeddings": length}
     if model_type == "gpt2":
-        return config | {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
+        config |= {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
+        return config | {"bos_token_id": 0, "eos_token_id": 0}
     if model_type == "llama":
         config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
         return config | {"intermediate_size": 3 * width, "max_position_embeddings": length}
