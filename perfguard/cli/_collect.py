@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no further configuration after M minutes")
     parser.add_argument("--rows", type=int, metavar="N", help="stop after N rows of this sitting")
     parser.add_argument("--resume", action="store_true", help="go on with a table that is there")
-    parser.add_argument("--memory-limit", metavar="16GiB", help="what a run may take (default: all of a card, 1GiB of a processor)")
+    parser.add_argument(
+        "--memory-limit", metavar="16GiB", help="what a run may take (default: all of a card, 256MiB of a processor)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of the configurations (default: 0)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, MeasuringError
 from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_between
 
-CPU_MEMORY_BYTES = 2**30
+CPU_MEMORY_BYTES = 2**28
 """What configurations may take of a processor's memory, if nothing else is said: other work shares it."""
 _REACH = {"cuda": 1.0, "cpu": 0.35}
 _MOST_FAILURES_IN_A_ROW = 25
@@ -237,7 +238,7 @@ def marked(row: Row, trouble: Trouble) -> Row:
 @contextmanager
 def _planner(stream: Iterator[Draft], done: set[int], device: Device, capacity: int) -> Iterator[Iterator[Plan]]:
     """Plans in their order. While a GPU works, other cores plan ahead; on a processor that would disturb the run."""
-    todo = (draft for draft in stream if draft.index not in done)
+    todo = (draft for draft in stream if draft.number not in done)
     jobs = 0 if device.kind == "cpu" else min(8, (os.cpu_count() or 1) - 1)
     if jobs < 1:
         yield (planned(draft, device, capacity) for draft in todo)
@@ -251,7 +252,9 @@ def _planner(stream: Iterator[Draft], done: set[int], device: Device, capacity: 
 
 
 def _ahead(pool: ProcessPoolExecutor, todo: Iterator[Draft], number: int, device: Device, capacity: int) -> Iterator[Plan]:
-    waiting: deque[Future[Plan]] = deque(pool.submit(planned, draft, device, capacity) for draft in itertools.islice(todo, number))
+    waiting: deque[Future[Plan]] = deque(
+        pool.submit(planned, draft, device, capacity) for draft in itertools.islice(todo, number)
+    )
     for draft in todo:
         yield waiting.popleft().result()
         waiting.append(pool.submit(planned, draft, device, capacity))
@@ -265,6 +268,7 @@ def _prepare_planner() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    gc.freeze()
     warnings.simplefilter("ignore")
 
 

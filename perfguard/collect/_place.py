@@ -17,6 +17,7 @@ from perfguard.devices import Device
 from perfguard.measure import CpuProbe, DriverWindow, GpuProbe, Probe
 
 _LEFTOVER_BYTES = 2**20
+_CUDA = torch.device("cuda")
 
 
 class Place(Protocol):
@@ -44,16 +45,21 @@ class Place(Protocol):
 
 
 class Processor:
-    """This machine's CPU. Its limit is one on the process's data (RLIMIT_DATA), which PyTorch's allocator reports when it is hit."""
+    """This machine's CPU. Its limit is one on the process's data (RLIMIT_DATA); PyTorch says so when it is hit."""
 
     torch_device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self._limit_bytes: int | None = None
+
     def limit(self, num_bytes: int) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + num_bytes, hard))
+        self._limit_bytes = num_bytes
 
     def start_afresh(self, recipe: Recipe) -> str:
         gc.collect()
+        if self._limit_bytes is not None:  # beside what the C library keeps of earlier runs
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + self._limit_bytes, hard))
         return ""
 
     def synchronize(self) -> None:
@@ -85,7 +91,7 @@ class Card:
         device: Device,
         *,
         cuda: Any = None,
-        torch_device: torch.device = torch.device("cuda"),
+        torch_device: torch.device = _CUDA,
         nvml: Any = None,
         clear_workspaces: Callable[[], None] | None = None,
     ) -> None:

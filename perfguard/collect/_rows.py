@@ -16,8 +16,8 @@ from perfguard.tables import read_table
 
 COLUMNS = (
     # The workload table's own.
-    "source", "model", "family", "mode", "gpu", "precision", "layout", "compiled", "optimizer", "batch_size", "img_size", "seq_len",
-    "framework", "peak_memory_mib", "step_time_ms", "status",
+    "source", "model", "family", "mode", "gpu", "precision", "layout", "compiled", "optimizer", "batch_size", "img_size",
+    "seq_len", "framework", "peak_memory_mib", "step_time_ms", "status",
     # What was chosen beside it.
     "space", "tf32", "cudnn_benchmark", "checkpointing", "memory_share", "memory_limit_mib",
     # What was measured beside it.
@@ -52,7 +52,7 @@ def columns_of(plan: Plan) -> dict[str, str]:
         "cudnn_benchmark": str(recipe.cudnn_benchmark),
         "checkpointing": str(recipe.checkpointing),
         "memory_share": f"{plan.draft.memory_share:.4f}",
-        "index": str(plan.draft.index),
+        "index": str(plan.draft.number),
         "recipe": recipe.to_json(),
     }
 
@@ -101,7 +101,9 @@ class Journal:
 def _complete_rows(path: Path) -> Iterator[dict[str, str]]:
     """The last line may have been cut short; a row is whole when its last column is there."""
     rows = read_table(path)[1] if path.stat().st_size else []
-    yield from ({column: row.get(column) or "" for column in COLUMNS} for row in rows if (row.get(COLUMNS[-1]) or "").endswith("}"))
+    yield from (
+        {column: row.get(column) or "" for column in COLUMNS} for row in rows if (row.get(COLUMNS[-1]) or "").endswith("}")
+    )
 
 
 def _text(rows: Sequence[Mapping[str, str]]) -> str:

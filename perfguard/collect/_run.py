@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,14 +12,14 @@ import torch
 from torch import nn
 
 from perfguard.collect._place import Place
-from perfguard.collect._recipe import Recipe
+from perfguard.collect._recipe import OPTIMIZERS, Recipe
 from perfguard.devices import Device
-from perfguard.measure import Measurement, Run
+from perfguard.measure import Measurement, Run, status_of
 from perfguard.workload import TensorSpec, Workload
 
 _WARM_UP_STEPS = 3
 """The first makes the optimizer's state and chooses algorithms, the second finds the allocator's cache as the first left it."""
-_TIMED_S = 0.25
+_TIMED_S = 0.2
 _LONG_S = 1.5
 """The driver's counters of energy and utilisation move a few times a second."""
 _STEPS = 4, 200
@@ -46,8 +45,9 @@ def run_recipe(recipe: Recipe, device: Device, place: Place, *, long: bool = Fal
     try:
         with run:
             timed = _timed(_make_step(recipe, place.torch_device), run, place, long=long)
-    except Exception:
-        pass  # the run's measurement has its status and the error's text
+    except Exception as error:
+        if run.measurement is None:  # it did not even begin; else the measurement has its status and the error's text
+            return {"status": status_of(error), "note": f"{type(error).__name__}: {error}", "run_s": ""}
     if recipe.compiled:
         torch.compiler.reset()
     assert run.measurement is not None
@@ -119,12 +119,11 @@ def _make_step(recipe: Recipe, device: torch.device) -> Callable[[], None]:
     model.train(recipe.mode == "train")
     called: Callable[..., Any] = torch.compile(model) if recipe.compiled else model
     tensors = functools.partial(_tensors, high=recipe.num_indices, device=device, layout=recipe.layout)
-    batches = itertools.cycle([(tensors(workload.inputs), tensors(workload.targets)) for _ in range(2)])
+    inputs, targets = tensors(workload.inputs), tensors(workload.targets)
     if recipe.mode == "train":
-        return _training(recipe, workload, model, called, batches, device)
+        return _training(recipe, workload, model, called, (inputs, targets), device)
 
     def infer() -> None:
-        inputs, _ = next(batches)
         with torch.no_grad(), _autocast(recipe, device):
             _call(called, inputs)
 
@@ -132,14 +131,14 @@ def _make_step(recipe: Recipe, device: torch.device) -> Callable[[], None]:
 
 
 def _training(
-    recipe: Recipe, workload: Workload, model: nn.Module, called: Callable[..., Any], batches: Any, device: torch.device
+    recipe: Recipe, workload: Workload, model: nn.Module, called: Callable[..., Any], batch: Any, device: torch.device
 ) -> Callable[[], None]:
-    optimizer: torch.optim.Optimizer = workload.optimizer(model.parameters())  # type: ignore[operator]
+    inputs, targets = batch
+    optimizer: torch.optim.Optimizer = OPTIMIZERS[recipe.optimizer or ""](model.parameters())
     scales = recipe.precision == "amp-fp16" and device.type == "cuda"
-    scaler = torch.amp.GradScaler(device.type, enabled=scales)  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler(device.type, enabled=scales)
 
     def train() -> None:
-        inputs, targets = next(batches)
         optimizer.zero_grad()
         with _autocast(recipe, device):
             output = _call(called, inputs)

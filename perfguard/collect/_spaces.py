@@ -42,7 +42,18 @@ _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
 )  # fmt: skip
-_CHECKPOINTING_IN_TIMM = ("resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin")
+_CHECKPOINTING_IN_TIMM = (
+    "resnet",
+    "resnext",
+    "wide_resnet",
+    "seresnet",
+    "densenet",
+    "efficientnet",
+    "vit",
+    "deit3",
+    "convnext",
+    "swin",
+)
 
 _TEXT = {
     "bert": "BertForMaskedLM",
@@ -59,12 +70,14 @@ PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
 class Draft(NamedTuple):
     """A configuration whose batch is still open."""
 
-    index: int
+    number: int
     """Its place in the order, from 0."""
     recipe: Recipe
     """With a batch of 1."""
     memory_share: float
     """The share of the memory that its batch is to take; above 1 it should not fit."""
+    round_batch: bool
+    """Its batch is to be a multiple of 16."""
     long: bool
     """It is timed for so long that the driver's counter of energy tells something."""
 
@@ -173,7 +186,8 @@ class _Network(NamedTuple):
 def _draft(index: int, space: Space, point: Point) -> Draft:
     mode: Mode = point.choice(("train", "train", "infer"))
     precisions: tuple[tuple[Precision, Tf32], ...] = (
-        ("fp32", "default"), ("fp32", "on"), ("fp32", "off"), ("amp-fp16", "default"), ("amp-bf16", "default"), ("amp-bf16", "default"),
+        ("fp32", "default"), ("fp32", "on"), ("fp32", "off"), ("amp-fp16", "default"), ("amp-bf16", "default"),
+        ("amp-bf16", "default"),
     )  # fmt: skip
     if not point.scope.on_gpu:
         precisions = ("fp32", "default"), ("fp32", "default"), ("fp32", "default"), ("amp-bf16", "default")
@@ -182,7 +196,7 @@ def _draft(index: int, space: Space, point: Point) -> Draft:
     layout: Layout = point.choice(("nchw", "nhwc"))
     benchmark, checkpointing = point.share() < 0.5, point.share() < 0.25
     compiled, long = point.share() < _COMPILED, point.share() < _LONG
-    memory_share = _memory_share(point.share(), point.share())
+    memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
     network = _SPACES[space](point)
     train = mode == "train" and network.trainable
     recipe = Recipe(
@@ -201,7 +215,7 @@ def _draft(index: int, space: Space, point: Point) -> Draft:
         checkpointing=checkpointing and train and network.can_checkpoint,
         compiled=compiled and point.scope.on_gpu and network.kind != "operator",
     )
-    return Draft(index, recipe, memory_share, long)
+    return Draft(index, recipe, memory_share, round_batch, long)
 
 
 def _memory_share(which: float, where: float) -> float:
@@ -299,7 +313,13 @@ def _text_config(model_type: str, heads: int, layers: int, width: int, length: i
         config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
         return config | {"intermediate_size": 4 * width, "max_position_embeddings": length}
     if model_type == "distilbert":
-        return config | {"dim": width, "n_layers": layers, "n_heads": heads, "hidden_dim": 4 * width, "max_position_embeddings": length}
+        return config | {
+            "dim": width,
+            "n_layers": layers,
+            "n_heads": heads,
+            "hidden_dim": 4 * width,
+            "max_position_embeddings": length,
+        }
     if model_type == "gpt2":
         config |= {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
         return config | {"bos_token_id": 0, "eos_token_id": 0}
@@ -320,7 +340,11 @@ def _ops(point: Point) -> _Network:
     is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
     if is_image:
         sizes |= {"inputs": point.size(4, 1024, multiple=2), "img_size": point.size(7, 256)}
-        sizes |= {"outputs": point.size(4, 1024, multiple=2), "kernel": point.choice((1, 3, 3, 5, 7)), "stride": point.choice((1, 1, 2))}
+        sizes |= {
+            "outputs": point.size(4, 1024, multiple=2),
+            "kernel": point.choice((1, 3, 3, 5, 7)),
+            "stride": point.choice((1, 1, 2)),
+        }
     elif op == "attention":
         sizes |= {"heads": point.size(1, 32), "length": point.size(16, 2048), "head_width": point.choice((32, 64, 64, 128))}
     else:
