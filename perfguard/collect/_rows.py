@@ -89,6 +89,10 @@ class Journal:
             csv.DictWriter(self._file, COLUMNS, restval="").writerow(row)
             self._file.flush()
 
+    def close(self) -> None:
+        """Leave the rows where they are, as a program does that is killed."""
+        self._file.close()
+
     def finish(self) -> None:
         """Put the table in its place, compressed if its name says so."""
         with _as_our_errors(self._path):

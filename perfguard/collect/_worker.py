@@ -18,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from perfguard.collect._place import Card, Place, Processor
 from perfguard.collect._recipe import Recipe
 from perfguard.collect._run import Row, run_recipe
@@ -71,7 +73,8 @@ class Worker:
         if self._process is not None:
             return
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs, self._device, self._limit_bytes), daemon=True)
+        words = theirs, self._device, self._limit_bytes, torch.get_num_threads()
+        self._process = _context.Process(target=_serve, args=words, daemon=True)
         self._process.start()
         theirs.close()
         self.rows, self.starts = 0, self.starts + 1
@@ -143,13 +146,14 @@ class Worker:
         return f"the process was ended by {signal.Signals(-code).name}"
 
 
-def _serve(pipe: Connection, device: Device, limit_bytes: int | None) -> None:
+def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_threads: int) -> None:
     """The worker's own life: say what there is, then run what comes until the pipe closes."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides; it kills
     warnings.simplefilter("ignore")
     _be_quiet()
     gc.freeze()  # each run looks for garbage first; among all that was imported that takes a third of a second
+    torch.set_num_threads(num_threads)
     try:
         place = _place(device)
         _load_libraries(device, place)
@@ -172,8 +176,6 @@ def _serve(pipe: Connection, device: Device, limit_bytes: int | None) -> None:
 def _place(device: Device) -> Place:
     if device.kind == "cpu":
         return Processor()
-    import torch
-
     torch.cuda.init()
     torch.ones(1, device="cuda").add_(1)  # the context, before anything is measured
     try:
