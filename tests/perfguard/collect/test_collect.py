@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from perfguard import load_predictor, resolve_device
 from perfguard.cli import main
@@ -37,15 +36,6 @@ RECIPE = Recipe(space="mlp", kind="mlp", model="mlp-1", family="mlp", sizes=SMAL
 HUGE = dataclasses.replace(RECIPE, sizes=SMALL | {"inputs": 4096, "width": 4096}, batch_size=2**16)
 """Its batch alone has a gibibyte, and a step takes seconds."""
 CPU = resolve_device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads on two busy cores take thirty times as long as one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
