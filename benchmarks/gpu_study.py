@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import logging
 import resource
 import statistics
 import sys
@@ -98,7 +99,6 @@ def make_cnn(params: Mapping[str, Any]) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, _CLASSES))
 
 
-@functools.cache
 def _patterns(device: torch.device) -> torch.Tensor:
     return torch.randn(_CLASSES, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -259,6 +259,7 @@ def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: flo
 
 def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
     """One Tune run, trial by trial."""
+    import ray
     from ray import tune
     from ray.tune.search.optuna import OptunaSearch
 
@@ -266,6 +267,8 @@ def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, 
 
     steps = _STEPS[device.kind]
     on_gpu = device.kind != "cpu"
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     space = functools.partial(_defined, task=task, stretch=stretch)
     search: Any = OptunaSearch(space, metric="accuracy", mode="max", sampler=optuna.samplers.TPESampler(seed=0))
     start = time.perf_counter()

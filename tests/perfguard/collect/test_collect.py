@@ -45,8 +45,8 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-def run(worker: Worker, recipe: Recipe, **options: Any) -> dict[str, str]:
-    row = worker.run(recipe, **({"long": False, "stop": lambda: False} | options))
+def run(worker: Worker, recipe: Recipe) -> dict[str, str]:
+    row = worker.run(recipe, long=False, stop=lambda: False)
     assert row is not None
     return row
 
