@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,8 @@ CPU_MEMORY_BYTES = 2**28
 _REACH = {"cuda": 1.0, "cpu": 0.35}
 _MOST_FAILURES_IN_A_ROW = 25
 _PLANS_AHEAD = 4
+_GRACE_S = 30.0
+"""For the run under way when the time is over; a lease ends soon after."""
 _MIB = 2**20
 _OF_THE_STEPS = ("step_time_ms", "step_time_iqr_ms", "step_energy_j", "gpu_util", "sm_clock_mhz")
 _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_peak_mib")
@@ -113,6 +116,7 @@ def collect(
         MeasuringError: if nothing can be run on the device.
     """
     began = time.monotonic()
+    last_moment = math.inf if minutes is None else began + 60 * minutes + _GRACE_S
     there, lines = without_missing_packages(spaces)
     for line in lines:
         on_note(line)
@@ -158,9 +162,9 @@ def collect(
             if plan.recipe is None:
                 summary.left_out[plan.reason] += 1
                 continue
-            row, trouble = watch.run(plan, stop=lambda: bool(stop()))
+            row, trouble = watch.run(plan, stop=lambda: bool(stop()) or time.monotonic() > last_moment)
             if row is None:
-                continue  # stopped in the middle; said above
+                continue  # given up in the middle; the reason is said above
             row = columns_of(plan) | fixed | row
             journal.write(row)
             on_row(row)

@@ -23,7 +23,7 @@ _TOLERANCE = 0.05
 _MOST_TRACES = 5
 _ROUND = 16
 """What tensor cores like, and most people choose multiples of."""
-_LONGEST_STEP_S = {"cuda": 0.5, "cpu": 0.005}
+_LONGEST_STEP_S = {"cuda": 0.25, "cpu": 0.005}
 """By the roofline. A longer step costs a row's worth of others; runs that should not fit are exempt, they end early."""
 
 
@@ -46,8 +46,9 @@ def planned(draft: Draft, device: Device, capacity_bytes: int) -> Plan:
         longest_s = _LONGEST_STEP_S[device.kind]
         if draft.memory_share < 1 and cost(batch_size)[1] > longest_s:
             batch_size = min(batch_size, batch_at(longest_s, lambda batch_size: cost(batch_size)[1]))
-    except PerfGuardError as error:
-        return Plan(draft, None, " ".join(str(error).split()))
+    except Exception as error:  # one configuration that cannot be traced is no reason to stop
+        text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
+        return Plan(draft, None, " ".join(text.split()))
     if draft.round_batch and batch_size > _ROUND:
         batch_size -= batch_size % _ROUND
     return Plan(draft, dataclasses.replace(draft.recipe, batch_size=batch_size))

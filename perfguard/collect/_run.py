@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ def run_recipe(recipe: Recipe, device: Device, place: Place, *, long: bool = Fal
         recipe: what to run.
         device: on which it runs.
         place: how to get at it.
-        long: time it long enough for the driver to tell energy and utilisation.
+        long: time it long enough for the driver to tell energy and utilisation, where there is one.
     """
     leftovers = place.start_afresh(recipe)
     run = Run(device, probe=place.probe())
@@ -55,6 +56,7 @@ def run_recipe(recipe: Recipe, device: Device, place: Place, *, long: bool = Fal
 
 
 def _timed(step: Callable[[], None], run: Run, place: Place, *, long: bool) -> Row:
+    window = place.window() if long else None
     for _ in range(_WARM_UP_STEPS):
         step()
     place.synchronize()
@@ -62,9 +64,8 @@ def _timed(step: Callable[[], None], run: Run, place: Place, *, long: bool) -> R
     step()
     place.synchronize()
     # A GPU's steps are launched faster than they run, so their number is settled beforehand.
-    wanted = (_LONG_S if long else _TIMED_S) / max(time.perf_counter() - start, 1e-6)
-    steps = int(min(max(wanted, _STEPS[0]), max(_STEPS[1], wanted if long else 0)))
-    window = place.window() if long else None
+    wanted = (_TIMED_S if window is None else _LONG_S) / max(time.perf_counter() - start, 1e-6)
+    steps = int(min(max(wanted, _STEPS[0]), _STEPS[1] if window is None else math.inf))
     if window is not None:
         window.start()
     run.step()
