@@ -194,7 +194,8 @@ def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
     config.use_cache = False
     model: Any = getattr(transformers, sizes["architecture"])(config)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        name = "activation_checkpointing_enable"  # older versions have only the other name
+        getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
     made: nn.Module = model
     return made
 

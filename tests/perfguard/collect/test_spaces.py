@@ -101,7 +101,8 @@ def test_checkpointing_spares_activations() -> None:
         with torch.device("meta"):
             return trace(recipe.workload(recipe.make_model())).peak_live_bytes
 
-    assert peak(mlp(batch_size=8192, checkpointing=True)) < 0.8 * peak(mlp(batch_size=8192))
+    sizes = MLP | {"depth": 8, "norm": True, "activation": "gelu"}
+    assert peak(mlp(batch_size=8192, sizes=sizes, checkpointing=True)) < 0.6 * peak(mlp(batch_size=8192, sizes=sizes))
 
 
 @pytest.mark.parametrize(
