@@ -23,7 +23,7 @@ from perfguard.collect._recipe import Space
 from perfguard.collect._rows import Journal, columns_of
 from perfguard.collect._run import Row
 from perfguard.collect._spaces import Draft, drafts, without_missing_packages
-from perfguard.collect._worker import Worker
+from perfguard.collect._worker import Worker, preload_libraries
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, MeasuringError
 from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_between
@@ -122,6 +122,8 @@ def collect(
         on_note(line)
     if not there:
         raise ConfigurationError("No space is left to collect from.")
+    if {"vision", "text"} & set(there):
+        preload_libraries()
     if memory_limit is None and device.kind == "cpu":
         memory_limit = CPU_MEMORY_BYTES
     order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"

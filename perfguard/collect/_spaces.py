@@ -55,7 +55,7 @@ _CHECKPOINTING_IN_TIMM = (
     "swin",
 )
 
-_TEXT = {
+ARCHITECTURES = {
     "bert": "BertForMaskedLM",
     "distilbert": "DistilBertForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
@@ -63,6 +63,7 @@ _TEXT = {
     "t5": "T5ForConditionalGeneration",
     "bart": "BartForConditionalGeneration",
 }
+"""Of Transformers, by type of model."""
 PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
 """Without which a space cannot be had at all."""
 
@@ -295,13 +296,13 @@ def _rnn(point: Point) -> _Network:
 
 
 def _text(point: Point) -> _Network:
-    model_type = point.choice(tuple(_TEXT))
+    model_type = point.choice(tuple(ARCHITECTURES))
     heads, layers = point.size(2, 16), point.size(2, 16)
     width, length = heads * point.choice((32, 64, 64)), point.size(32, 1024, multiple=16)
     vocabulary = point.size(1000, 50_000)
     sizes = {
         "model_type": model_type,
-        "architecture": _TEXT[model_type],
+        "architecture": ARCHITECTURES[model_type],
         "seq_len": length,
         "config": _text_config(model_type, heads, layers, width, length, vocabulary),
     }

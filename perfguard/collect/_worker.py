@@ -34,7 +34,12 @@ _ROWS = 50
 """After so many, a new process: kernels that were loaded stay in the context and make it grow."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["perfguard.collect._worker"])
+_context.set_forkserver_preload([__name__])
+
+
+def preload_libraries() -> None:
+    """Have the libraries of vision and text imported once, by the fork server; has no effect once that runs."""
+    _context.set_forkserver_preload([__name__, "perfguard.collect._libraries"])
 
 
 class Worker:
@@ -152,11 +157,11 @@ def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_thread
         signal.signal(number, signal.SIG_IGN)  # the parent decides; it kills
     warnings.simplefilter("ignore")
     _be_quiet()
-    gc.freeze()  # each run looks for garbage first; among all that was imported that takes a third of a second
     torch.set_num_threads(num_threads)
     try:
         place = _place(device)
         _load_libraries(device, place)
+        gc.freeze()  # each run looks for garbage first; among all that was imported that takes a third of a second
         if limit_bytes is not None:
             place.limit(limit_bytes)
         hello = {**place.facts(), "pid": str(os.getpid())}
@@ -164,13 +169,18 @@ def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_thread
         pipe.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     pipe.send_bytes(json.dumps(hello).encode())
+    kinds = set[str]()
     while True:
         try:
             asked = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        row = run_recipe(Recipe.from_json(asked["recipe"]), device, place, long=asked["long"])
-        pipe.send_bytes(json.dumps(row).encode())
+        recipe = Recipe.from_json(asked["recipe"])
+        pipe.send_bytes(json.dumps(run_recipe(recipe, device, place, long=asked["long"])).encode())
+        if recipe.kind not in kinds:  # its library was imported
+            kinds.add(recipe.kind)
+            gc.collect()
+            gc.freeze()
 
 
 def _place(device: Device) -> Place:
