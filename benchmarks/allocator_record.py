@@ -19,6 +19,7 @@ import difflib
 import itertools
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -232,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--configurations", type=int, default=100)
     parser.add_argument("--space", default="vision,text,mlp,nas")
+    parser.add_argument("--minutes", type=float, default=5.0, help="begin no further configuration after that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -243,7 +245,11 @@ def main() -> int:
     spaces, lines = without_missing_packages(arguments.space.split(","))
     print(*lines, sep="\n", file=sys.stderr)
     compared: dict[str, list[Comparison]] = {}
-    for recipe in track(list(recipes_to_compare(arguments.configurations, spaces, device, arguments.seed)), transient=True):
+    end = time.monotonic() + 60 * arguments.minutes
+    recipes = recipes_to_compare(arguments.configurations, spaces, device, arguments.seed)
+    for recipe in track(recipes, total=arguments.configurations, transient=True):
+        if time.monotonic() > end:
+            break
         try:
             measured, reserved = record(recipe, card)
             with torch.device("meta"):

@@ -394,7 +394,7 @@ def main() -> int:
         return 2
     place: Place = Processor() if device.kind == "cpu" else Card(device)
     console.print(f"What the probe adds to a step: {probe_overhead(place, device):+.2%}")
-    outcomes = []
+    outcomes: list[Outcome] = []
     for task in arguments.task.split(","):
         steps = _STEPS[device.kind]
         stretch = 1.0 if device.kind != "cpu" else _CPU_STRETCH
@@ -405,10 +405,14 @@ def main() -> int:
             limit = limit_for(task, device, stretch=stretch, steps=steps)
         console.print(f"{task}: {format_bytes(limit)}, largest batch x {stretch:.2f}", highlight=False)
         for guarded in (False, True):
-            if "optuna" in arguments.tuner:
-                outcomes.append(run_optuna(task, place, device, limit, stretch, arguments.trials, guarded=guarded))
-            if "ray" in arguments.tuner:
-                outcomes.append(run_ray(task, device, limit, stretch, arguments.trials, guarded=guarded))
+            for tuner in arguments.tuner.split(","):
+                if tuner == "ray":
+                    outcomes.append(run_ray(task, device, limit, stretch, arguments.trials, guarded=guarded))
+                else:
+                    outcomes.append(run_optuna(task, place, device, limit, stretch, arguments.trials, guarded=guarded))
+                console.print(f"  {outcomes[-1]}", highlight=False)
+                if arguments.out is not None:  # a lease may end before the last study does
+                    arguments.out.write_text(console.export_text(clear=False), encoding="utf-8")
     console.print(
         as_table(outcomes, f"{datetime.date.today()}, {device.name}, torch {torch.__version__}, {arguments.trials} trials")
     )
