@@ -6,7 +6,7 @@ import importlib
 import os
 from contextlib import suppress
 
-from perfguard.collect._spaces import ARCHITECTURES
+from perfguard.collect._networks import ARCHITECTURES
 from perfguard.tables import prepare_torchvision
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

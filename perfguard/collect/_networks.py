@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,15 @@ Task = Literal["classify", "own loss", "mean"]
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 EDGES = ("none", "skip", "conv1x1", "conv3x3", "pool")
 """What an edge of a cell can be (NAS-Bench-201, Dong and Yang 2020)."""
+ARCHITECTURES = {
+    "bert": "BertForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+}
+"""Of Transformers, by type of model."""
 _NODES = 4
 NUM_EDGES = _NODES * (_NODES - 1) // 2
 
@@ -170,6 +180,8 @@ def _mlp(sizes: Sizes, checkpointing: bool) -> nn.Module:
 def _timm(sizes: Sizes, checkpointing: bool) -> nn.Module:
     from perfguard.tables._zoo import timm_model
 
+    if not re.fullmatch(r"[\w.]+", sizes["name"]):  # timm would fetch "hf-hub:..." from the network
+        raise WorkloadError(f"{sizes['name']!r} is no architecture of timm's")
     model: Any = timm_model(sizes["name"], sizes["img_size"])
     if checkpointing:
         model.set_grad_checkpointing(True)
@@ -190,6 +202,8 @@ def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
 
     prepare_torchvision()
     transformers = importlib.import_module("transformers")
+    if ARCHITECTURES.get(sizes["model_type"]) != sizes["architecture"]:  # a table must not name just any class
+        raise WorkloadError(f"{sizes['architecture']!r} is not {sizes['model_type']}'s architecture here")
     config = transformers.AutoConfig.for_model(sizes["model_type"], **sizes["config"])
     config.use_cache = False
     model: Any = getattr(transformers, sizes["architecture"])(config)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from perfguard.collect._networks import EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
+from perfguard.collect._networks import ARCHITECTURES, EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
 from perfguard.collect._recipe import Recipe, Space, Tf32
 from perfguard.workload import Layout, Mode, Precision
 
@@ -55,15 +55,6 @@ _CHECKPOINTING_IN_TIMM = (
     "swin",
 )
 
-ARCHITECTURES = {
-    "bert": "BertForMaskedLM",
-    "distilbert": "DistilBertForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "bart": "BartForConditionalGeneration",
-}
-"""Of Transformers, by type of model."""
 PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
 """Without which a space cannot be had at all."""
 

@@ -127,6 +127,24 @@ def test_a_recipe_of_a_network_that_cannot_be_made_says_which() -> None:
         Recipe.from_json('{"space": "mlp"')
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("timm", {"name": "hf-hub:somebody/network", "img_size": 224}, "'hf-hub:somebody/network' is no architecture of timm's"),
+        (
+            "huggingface",
+            {"model_type": "bert", "architecture": "pipeline", "config": {}},
+            "'pipeline' is not bert's architecture",
+        ),
+    ],
+)
+@pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm and transformers")
+def test_a_table_cannot_have_things_fetched_or_called(kind: str, sizes: dict[str, object], message: str) -> None:
+    recipe = Recipe(space="vision", kind=kind, model="m", family="f", sizes=sizes, batch_size=1)
+    with pytest.raises(WorkloadError, match=message):
+        recipe.make_model()
+
+
 @pytest.mark.parametrize("target", [50.0, 1e3, 1e4, 3e6])
 def test_the_batch_for_a_cost_that_bends_upwards_is_found(target: float) -> None:
     asked: list[int] = []
