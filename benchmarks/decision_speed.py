@@ -3,7 +3,9 @@
     python benchmarks/decision_speed.py
 
 A ResNet-50's training step. Cold: nothing of its structure was seen before. Warm: the same network again with another learning
-rate, or with a batch size between three that were traced. And `Guard.max_batch_size`, with nothing known before. Medians.
+rate; with a batch, or a batch and an image size, between those that were traced; with an optimizer that neither this network nor
+this process has seen before, and with one that it has. A precision is traced when it is first seen. And `Guard.max_batch_size`,
+with nothing known before. Medians of wall clock and of processor time, which does not count what others take meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,26 +30,40 @@ from perfguard.graph import TraceCache
 from perfguard.measure import PeakResidentSet
 from perfguard.tables import timm_model
 
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+TRACED = ((129, 224), (33, 128), (65, 160), (97, 192), (73, 224), (41, 160), (129, 192))
+"""Batch and image size of what the study ran before."""
+OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
 
-def workload(model: torch.nn.Module, batch: int, lr: float = 0.1) -> Workload:
-    """A training step with SGD."""
+
+def workload(model: torch.nn.Module, batch: int, *, size: int = 224, optimizer: Any = SGD, precision: Any = "fp32") -> Workload:
+    """A training step on images."""
     return Workload(
         model,
-        inputs=(batch, 3, 224, 224),
+        inputs=(batch, 3, size, size),
         targets=TensorSpec((batch,), "int64"),
         loss=F.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=lr, momentum=0.9),
+        optimizer=optimizer,
+        precision=precision,
     )
 
 
-def median_ms(call: Callable[[Any], Any], values: Iterable[Any]) -> float:
-    """Median time of ``call`` over ``values``, in milliseconds."""
-    times = []
+class Times(NamedTuple):
+    """Medians in milliseconds."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+def times(call: Callable[[Any], Any], values: Iterable[Any]) -> Times:
+    """How long ``call`` takes for one of ``values``."""
+    walls, cpus = [], []
     for value in values:
-        start = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         call(value)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return Times(statistics.median(walls) * 1e3, statistics.median(cpus) * 1e3)
 
 
 def main() -> None:
@@ -62,33 +78,58 @@ def main() -> None:
     guard = Guard(arguments.gpu, log=False)
     guard.check(workload(model, 64))  # what is loaded at first use
 
-    def cold(batch: int) -> None:
+    def cold(options: dict[str, Any]) -> None:
         guard._traces = TraceCache()
-        guard.check(workload(model, batch))
+        guard.check(workload(model, 64, **options))
 
+    def check(options: dict[str, Any]) -> None:
+        guard.check(workload(model, **options))
+
+    rounds = range(arguments.rounds)
     memory = PeakResidentSet()
     memory.start()
-    rows = {"cold, batch 64": median_ms(cold, [64] * arguments.rounds)}
+    rows = {"cold, batch 64": times(cold, [{}] * arguments.rounds)}
     own = memory.peak_bytes() / 2**20
+    half = [{"precision": precision} for precision in ("amp-bf16", "amp-fp16", "bf16", "fp16")]
+    times(cold, half)  # what is loaded at first use
+    rows["cold, half precision"] = times(cold, half * (arguments.rounds // 4))
+    guard._traces = TraceCache()
+    for batch, size in TRACED:
+        check({"batch": batch, "size": size})
+    rates = [functools.partial(torch.optim.SGD, lr=0.1 / (2 + index), momentum=0.9) for index in rounds]
+    rows["warm, another learning rate"] = times(check, [{"batch": 129, "optimizer": rate} for rate in rates])
+    between = [{"batch": 49 + 8 * (index // 2), "size": (160, 192)[index % 2]} for index in rounds]
+    rows["warm, another batch and image size"] = times(check, between)
+    kinds = [getattr(torch.optim, name) for name in OPTIMIZERS]
+    rows["warm, another optimizer, new to the process"] = times(check, [{"batch": 129, "optimizer": kind} for kind in kinds])
+    others = [{"batch": 57, "size": 160, "optimizer": kind} for kind in kinds]
+    rows["warm, another optimizer, batch and image size"] = times(check, others)
+
+    def traced_over_all(kind: Any) -> None:
+        for family in guard._traces._families.values():
+            family.parts.clear()
+            family.graphs.clear()
+        check({"batch": 129, "optimizer": kind})
+
+    rows["Adafactor, new to the network"] = times(traced_over_all, [torch.optim.Adafactor] * 3)
+    guard._traces = TraceCache()
     for batch in (32, 96, 64, 129):
-        guard.check(workload(model, batch))
-    rates = [0.1 / (1 + index) for index in range(arguments.rounds)]
-    rows["warm, another learning rate"] = median_ms(lambda lr: guard.check(workload(model, 64, lr)), rates)
-    between = [33 + index for index in range(arguments.rounds)]
-    rows["warm, another batch"] = median_ms(lambda batch: guard.check(workload(model, batch)), between)
+        check({"batch": batch})
+    rows["warm, another batch"] = times(check, [{"batch": 33 + index} for index in rounds])
 
     def largest(_round: int) -> None:
         guard._traces = TraceCache()
         guard.max_batch_size(workload(model, 64))
 
-    rows["the largest batch that fits"] = median_ms(largest, range(3))
+    rows["the largest batch that fits"] = times(largest, range(3))
     table = Table(
         title=f"{arguments.model}, {datetime.date.today()}, Python {platform.python_version()}, torch {torch.__version__}"
     )
     table.add_column("decision")
-    table.add_column("median ms", justify="right")
-    for name, value in rows.items():
-        table.add_row(name, f"{value:.1f}")
+    table.add_column("wall clock ms", justify="right")
+    table.add_column("processor ms", justify="right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row.wall_ms:.1f}", f"{row.cpu_ms:.1f}")
     Console().print(table)
     print(f"memory of its own: {own:.1f} MiB")
 

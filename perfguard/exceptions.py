@@ -21,6 +21,7 @@ PerfGuardWarning (UserWarning)
 ├── BudgetWarning                      a trial was launched although it is expected to break a budget
 ├── NothingFeasibleWarning             nothing that was proposed fits the budgets
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
+├── DriftWarning                       runs cost other than they did: a driver, a framework, a card has changed
 ├── ServiceWarning                     the predictor service of a cluster is away; predictions are made locally
 └── LogWarning                         a row could not be written yet; it is kept
 """
@@ -119,6 +120,10 @@ class NothingFeasibleWarning(PerfGuardWarning):
 
 class MeasurementWarning(PerfGuardWarning):
     """A trial ran, but a quantity could not be measured or attributed to it."""
+
+
+class DriftWarning(PerfGuardWarning):
+    """Runs cost other than they did, or ran under other conditions; what was learnt before counts for less."""
 
 
 class ServiceWarning(PerfGuardWarning):

@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
 from perfguard.budget import Budget, Limit
-from perfguard.exceptions import BudgetWarning, ConfigurationError, LogWarning, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.evidence import Evidence
+from perfguard.exceptions import (
+    BudgetWarning,
+    ConfigurationError,
+    DriftWarning,
+    LogWarning,
+    MeasurementWarning,
+    UnguardedTrialWarning,
+    UntrainedDeviceWarning,
+)
+from perfguard.online import LearnerProcess, Lessons
 from perfguard.pace import total_time_at_pace
-from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable, load_predictor
 from perfguard.quantities import format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.workload import TracedWorkload, Workload
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
         remedies: Sequence[Remedy]
         predictor: str | Predictor
         log: str | MeasurementStore | Literal[False] | None
+        refine: bool | None
 
 
 Action = Literal["launch", "prune", "repair"]
@@ -107,6 +118,8 @@ class Guard:
             precision), "checkpointing" (the model's own switch).
         predictor: its name, or the object itself.
         log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
+        refine: fine-tune the weights now and then in a process beside the study, as `perfguard learn` does for a cluster. None:
+            on a GPU, if the log is not in memory (on a CPU it would disturb what is measured).
     """
 
     def __init__(
@@ -124,6 +137,7 @@ class Guard:
         remedies: Sequence[Remedy] = ("accumulation",),
         predictor: str | Predictor = DEFAULT_PREDICTOR,
         log: str | MeasurementStore | Literal[False] | None = None,
+        refine: bool | None = None,
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
@@ -149,7 +163,13 @@ class Guard:
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._warned: set[type[Warning]] = set()
-        self._learn_from_log()
+        self._lessons = Lessons(self.predictor, self.log)
+        self._evidence = Evidence()
+        self._learner: LearnerProcess | None = None
+        is_wanted = self.device.kind == "cuda" if refine is None else refine
+        if is_wanted and isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None:
+            self._learner = LearnerProcess(self.log.url, predictor)
+        self._learn_from_log(say=False)
 
     @property
     def threshold(self) -> float:
@@ -219,6 +239,7 @@ class Guard:
             graph = graph or self.trace(workload)
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
+                prediction = prediction.widened(self._evidence.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
@@ -345,7 +366,10 @@ class Guard:
         )
 
     def learn(self, decision: Decision, measurement: Measurement) -> None:
-        """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device."""
+        """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device.
+
+        A reading that cannot be believed is said once and not learnt; so is a change of what runs cost (:class:`DriftWarning`).
+        """
         if not decision.id:
             return
         try:
@@ -353,14 +377,30 @@ class Guard:
         except Exception as error:
             self._warn_once(LogWarning, f"PerfGuard could not log a measurement (said once): {type(error).__name__}: {error}")
         self._learn_from_log()
+        if self._learner is not None:
+            self._learner.wake()
 
-    def _learn_from_log(self) -> None:
+    def _learn_from_log(self, *, say: bool = True) -> None:
         try:
-            observations = self.log.observations(self.device.id)
             with self._lock:
-                self.predictor.fine_tune(observations)
+                before, self._evidence = self._evidence, self._lessons.teach(self.device.id)
         except Exception as error:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
+            return
+        if say:
+            self._say_what_changed(before)
+
+    def _say_what_changed(self, before: Evidence) -> None:
+        known = {drift.first.decision_id for drift in before.drifts}
+        for drift in self._evidence.drifts:
+            if drift.first.decision_id not in known:
+                message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
+                warnings.warn(message, DriftWarning, stacklevel=4)
+        refused = {found.observation.decision_id for found in before.quarantined}
+        for found in self._evidence.quarantined:
+            if found.observation.decision_id not in refused:
+                message = f"A reading is not believed and not learnt (said once): {found.reason}. See `perfguard log quarantine`."
+                self._warn_once(MeasurementWarning, message)
 
     def _warn_once(self, category: type[Warning], message: str) -> None:
         if category not in self._warned:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from perfguard.exceptions import PredictorError
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "perfguard.predictors"
 DEFAULT_PREDICTOR = "guardnet"
+Target = Literal["memory", "time"]
+"""What runs teach: the peak of memory, and the time of a step."""
+TARGETS: tuple[Target, ...] = get_args(Target)
 _NORMAL = NormalDist()
 
 
@@ -91,6 +94,16 @@ class Prediction:
         """The chance that the peak does not fit in ``capacity_bytes``."""
         return self.peak_memory.p_exceeds(capacity_bytes)
 
+    def widened(self, factors: Mapping[Target, float]) -> Prediction:
+        """With intervals that are wider, or narrower, by these factors of their standard deviations (of logarithms)."""
+        memory, time = factors.get("memory", 1.0), factors.get("time", 1.0)
+        return replace(
+            self,
+            peak_memory=replace(self.peak_memory, log_sigma=self.peak_memory.log_sigma * memory),
+            step_time=replace(self.step_time, log_sigma=self.step_time.log_sigma * time),
+            total_time=self.total_time and replace(self.total_time, log_sigma=self.total_time.log_sigma * time),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -99,6 +112,20 @@ class Observation:
     graph: OpGraph
     device: Device
     measurement: Measurement
+    predicted: Mapping[Target, Estimate] = field(default_factory=dict)
+    """What had been predicted of it, before it ran; empty: nothing is known of that."""
+    regime: int = 0
+    """Runs of one device under one driver, one framework and one behaviour have the same number; a later regime, a higher one.
+    See :func:`perfguard.evidence.weigh`."""
+    decision_id: str = ""
+    """Its key in the measurement log; empty: it is in none."""
+    recorded_at_ns: int = 0
+    """When it came into the log, since 1970; 0: it is in none."""
+
+    def measured(self, target: Target) -> float | None:
+        """Bytes at the peak, or seconds of a step; None if it was not measured, or cannot be (not positive, not finite)."""
+        value = self.measurement.peak_memory_bytes if target == "memory" else self.measurement.step_time_s
+        return float(value) if value is not None and math.isfinite(value) and value > 0 else None
 
 
 @runtime_checkable
@@ -115,7 +142,27 @@ class Predictor(Protocol):
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Learn from ``observations``, all that there are for one device; replaces what was learnt before for that device.
 
-        Runs of status "ok", and of status "oom", whose memory is a lower bound and whose times say nothing.
+        Runs of status "ok", and of status "oom", whose memory is a lower bound and whose times say nothing. What comes next is
+        of the last regime among them.
+        """
+
+
+@runtime_checkable
+class Refinable(Protocol):
+    """A predictor whose weights can be fine-tuned: what :class:`perfguard.online.OnlineTrainer` works on."""
+
+    @property
+    def lineage(self) -> str:
+        """Name and version of the weights that it shipped with; refined weights are good for these alone."""
+
+    def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
+        """New weights, fine-tuned on ``observations`` of any devices; None if they are too few. The predictor stays as it is."""
+
+    def use_refinement(self, data: bytes | None) -> None:
+        """Use what :meth:`refine` made; None: the shipped weights. What was learnt by `fine_tune` is to be learnt again.
+
+        Raises:
+            PredictorError: if the weights are refused; the predictor stays as it is.
         """
 
 

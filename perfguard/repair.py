@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from perfguard._batch import mapped, shape_of, shapes_in
 from perfguard.exceptions import ConfigurationError, TraceError, WorkloadError
 from perfguard.workload import Precision, TensorSpec, Workload
 
@@ -72,7 +73,7 @@ def batch_size_of(workload: Workload) -> int:
     Raises:
         WorkloadError: if they share none, so that nobody can tell what the batch is.
     """
-    leading = {shape[0] for shape in _shapes((workload.inputs, workload.targets)) if shape}
+    leading = {shape[0] for shape in shapes_in((workload.inputs, workload.targets)) if shape}
     if len(leading) != 1:
         sizes = ", ".join(map(str, sorted(leading))) or "none"
         raise WorkloadError(
@@ -219,35 +220,12 @@ def _switch_of(model: Any) -> Callable[[bool], object] | None:
     return switch if callable(switch) else None
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
-
-
-def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    if _is_shape(value):
-        yield tuple(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _shapes(item)
-    elif isinstance(value, dict):
-        yield from _shapes(list(value.values()))
-    elif hasattr(value, "shape"):
-        yield tuple(value.shape)
-
-
 def _resized(value: Any, batch_size: int) -> Any:
-    if _is_shape(value):
-        return (batch_size, *value[1:])
-    if isinstance(value, (tuple, list)):
-        return type(value)(_resized(item, batch_size) for item in value)
-    if isinstance(value, dict):
-        return {key: _resized(item, batch_size) for key, item in value.items()}
-    if isinstance(value, TensorSpec):
-        return TensorSpec((batch_size, *value.shape[1:]), value.dtype) if value.shape else value
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        shape = tuple(value.shape)
-        return TensorSpec((batch_size, *shape[1:]), str(value.dtype).removeprefix("torch.")) if shape else value
-    return value
+    def resize(leaf: Any) -> Any:
+        shape = shape_of(leaf)
+        return TensorSpec((batch_size, *shape[1:]), str(leaf.dtype).removeprefix("torch.")) if shape else leaf
+
+    return mapped(value, resize)
 
 
 __all__ = [

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -40,6 +42,10 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
+_PHYSICS, _MOST_PHYSICS = 3.0, 0.5
+"""Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
+_FARTHEST = 3.0
+_MOST_OF_A_CONSTANT = 4.0
 _EMBEDDED = (
     ("log_reserved", 22.5, 2.0), ("log_roofline", -2.0, 2.0),
     ("log_operators", 6.5, 1.0), ("log_batch", 4.0, 2.0), ("log_parameters", 18.0, 2.0), ("share_activation", 0.5, 0.5),
@@ -55,6 +61,8 @@ class Answer(NamedTuple):
     log_value: dict[str, float]
     op_time_s: torch.Tensor  # shape: (num_ops,)
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
+    physics: dict[str, torch.Tensor]
+    """How far physics is from the value, in several ways. Shapes: (1, e)"""
     prior: dict[str, ResidualPrior]
     """What is left unexplained before anything was measured on the device."""
     shares: dict[str, float]
@@ -62,6 +70,8 @@ class Answer(NamedTuple):
     known: dict[str, bool]
     """Whether the like was learnt from. Where it was not, the value and its prior are those of physics: far outside its data a
     network invents."""
+    sums: npt.NDArray[np.float32] | None
+    """What :func:`perfguard_models.sums.sums_of` sees of the graph; None: nobody looked."""
 
 
 class Engine(Protocol):
@@ -114,9 +124,11 @@ class CpuEngine:
             {"memory": float(correction.log_memory), "time": float(correction.log_time)},
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
+            dict.fromkeys(TARGETS, torch.zeros((1, 0), dtype=torch.float64)),
             self._priors,
             {},
             dict.fromkeys(TARGETS, True),
+            None,
         )
         return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
 
@@ -138,7 +150,9 @@ class GpuEngine:
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         own = self._answer(graph, device)
         reference = self._reference(graph, device)
-        return own if reference is None else self._carried_over(own, graph, device, reference)
+        answer = own if reference is None else self._carried_over(own, graph, device, reference)
+        assert answer.sums is not None
+        return answer._replace(physics={target: physics_of(target, answer.sums, answer.log_value[target]) for target in TARGETS})
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
         """The GPU whose time for ``graph`` was learnt in this setting and is nearest by the roofline.
@@ -166,7 +180,7 @@ class GpuEngine:
         return own._replace(
             log_value=own.log_value | {"time": math.log(max(float(roofline.sum()) * factor, 1e-12))},
             op_time_s=roofline * factor,
-            prior=own.prior | {"time": _prior(sigma)},
+            prior=own.prior | {"time": prior_of(sigma)},
             known=own.known | {"time": True},
         )
 
@@ -174,7 +188,7 @@ class GpuEngine:
         roofline = torch.from_numpy(roofline_s(graph, device)).float()
         unknown = [target for target in TARGETS if not _knows(target, graph)]
         if len(unknown) == len(TARGETS):  # nothing to ask
-            embedding = _embedding(sums_of(graph, device))
+            sums = sums_of(graph, device)
             sigma = UNTRAINED_LOG_SIGMA
             value = dict.fromkeys(TARGETS, 0.0)
             shares: dict[str, float] = {}
@@ -184,7 +198,7 @@ class GpuEngine:
             value = {target: float(predicted[target][0]) for target in TARGETS}
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
-            embedding = _embedding(run.view["sums"])
+            sums = run.view["sums"]
             logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
             shares = {name: share_of(logit) for name, logit in logits.items() if math.isfinite(logit)}
             known_gpu, group = self.trained_on(device), group_of(run)
@@ -200,10 +214,12 @@ class GpuEngine:
         answer = Answer(
             value,
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
-            dict.fromkeys(TARGETS, embedding),
-            {target: _prior(sigma[target]) for target in TARGETS},
+            dict.fromkeys(TARGETS, embedding_of(sums)),
+            {},
+            {target: prior_of(sigma[target]) for target in TARGETS},
             shares,
             dict.fromkeys(TARGETS, True),
+            sums,
         )
         return by_physics(answer, graph, device, unknown)
 
@@ -228,7 +244,7 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
         answer = answer._replace(
             log_value=answer.log_value | {target: value},
             op_time_s=op_time_s,
-            prior=answer.prior | {target: _prior(UNTRAINED_LOG_SIGMA[target])},
+            prior=answer.prior | {target: prior_of(UNTRAINED_LOG_SIGMA[target])},
             known=answer.known | {target: False},
         )
     return answer
@@ -242,12 +258,28 @@ def _knows(target: str, graph: OpGraph) -> bool:
     return graph.precision != "fp32" or graph.mode == "infer"
 
 
-def _prior(sigma: float) -> ResidualPrior:
+def prior_of(sigma: float) -> ResidualPrior:
     """A residual of standard deviation ``sigma``, most of which runs on one machine have in common."""
-    return ResidualPrior(bias=_BIAS * sigma, linear=_LINEAR * sigma, local=_LOCAL * sigma, length=1.0, noise=_NOISE * sigma)
+    return ResidualPrior(
+        bias=_BIAS * sigma,
+        linear=_LINEAR * sigma,
+        local=_LOCAL * sigma,
+        length=1.0,
+        noise=_NOISE * sigma,
+        physics=min(_PHYSICS * sigma, _MOST_PHYSICS),
+    )
 
 
-def _embedding(sums: Any) -> torch.Tensor:
+def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
     columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
+    return torch.tensor([columns], dtype=torch.float64)
+
+
+def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:
+    """What physics says less ``log_value``; of memory also what a constant gibibyte would add. Shape: (1, 3) or (1, 1)."""
+    by_name = ("log_reserved", "log_live") if target == "memory" else ("log_roofline",)
+    columns = [min(max(float(sums[SUMS.index(name)]) - log_value, -_FARTHEST), _FARTHEST) for name in by_name]
+    if target == "memory":
+        columns.append(min(2**30 / math.exp(float(sums[SUMS.index("log_reserved")])), _MOST_OF_A_CONSTANT))
     return torch.tensor([columns], dtype=torch.float64)

@@ -2,7 +2,10 @@
 
 For CPUs a graph network (`_network`), for GPUs networks and trees (`ensemble`). They are trained on many measured runs and ship
 with the package. What they leave unexplained on the machine at hand (a constant factor, a trend, a region) is small and smooth,
-so a process on an embedding of the graph learns it from the first few trials, in closed form, and says how sure it is.
+so a process on an embedding of the graph learns it from the first few trials, in closed form, and says how sure it is. What
+that leaves over, trees learn from many runs (`refinement`).
+
+    log value = shipped weights + refinement + process, conditioned on the runs of the device
 """
 
 from __future__ import annotations
@@ -15,13 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph
-from perfguard.predictor import Estimate, Observation, Prediction
-from perfguard_models._engines import TARGETS, UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine
-from perfguard_models._residual import ResidualPosterior, ResidualPrior, condition
+from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
+from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models.fusion import Compiled, as_compiled
+from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
+from perfguard_models.sums import sums_of
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -64,29 +73,38 @@ class GuardNet:
 
     def __init__(self, engines: dict[str, Engine]) -> None:
         self._engines = engines
-        self._posteriors: dict[tuple[str, str], ResidualPosterior] = {}
+        self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
+        self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
+        self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_answers": None}
+        return self.__dict__ | {"_answers": None, "_corrections": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_answers": WeakKeyDictionary()})
+        self.__dict__.update(state | {"_answers": WeakKeyDictionary(), "_corrections": WeakKeyDictionary()})
+
+    @property
+    def lineage(self) -> str:
+        """Of its shipped weights: name and version. A refinement is good for these alone."""
+        return f"guardnet-{max(engine.version for engine in self._engines.values())}"
 
     @property
     def name(self) -> str:
-        """Name and version."""
-        return f"guardnet-{max(engine.version for engine in self._engines.values())}"
+        """Name and version; "+" says that it is refined."""
+        return self.lineage if self._refinement is None else f"{self.lineage}+"
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer = self._answer(graph, device)
+        answer, compiled = self._answer(graph, device), as_compiled(graph, device)
+        launched = graph if compiled is None else compiled.graph
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
         )
-        memory = self._estimate("memory", answer, device)
-        step_time = self._estimate("time", answer, device)
+        correction = self._correction(graph, device, answer)
+        memory = self._estimate("memory", answer, correction["memory"], device)
+        step_time = self._estimate("time", answer, correction["time"], device)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
         by_kind: dict[str, float] = {}
@@ -100,11 +118,11 @@ class GuardNet:
             predictor=self.name,
             device_id=device.id,
             trained_on_device=trained,
-            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
+            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in launched.bytes_by_kind().items() if num_bytes},
             time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
             gpu_util=answer.shares.get("gpu_util"),
             sm_active=answer.shares.get("sm_active"),
-            unmodelled=graph.unmodelled,
+            unmodelled=launched.unmodelled,
         )
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -124,58 +142,144 @@ class GuardNet:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
                 self._learn(device_id, target, self._residuals(ended_well, target), bounds)
 
-    def _residuals(self, rows: Sequence[Observation], target: str) -> _Residuals | None:
+    def use_refinement(self, data: bytes | None) -> None:
+        """See :class:`perfguard.predictor.Refinable`."""
+        refinement = None if data is None else Refinement.from_bytes(data)
+        if refinement is not None and refinement.made_for != self.lineage:
+            raise PredictorError(f"Weights refined for {refinement.made_for!r} do not fit {self.lineage!r}.")
+        self._refinement = refinement
+        self._corrections = WeakKeyDictionary()
+        self._posteriors.clear()
+
+    def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
+        """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
+        lessons: dict[Target, list[Lesson]] = {target: [] for target in TARGETS}
+        known = [row for row in observations if row.measurement.status == "ok" and row.decision_id]
+        for device_id in sorted({row.device.id for row in known}):
+            for target in TARGETS:
+                rows = [row for row in known if row.device.id == device_id and row.measured(target) is not None]
+                if rows:
+                    lessons[target].append(self._lesson(device_id, target, rows))
+        return None if (made := refined(self.lineage, _pooled(lessons), seed=seed)) is None else made.to_bytes()
+
+    def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
+        answers = [self._answer(row.graph, row.device) for row in rows]
+        residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
+        posterior = condition(residuals.prior, residuals.at, residuals.y)
+        x = [self._row(target, answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
+        ids = [row.decision_id for row in rows]
+        return Lesson(ids, [device_id], np.stack(x), posterior.left_out().numpy())
+
+    def _row(self, target: Target, answer: Answer, graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
+        sums = sums_of(graph, device) if answer.sums is None else answer.sums
+        physics = physics_of(target, sums, answer.log_value[target])  # of every device, unlike what its process may look at
+        return row_of(sums, physics, answer.log_value[target])
+
+    def _correction(self, graph: OpGraph, device: Device, answer: Answer) -> dict[Target, float]:
+        """What the refinement adds."""
+        if self._refinement is None:
+            return dict.fromkeys(TARGETS, 0.0)
+        of_graph = self._corrections.setdefault(graph, {})
+        key = repr(device)
+        if key not in of_graph:
+            rows = {target: self._row(target, answer, graph, device) for target in TARGETS}
+            of_graph[key] = {target: self._refinement.correction(target, device.id, row) for target, row in rows.items()}
+        return of_graph[key]
+
+    def _residuals(self, rows: Sequence[Observation], target: Target) -> _Residuals | None:
         """Of the rows whose ``target`` was measured; None: of none."""
-        known = [(row, value) for row in rows if (value := _measured(row, target)) is not None]
+        known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
-        answers = [self._answer(row.graph, row.device) for row, _ in known]
-        predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
-        measured = torch.tensor([math.log(value) for _, value in known], dtype=torch.float64)
-        x = torch.cat([answer.embedding[target] for answer in answers])
-        return _Residuals(answers[0].prior[target], x, measured - predicted)
+        answers = [self._answer(row.graph, row.device) for row in known]
+        refinement = self._refinement
+        corrections = []
+        for row, answer in zip(known, answers, strict=True):
+            held_out = None if refinement is None else refinement.held_out(target, row.decision_id)
+            corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
+        return _residuals_of(known, answers, target, corrections)
 
-    def _learn(self, device_id: str, target: str, measured: _Residuals | None, bounds: _Residuals | None) -> None:
+    def _learn(self, device_id: str, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
         key = (device_id, target)
         if measured is not None:
-            self._posteriors[key] = condition(measured.prior, measured.x, measured.y)
+            self._posteriors[key] = condition(measured.prior, measured.at, measured.y)
         if bounds is None:
             return
         if measured is None:
-            mean, sigma = torch.zeros_like(bounds.y), bounds.prior.variance(bounds.x).sqrt()
+            mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
         else:
-            mean, sigma = self._posteriors[key].at(bounds.x)
+            mean, sigma = self._posteriors[key].at(bounds.at)
         expected = _expected_above(bounds.y, mean, sigma)
-        x = bounds.x if measured is None else torch.cat([measured.x, bounds.x])
+        at = bounds.at if measured is None else joined([measured.at, bounds.at])
         y = expected if measured is None else torch.cat([measured.y, expected])
-        self._posteriors[key] = condition(bounds.prior, x, y)
+        self._posteriors[key] = condition(bounds.prior, at, y)
 
-    def _estimate(self, target: str, answer: Answer, device: Device) -> Estimate:
+    def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = 0.0, float(prior.variance(x).sqrt())
+            mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(x)
+            means, log_sigmas = posterior.at(Place(x, answer.physics[target], posterior.regime[None]))
             # The process has one prior; this graph may be harder or easier than the one that it was made for.
             mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
         scale = self._engines[device.kind].interval_scale(target)
-        return Estimate(math.exp(answer.log_value[target] + mean), log_sigma * scale)
+        return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma * scale)
 
     def _answer(self, graph: OpGraph, device: Device) -> Answer:
         of_graph = self._answers.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            of_graph[key] = self._engines[device.kind].answer(graph, device)
+            engine, compiled = self._engines[device.kind], as_compiled(graph, device)
+            answer = engine.answer(graph if compiled is None else compiled.eager, device)
+            of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
+
+
+def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
+    """What was said of the eager graph, for the kernels that are launched instead."""
+    op_time_s = answer.op_time_s * torch.from_numpy(compiled.time_shares(device)).to(answer.op_time_s)
+    saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
+    changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
+    log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
+    return answer._replace(log_value=log_value, op_time_s=op_time_s)
 
 
 class _Residuals(NamedTuple):
     """What was measured beyond what was predicted, as logarithms, for n runs."""
 
     prior: ResidualPrior
-    x: torch.Tensor  # embeddings, shape: (n, d)
+    at: Place
     y: torch.Tensor  # shape: (n,)
+
+
+def _residuals_of(
+    rows: Sequence[Observation], answers: Sequence[Answer], target: Target, corrections: Sequence[float]
+) -> _Residuals:
+    """Of at least one row, all with ``target`` measured."""
+    values = [answer.log_value[target] + more for answer, more in zip(answers, corrections, strict=True)]
+    predicted = torch.tensor(values, dtype=torch.float64)
+    measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
+    place = Place(
+        torch.cat([answer.embedding[target] for answer in answers]),
+        torch.cat([answer.physics[target] for answer in answers]),
+        torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
+    )
+    return _Residuals(answers[0].prior[target], place, measured - predicted)
+
+
+def _pooled(lessons: dict[Target, list[Lesson]]) -> dict[Target, Lesson]:
+    """The lessons of all devices as one, for each target that has any."""
+    return {
+        target: Lesson(
+            [decision_id for lesson in found for decision_id in lesson.decision_ids],
+            [device_id for lesson in found for device_id in lesson.devices],
+            np.concatenate([lesson.x for lesson in found]),
+            np.concatenate([lesson.y for lesson in found]),
+        )
+        for target, found in lessons.items()
+        if found
+    }
 
 
 def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -196,7 +300,7 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
         math.log(row.measurement.total_time_s / (row.measurement.num_steps * step_time_s))
         for row in rows[-_OVERHEAD_ROWS:]
         if 2 * row.measurement.num_steps >= most_steps
-        and (step_time_s := _measured(row, "time"))
+        and (step_time_s := row.measured("time"))
         and row.measurement.num_steps > 0
         and 0 < row.measurement.total_time_s < math.inf
     ]
@@ -206,12 +310,6 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     spread = statistics.median(abs(ratio - median) for ratio in ratios) * 1.4826
     weight = len(ratios) / (len(ratios) + _OVERHEAD_PRIOR_ROWS)
     return weight * median, max(weight * spread + (1 - weight) * _OVERHEAD_LOG_SIGMA, 0.01)
-
-
-def _measured(observation: Observation, target: str) -> float | None:
-    measurement = observation.measurement
-    value = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    return float(value) if value is not None and math.isfinite(value) and value > 0 else None
 
 
 __all__ = ["UNTRAINED_LOG_SIGMA", "GuardNet", "load"]

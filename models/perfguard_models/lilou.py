@@ -5,9 +5,9 @@
 GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, a mean over its nodes, and the sum of the kernels' latencies.
 
 Without a fusing compiler each operator is a kernel of its own, so the graphs have one node and attention has one neighbour: the
-node itself. Which operators a compiler fuses is the paper's other half, and not here. The paper measures each kernel; of whole
-networks we have only the sum, so the sum is what is compared, and single operators where a table has them. It says nothing of
-memory.
+node itself. Which operators a compiler fuses is the paper's other half (`perfguard_models.fusion`), as is which kernel runs
+(`perfguard_models.kernels`). The paper measures each kernel; of whole networks we have only the sum, so the sum is what is
+compared, and single operators where a table has them. It says nothing of memory.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from perfguard.graph import OP_KINDS, OpGraph, roofline_s
 from perfguard.predictor import Estimate, Observation, Prediction
 from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Run, share_of
+from perfguard_models.fusion import as_compiled
 from perfguard_models.learner import Learner, Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
@@ -154,6 +155,7 @@ class Served:
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
+        compiled = as_compiled(graph, device)
         memory = self._estimate("memory", graph, device)
         step_time = self._estimate("time", graph, device)
         return Prediction(
@@ -166,7 +168,7 @@ class Served:
             bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
             gpu_util=self._share("gpu_util", graph, device),
             sm_active=self._share("sm_active", graph, device),
-            unmodelled=graph.unmodelled,
+            unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
         )
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -192,6 +194,12 @@ class Served:
 
     def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:
         """Logarithm of the prediction and its standard deviation."""
+        compiled = as_compiled(graph, device)
+        if compiled is not None:
+            value, log_sigma = self._raw(target, compiled.eager, device)
+            kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
+            share = compiled.memory_share(device) if target == "memory" else kernels_s / max(eager_s, 1e-12)
+            return value + math.log(share), log_sigma
         predicted, spreads = self._answers(graph, device)
         value = float(predicted[target][0])
         if not math.isfinite(value):

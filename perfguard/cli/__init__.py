@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
 from perfguard.cli._collect import add_arguments as add_collect_arguments
+from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
 from perfguard.cli._log import run_log_command
 from perfguard.exceptions import PerfGuardError
@@ -49,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_ranking(arguments)
         elif arguments.command == "log":
             run_log_command(arguments)
+        elif arguments.command == "learn":
+            from perfguard.cli._learn import learn
+
+            learn(arguments)
+        elif arguments.command == "weights":
+            from perfguard.cli._learn import run_weights_command
+
+            run_weights_command(arguments)
         elif arguments.command == "pack":
             from perfguard.cli._pack import show_schedule
 
@@ -96,6 +105,10 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     gpus.add_argument("--json", action="store_true", help="data on standard output")
 
     add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
+    add_learn_arguments(
+        commands.add_parser("learn", help="fine-tune the weights on the log, and promote them if they are better")
+    )
+    add_weights_arguments(commands.add_parser("weights", help="the generations of weights in the log, and back to an older one"))
     pack = commands.add_parser("pack", help="a schedule for a queue of jobs on several devices")
     pack.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
     pack.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")

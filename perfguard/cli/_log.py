@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     import_ = _verb(verbs, "import", "add the rows of an export; those that are there already are left out")
     import_.add_argument("folder", metavar="FOLDER")
 
+    quarantine = _verb(verbs, "quarantine", "the readings that are not believed, and why; nothing is learnt from them")
+    quarantine.add_argument("--json", action="store_true", help="data on standard output")
+
     prune = _verb(verbs, "prune", "remove old decisions with their measurements")
     prune.add_argument("--older-than", metavar="AGE", help='for instance "90d"')
     prune.add_argument("--keep", type=int, metavar="N", help="keep at most the newest N decisions")
@@ -60,13 +63,19 @@ def run_log_command(arguments: argparse.Namespace) -> None:
         "show": _show,
         "export": _export,
         "import": _import,
+        "quarantine": _quarantine,
         "prune": _prune,
     }
-    with _open(arguments.log, must_exist=arguments.verb != "import") as store:
+    with open_log(arguments.log, must_exist=arguments.verb != "import") as store:
         actions[arguments.verb](store, arguments)
 
 
-def _open(location: str | None, *, must_exist: bool) -> MeasurementStore:
+def open_log(location: str | None, *, must_exist: bool) -> MeasurementStore:
+    """The log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own.
+
+    Raises:
+        LogError: if it cannot be opened; with ``must_exist`` also if it would be a new one.
+    """
     from perfguard.store import MeasurementStore
 
     location = location or os.environ.get("PERFGUARD_LOG")
@@ -126,6 +135,32 @@ def _table(decisions: list[LoggedDecision]) -> Table:
 
 def _text(value: float | None, form: Callable[[float], str]) -> str:
     return "" if value is None else form(value)
+
+
+def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    from perfguard.evidence import weigh
+
+    found = [refused for device_id in store.device_ids() for refused in weigh(store.observations(device_id)).quarantined]
+    rows = [
+        {
+            "decision_id": refused.observation.decision_id,
+            "when": _when(refused.observation.recorded_at_ns).isoformat(),
+            "device": refused.observation.device.id,
+            "reading": refused.target,
+            "reason": refused.reason,
+        }
+        for refused in sorted(found, key=lambda refused: refused.observation.recorded_at_ns)
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['when'][:19]}  {row['decision_id'][:12]}  {row['device']}  {row['reading']}: {row['reason']}")
+    print(f"{len(rows)} readings are quarantined")
+
+
+def _when(time_ns: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(time_ns / 1e9, tz=datetime.timezone.utc)
 
 
 def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:

@@ -8,11 +8,12 @@ from perfguard.graph._opaque import opaque
 from perfguard.graph._roofline import channel_padding, roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._sequence import SequenceTracer
-from perfguard.graph._trace import trace
+from perfguard.graph._trace import TRACED_AS_EAGER, trace
 
 __all__ = [
     "KIND_INDEX",
     "OP_KINDS",
+    "TRACED_AS_EAGER",
     "AllocatorReplay",
     "AllocatorSettings",
     "CachingAllocator",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from perfguard._batch import mapped
 from perfguard.exceptions import TraceError, WorkloadError
 from perfguard.workload import TensorSpec, Workload
 
@@ -67,22 +68,15 @@ def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
 
 def batch_on_meta(value: Any, workload: Workload) -> Any:
     """Tensors, TensorSpecs and shapes, nested in tuples, lists and dicts, as meta tensors."""
-    if isinstance(value, torch.Tensor):
-        return _cast(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META), workload)
-    if isinstance(value, TensorSpec):
-        return _cast(torch.empty(value.shape, dtype=_dtype_named(value.dtype), device=META), workload)
-    if _is_shape(value):
-        return batch_on_meta(TensorSpec(tuple(value)), workload)
-    if isinstance(value, Mapping):
-        return {key: batch_on_meta(item, workload) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [batch_on_meta(item, workload) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
+    def on_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _cast(torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META), workload)
+        if isinstance(leaf, TensorSpec):
+            return _cast(torch.empty(leaf.shape, dtype=_dtype_named(leaf.dtype), device=META), workload)
+        return leaf
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+    return mapped(value, on_meta)
 
 
 def _dtype_named(name: str) -> torch.dtype:

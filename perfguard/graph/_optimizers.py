@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.graph._shape_rules import outputs_of
 from perfguard.graph._target import Target
 from perfguard.workload import Workload
 
@@ -97,7 +98,8 @@ class _ValuesUnknown(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # what PyTorch's meta kernels call is nobody's call
+            return outputs_of(func, args, kwargs or {})
 
 
 def optimizers_on_meta(
@@ -106,7 +108,7 @@ def optimizers_on_meta(
     """The workload's optimizers by the path of the submodule whose parameters they train; "" is the whole model."""
     given = workload.optimizer
     if not isinstance(given, Mapping):
-        return {"": OptimizerOnMeta(_make(given, workload.model, model), target, around_step)}
+        return {"": OptimizerOnMeta(make_optimizer(given, workload.model, model), target, around_step)}
     made = {}
     for path, optimizer in given.items():
         try:
@@ -116,11 +118,16 @@ def optimizers_on_meta(
                 f"Workload.optimizer names the submodule {path!r}, which {type(model).__name__} does not have. "
                 f"It has {', '.join(name for name, _ in model.named_children())}."
             ) from None
-        made[path] = OptimizerOnMeta(_make(optimizer, live_part, part), target, around_step)
+        made[path] = OptimizerOnMeta(make_optimizer(optimizer, live_part, part), target, around_step)
     return made
 
 
-def _make(given: Any, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(given: Any, live_model: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over the parameters of ``model``, the twin of ``live_model``, as ``given`` describes it.
+
+    Raises:
+        WorkloadError: if it describes none.
+    """
     try:
         if isinstance(given, torch.optim.Optimizer):
             return _twin(given, live_model, model)

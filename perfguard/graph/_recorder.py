@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
 from perfguard.graph._nest import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
-from perfguard.graph._shape_rules import SHAPE_RULES, Rule
+from perfguard.graph._shape_rules import outputs_of
 
 
 class _Operator(NamedTuple):
@@ -25,7 +25,6 @@ class _Operator(NamedTuple):
     launches: bool
     writes: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
-    rule: Rule | None
 
 
 _operators: dict[torch._ops.OpOverload, _Operator] = {}
@@ -40,9 +39,7 @@ def _operator(func: torch._ops.OpOverload) -> _Operator:
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        known = _operators[func] = _Operator(
-            name, kind_of(name), func.is_view, launches_kernel(name), writes, SHAPE_RULES.get(func)
-        )
+        known = _operators[func] = _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
     return known
 
 
@@ -77,11 +74,21 @@ class Recorder(TorchDispatchMode):
 
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
-        for name, parameter in named_parameters:
-            if parameter.grad is not None and parameter.grad.is_meta:
-                index = self._storage_index(parameter.grad)
-                if self._kinds[index] is None:
-                    self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+        with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
+            for name, parameter in named_parameters:
+                if parameter.grad is not None and parameter.grad.is_meta:
+                    index = self._storage_index(parameter.grad)
+                    if self._kinds[index] is None:
+                        self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+
+    @property
+    def num_storages(self) -> int:
+        """Of those recorded so far."""
+        return len(self._bytes)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The index of the storage of ``tensor``."""
+        return self._storage_index(tensor)
 
     def forget(self, tensor: Any) -> None:
         """Something that was adopted turned out not to be there."""
@@ -116,9 +123,7 @@ class Recorder(TorchDispatchMode):
         operator = _operator(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
-        out = NotImplemented if operator.rule is None else operator.rule(*args, **kwargs)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
+        out = outputs_of(func, args, kwargs)
         if operator.is_view:
             return out
         inputs, outputs = _meta_tensors((args, kwargs)), _meta_tensors(out)

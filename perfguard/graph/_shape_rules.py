@@ -7,7 +7,7 @@ times. A rule makes the same outputs (shape, strides, dtype) in a few microsecon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,16 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in _HALF else tensor.dtype
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """As `torch.empty_like`, which on meta is Python code, of a dense tensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _elementwise(*tensors: Any) -> Any:
     first = tensors[0]
     if not first.dtype.is_floating_point or not _is_dense(first) or not _alike(first, *tensors[1:]):
         return NotImplemented
-    return torch.empty_like(first)
+    return _like(first)
 
 
 def _unary(x: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -52,7 +57,50 @@ def _unary(x: torch.Tensor, *_: Any, **__: Any) -> Any:
 
 
 def _binary(a: torch.Tensor, b: Any, *_: Any, **__: Any) -> Any:
-    return _elementwise(a, b)
+    return _elementwise(a) if a.dim() and _is_number(b) else _elementwise(a, b)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one of Python's, as it is or as a tensor on the host: it changes no shape and no floating-point dtype."""
+    if isinstance(value, torch.Tensor):
+        return not value.dim() and value.device.type == "cpu" and not value.dtype.is_complex
+    return isinstance(value, (int, float))
+
+
+def _zeros_like(x: torch.Tensor, *, memory_format: Any = None, **others: Any) -> Any:
+    if memory_format not in (None, torch.preserve_format) or any(value is not None for value in others.values()):
+        return NotImplemented
+    return _elementwise(x)
+
+
+def _fits(x: torch.Tensor, other: Any) -> bool:
+    """Whether an operator may write its result of ``x`` and ``other`` into ``x``, without looking twice."""
+    if _is_number(other):
+        return x.dtype.is_floating_point or (isinstance(other, torch.Tensor) and other.dtype is x.dtype)
+    return isinstance(other, torch.Tensor) and other.is_meta and other.shape == x.shape and other.dtype is x.dtype
+
+
+def _in_place(x: torch.Tensor, *others: Any, **_: Any) -> Any:
+    return x if x.is_meta and all(_fits(x, other) for other in others) else NotImplemented
+
+
+def _list_in_place(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> Any:
+    return None if _lists_fit(tensors, others) else NotImplemented
+
+
+def _list(tensors: Sequence[torch.Tensor], *others: Any, **_: Any) -> Any:
+    if not _lists_fit(tensors, others) or not all(_is_dense(tensor) for tensor in tensors):
+        return NotImplemented
+    if any(isinstance(other, (list, tuple)) and not all(map(_alike, tensors, other)) for other in others):
+        return NotImplemented
+    return [_like(tensor) for tensor in tensors]
+
+
+def _lists_fit(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
+    return all(tensor.is_meta and tensor.dtype.is_floating_point for tensor in tensors) and all(
+        len(other) == len(tensors) and all(map(_fits, tensors, other)) if isinstance(other, (list, tuple)) else _is_number(other)
+        for other in others
+    )
 
 
 def _batch_norm(
@@ -61,7 +109,7 @@ def _batch_norm(
     if not training or not _is_dense(x) or weight is None:
         return NotImplemented
     dtype = _statistics_dtype(x)
-    return torch.empty_like(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
+    return _like(x), _empty(x.shape[1:2], dtype), _empty(x.shape[1:2], dtype)
 
 
 def _batch_norm_backward(
@@ -70,7 +118,7 @@ def _batch_norm_backward(
 ) -> Any:  # fmt: skip
     if not train or weight is None or not all(output_mask) or not _is_dense(x) or not _alike(x, grad):
         return NotImplemented
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    return _like(x), _like(weight), _like(weight)
 
 
 def _layer_norm(x: torch.Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
@@ -88,7 +136,7 @@ def _layer_norm_backward(
 ) -> Any:  # fmt: skip
     if weight is None or bias is None or not all(output_mask) or not x.is_contiguous() or not _alike(x, grad):
         return NotImplemented
-    return _empty(x.shape, x.dtype), torch.empty_like(weight), torch.empty_like(bias)
+    return _empty(x.shape, x.dtype), _like(weight), _like(bias)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -131,7 +179,33 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.hardsigmoid_backward.default: _binary,
     aten.add.Tensor: _binary,
     aten.mul.Tensor: _binary,
+    aten.div.Tensor: _binary,
+    aten.sqrt.default: _unary,
+    aten.zeros_like.default: _zeros_like,
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.sum.dim_IntList: _sum,
+    aten.add_.Tensor: _in_place,
+    aten.mul_.Tensor: _in_place,
+    aten.addcmul_.default: _in_place,
+    aten.addcdiv_.default: _in_place,
+    aten.lerp_.Scalar: _in_place,
+    aten._foreach_add_.List: _list_in_place,
+    aten._foreach_add_.Scalar: _list_in_place,
+    aten._foreach_mul_.Scalar: _list_in_place,
+    aten._foreach_div_.List: _list_in_place,
+    aten._foreach_div_.ScalarList: _list_in_place,
+    aten._foreach_addcmul_.Scalar: _list_in_place,
+    aten._foreach_addcdiv_.Scalar: _list_in_place,
+    aten._foreach_addcdiv_.ScalarList: _list_in_place,
+    aten._foreach_lerp_.Scalar: _list_in_place,
+    aten._foreach_sqrt.default: _list,
+    aten._foreach_add.List: _list,
 }
+
+
+def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` returns on meta: by its rule, or else from PyTorch's own kernel."""
+    rule = SHAPE_RULES.get(func)
+    out = NotImplemented if rule is None else rule(*args, **kwargs)
+    return func(*args, **kwargs) if out is NotImplemented else out

@@ -1,4 +1,4 @@
-"""What decides a trace, as a value that can be compared: two workloads with equal structure and batch have the same graph."""
+"""What decides a trace, as a value that can be compared: two workloads with equal structures have the same graph."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from perfguard._batch import mapped
 from perfguard.graph._target import Target
 from perfguard.workload import TensorSpec, Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
-_BATCH = "batch"
+_BARE = vars(nn.Module())
+_COLLECTIONS = frozenset({dict, OrderedDict, set})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
 _MOST_VALUES = 200_000
 
 
 class Structure(NamedTuple):
-    """A workload without its batch size."""
+    """What decides a workload's graph, in three parts."""
 
     key: Hashable
-    batch: int
+    """All that is not in the other two."""
+    optimizer: Hashable
+    """None for an inference."""
+    sizes: tuple[int, ...]
+    """Of every dimension of every input and target, in order."""
 
 
 class _Indescribable(Exception):
@@ -38,21 +44,19 @@ class _Indescribable(Exception):
 
 
 def structure_of(workload: Workload, target: Target) -> Structure | None:
-    """The structure of ``workload`` and its batch size; None if it holds something that cannot be compared by value.
+    """The structure of ``workload``; None if it holds something that cannot be compared by value.
 
-    The batch is the first dimension that all inputs share. What code reads from global variables is not seen.
+    What code reads from global variables is not seen.
     """
     describe = _Describer()
     try:
-        batch, inputs = _batch_of(workload)
-        parts: list[Hashable] = [target, inputs, _ambient()]
+        sizes, batch = _batch_of(workload)
+        parts: list[Hashable] = [target, describe(batch), _ambient()]
         for field in fields(workload):
-            value = getattr(workload, field.name)
-            if field.name == "optimizer":
-                parts.append(_optimizer(value, describe))
-            elif field.name not in ("inputs", "targets") and field.name not in _NOT_COST:
-                parts.append(describe(value))
-        return Structure(tuple(parts), batch)
+            if field.name not in ("inputs", "targets", "optimizer") and field.name not in _NOT_COST:
+                parts.append(describe(getattr(workload, field.name)))
+        optimizer = _optimizer(workload.optimizer, describe) if workload.mode == "train" else None
+        return Structure(tuple(parts), optimizer, sizes)
     except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
         return None
 
@@ -66,36 +70,20 @@ def _ambient() -> Hashable:
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
 
 
-def _batch_of(workload: Workload) -> tuple[int, Hashable]:
-    """The batch size, and the shapes with it left out."""
-    specs: list[tuple[tuple[int, ...], Hashable]] = []
+def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
+    """All sizes, and inputs and targets with nothing but the number of dimensions and the dtype of each tensor."""
+    sizes: list[int] = []
 
-    def walk(value: Any) -> Hashable:
-        if isinstance(value, torch.Tensor):
-            if not value.is_contiguous():
-                raise _Indescribable
-            return spec(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        if isinstance(value, TensorSpec):
-            return spec(value.shape, value.dtype)
-        if isinstance(value, (tuple, list)):
-            if value and all(type(size) is int for size in value):
-                return spec(tuple(value), "float32")
-            return type(value), tuple(map(walk, value))
-        if isinstance(value, dict):
-            return dict, tuple((key, walk(item)) for key, item in value.items())
-        if isinstance(value, _PLAIN):
-            return value
-        raise _Indescribable
+    def form(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
+            raise _Indescribable
+        if not isinstance(leaf, (torch.Tensor, TensorSpec)):
+            return leaf
+        sizes.extend(leaf.shape)
+        return TensorSpec, len(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 
-    def spec(shape: tuple[int, ...], dtype: str) -> Hashable:
-        specs.append((shape, dtype))
-        return len(specs) - 1
-
-    form = walk(workload.inputs), walk(workload.targets)
-    leading = {shape[0] for shape, _ in specs if shape}
-    batch = leading.pop() if len(leading) == 1 else 0
-    shapes = tuple(((_BATCH, *shape[1:]) if batch and shape else shape, dtype) for shape, dtype in specs)
-    return batch, (form, shapes)
+    batch = mapped(workload.inputs, form), mapped(workload.targets, form)
+    return tuple(sizes), batch
 
 
 def _optimizer(value: Any, describe: _Describer) -> Hashable:
@@ -192,8 +180,11 @@ class _Describer:
             for name, tensor in state[kind].items()
         )
         rest: list[Hashable] = []
-        for key, item in state.items():  # most are numbers, and hooks that nobody registered: no call for those
+        for key, item in state.items():
             kind = type(item)
+            bare = _BARE.get(key, state)
+            if item is bare or (kind is type(bare) and kind in _COLLECTIONS and not item and not bare):
+                continue  # as every module begins: most are hooks that nobody registered
             if kind in _EXACTLY_PLAIN:
                 rest.append((key, kind, item))
             elif (kind is dict or kind is OrderedDict) and not item:

@@ -22,6 +22,7 @@ from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
 from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
 from perfguard.graph._nest import tensors_in
+from perfguard.graph._optimizer_part import Gap, StepWithGap, leave_gap
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
@@ -59,6 +60,8 @@ _HELP = {
     "data pointer of tensor that doesn't have storage": _NO_META_KERNEL,
     "Cannot access data pointer": _NO_META_KERNEL,
 }
+TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
+"""In a graph's ``unmodelled``. A predictor that knows what a compiler fuses takes it out."""
 _MOST_CHARACTERS = 240
 """Of another library's message."""
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -79,16 +82,30 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
         TraceError: if the step cannot be traced; the message names the module, the line and what to do.
         WorkloadError: if the description itself is wrong.
     """
-    traced_for = target_of(target)
-    # A guard must not move the user's random numbers, and a tensor that forward makes without a device belongs on meta.
-    with random_numbers_kept(), _as_at_the_top(), as_on_device("cpu" if traced_for.is_cpu else "cuda"), META:
-        return _Tracer(workload, traced_for).run()
+    step = traced_step(workload, target_of(target))
+    assert step is not None
+    return step.graph
+
+
+def traced_step(workload: Workload, target: Target, *, leaves_gap: bool = False) -> StepWithGap | None:
+    """As :func:`trace`, on request with a gap in the place of the optimizer's own step; None if it cannot be taken out."""
+    leaves_gap = leaves_gap and workload.mode == "train"
+    with tracing(target):
+        tracer = _Tracer(workload, target, leaves_gap=leaves_gap)
+        graph = tracer.run()
+    return StepWithGap(graph, tracer.gap) if tracer.gap or not leaves_gap else None
 
 
 @contextmanager
-def _as_at_the_top() -> Iterator[None]:
-    """Whatever contexts the caller is in, the step is traced as if it were in none."""
+def tracing(target: Target) -> Iterator[None]:
+    """Whatever contexts the caller is in, what runs inside is traced as if it were in none, on meta, and leaves no traces.
+
+    PyTorch loads a part of itself on its way through the first operator; what is on the stack at that time would stay alive.
+    """
+    import torch._dynamo
+
     with ExitStack() as stack:
+        stack.enter_context(random_numbers_kept())  # a guard must not move the user's
         stack.enter_context(collector_paused())
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
@@ -97,15 +114,19 @@ def _as_at_the_top() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(as_on_device("cpu" if target.is_cpu else "cuda"))
+        stack.enter_context(META)  # where a tensor belongs that forward makes without a device
         yield
 
 
 class _Tracer:
     """One trace: the model on meta, and the modes around its step."""
 
-    def __init__(self, workload: Workload, target: Target) -> None:
+    def __init__(self, workload: Workload, target: Target, *, leaves_gap: bool = False) -> None:
         self._workload = workload
         self._target = target
+        self._leaves_gap = leaves_gap
+        self.gap: Gap | None = None
         self._paths = DevicePaths(target)
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
@@ -147,7 +168,10 @@ class _Tracer:
     def _training_step(self) -> None:
         workload, model, recorder = self._workload, self._model, self._recorder
         inputs, targets = self._batch()
-        optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
+        optimizers: dict[str, OptimizerOnMeta] = {}
+        before_state = recorder.num_storages
+        if not self._leaves_gap:
+            optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for optimizer in optimizers.values():
             state = ((names[id(parameter)], value) for parameter, value in optimizer.state_tensors())
@@ -187,6 +211,9 @@ class _Tracer:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), scale.reciprocal())
             for optimizer in optimizers.values():
                 optimizer.step()
+            if self._leaves_gap:
+                with self._optimizing():
+                    self.gap = leave_gap(recorder, model, self._reached, before_state)
             if averages:
                 torch._foreach_lerp_(averages, list(trained), 1e-3)
             self._forget_the_untrained(optimizers)
@@ -347,7 +374,7 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
     if workload.precision in _AUTOCAST and workload.step is not None:
         yield "a step of your own: autocast is only where the step itself enters it"
     if workload.compiled:
-        yield "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
+        yield TRACED_AS_EAGER
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:

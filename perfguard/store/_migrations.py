@@ -51,5 +51,15 @@ def _to_2(op: Operations) -> None:
     )
 
 
-_STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2}
+def _to_3(op: Operations) -> None:
+    """Leases, so that one process at a time learns for all."""
+    op.create_table(
+        "leases",
+        Column("name", Text, primary_key=True),
+        Column("holder", Text),
+        Column("expires_at_ns", BigInteger),
+    )
+
+
+_STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3}
 """By the version that a step leads to."""

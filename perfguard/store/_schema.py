@@ -6,6 +6,7 @@
     decisions      one verdict on one trial
     measurements   what that trial cost; at most one per decision
     weights        a predictor's weights: where they came from, how good they were, whether they are in use
+    leases         who does something that only one process may do, and until when
 
 There are no foreign keys: a row that was delayed by a lock may arrive after the rows that refer to it. A change here needs a step
 in `_migrations.py`.
@@ -26,13 +27,13 @@ from sqlalchemy import BigInteger, Column, Double, Index, LargeBinary, MetaData,
 
 from perfguard.devices import Device
 from perfguard.measure import Measurement, Status
-from perfguard.predictor import Estimate, Prediction
+from perfguard.predictor import Estimate, Prediction, Target
 
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
     from perfguard.guard import Action
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 WeightsState = Literal["candidate", "promoted", "superseded", "rejected", "rolled back"]
 
@@ -103,6 +104,13 @@ weights = Table(  # since schema 2
     Column("state", Text),
     Column("state_changed_at_ns", BigInteger),
     Column("data", LargeBinary),
+)
+leases = Table(  # since schema 3
+    "leases",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("holder", Text),
+    Column("expires_at_ns", BigInteger),
 )
 
 
@@ -250,9 +258,9 @@ def select_observations_from(decision_id: str, device_id: str | None, limit: int
 def _observed() -> Select[Any]:
     """What a predictor can learn from. A run that was out of memory tells a lower bound; a measurement on another device than the
     one that was decided for teaches nothing about either."""
-    columns = [column for column in measurements.c if column.name != "recorded_at_ns"]
+    predicted = [column for column in decisions.c if column.name.endswith(("_median_bytes", "_median_s", "_log_sigma"))]
     return (
-        select(decisions.c.graph_hash, devices.c.data.label("device"), *columns)
+        select(decisions.c.graph_hash, devices.c.data.label("device"), *measurements.c, *predicted)
         .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
         .join(devices, devices.c.content_hash == decisions.c.device_hash)
         .join(graphs, graphs.c.content_hash == decisions.c.graph_hash)
@@ -307,6 +315,16 @@ def device_from_json(data: str) -> Device:
 
 def measurement_from_row(row: Row[Any]) -> Measurement:
     return Measurement(**{name: getattr(row, name) for name in _MEASUREMENT_FIELDS})
+
+
+def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:
+    """What the decision that the row belongs to was made on; empty if nothing could be predicted."""
+    if row.peak_memory_median_bytes is None:
+        return {}
+    return {
+        "memory": Estimate(row.peak_memory_median_bytes, row.peak_memory_log_sigma),
+        "time": Estimate(row.step_time_median_s, row.step_time_log_sigma),
+    }
 
 
 def _content_hash(data: str) -> str:

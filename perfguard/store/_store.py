@@ -21,7 +21,7 @@ from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, func, inspect, select, update
+from sqlalchemy import URL, Connection, Engine, Row, Select, delete, func, inspect, select, update
 from sqlalchemy.exc import (
     DatabaseError,
     DataError,
@@ -29,7 +29,15 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, WorkloadError
+from perfguard.exceptions import (
+    ConfigurationError,
+    LogCorruptError,
+    LogError,
+    LogVersionError,
+    LogWarning,
+    PredictorError,
+    WorkloadError,
+)
 from perfguard.predictor import Observation, Prediction
 from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
@@ -301,6 +309,73 @@ class MeasurementStore:
         if predictor is not None:
             query = query.where(schema.weights.c.predictor == predictor)
         return self._read(query, lambda _, row: schema.weights_from_row(row))
+
+    @property
+    def url(self) -> str | None:
+        """By which another process can open the same log, its password included; None: it is in this process's memory."""
+        return None if self._in_memory else self._url.render_as_string(hide_password=False)
+
+    def promoted_weights(self, predictor: str) -> str | None:
+        """The id of the generation of ``predictor``'s weights that is in use; None: the shipped ones are.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        table = schema.weights
+        query = select(table.c.weights_id).where(table.c.predictor == predictor, table.c.state == "promoted")
+        newest_first = query.order_by(table.c.state_changed_at_ns.desc()).limit(1)
+        with self._lock:
+            if time.monotonic() < self._retry_at_s:
+                raise LogError(f"The measurement log {self._name} was away a moment ago.")
+            with self._writing(), self._engine.connect() as connection:
+                found = connection.execute(newest_first).scalar()
+        return None if found is None else str(found)
+
+    def roll_back_weights(self, weights_id: str) -> str | None:
+        """Take a promoted generation out of use, and put the one that it was fine-tuned from back in, in one transaction.
+
+        Returns:
+            The generation that is now in use; None: the shipped weights.
+
+        Raises:
+            LogError: if the generation is not in use, or the log cannot be written now.
+        """
+        table, now_ns = schema.weights, self._now_ns()
+        with self._writing() as transaction, transaction() as connection:
+            row = connection.execute(select(table.c.state, table.c.parent_id).where(table.c.weights_id == weights_id)).first()
+            if row is None or row.state != "promoted":
+                state = "not in the log" if row is None else row.state
+                raise LogError(f"Only weights that are in use can be rolled back, but {weights_id!r} is {state}.")
+            changed = update(table).values(state_changed_at_ns=now_ns)
+            connection.execute(changed.where(table.c.weights_id == weights_id).values(state="rolled back"))
+            back = changed.where(table.c.weights_id == row.parent_id, table.c.state == "superseded").values(state="promoted")
+            return str(row.parent_id) if row.parent_id and connection.execute(back).rowcount else None
+
+    def lease(self, name: str, holder: str, *, seconds: float) -> bool:
+        """Take or renew the right to do what only one process may do at a time; False: another holds it.
+
+        A holder that dies leaves it after ``seconds``. The clocks of two machines may differ by less than that.
+
+        Raises:
+            LogError: if the log cannot be written now.
+        """
+        table, now_ns = schema.leases, time.time_ns()
+        row = {"name": name, "holder": holder, "expires_at_ns": now_ns + int(seconds * 1e9)}
+        with self._writing() as transaction, transaction() as connection:
+            taken = self._insert(table).on_conflict_do_update(
+                index_elements=["name"], set_=row, where=(table.c.holder == holder) | (table.c.expires_at_ns < now_ns)
+            )
+            return connection.execute(taken.returning(table.c.holder), row).first() is not None
+
+    def release(self, name: str, holder: str) -> None:
+        """Give a lease back before its time; nothing happens if another holds it.
+
+        Raises:
+            LogError: if the log cannot be written now.
+        """
+        table = schema.leases
+        with self._writing() as transaction, transaction() as connection:
+            connection.execute(delete(table).where(table.c.name == name, table.c.holder == holder))
 
     def weights_data(self, weights_id: str) -> bytes | None:
         """The bytes of that generation; None if the log does not have them."""
@@ -638,8 +713,15 @@ class MeasurementStore:
     def _observation(self, connection: Connection, row: Row[Any]) -> Observation | None:
         try:
             graph = self._graph(connection, row.graph_hash)
-            return Observation(graph, schema.device_from_json(row.device), schema.measurement_from_row(row))
-        except (WorkloadError, ValueError, KeyError, TypeError) as error:
+            return Observation(
+                graph,
+                schema.device_from_json(row.device),
+                schema.measurement_from_row(row),
+                schema.predicted_from_row(row),
+                decision_id=row.decision_id,
+                recorded_at_ns=row.recorded_at_ns,
+            )
+        except (WorkloadError, PredictorError, ValueError, KeyError, TypeError) as error:
             self._warn(error)
             return None
 

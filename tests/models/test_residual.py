@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfguard_models import _residual
-from perfguard_models._residual import ResidualPosterior, ResidualPrior, condition
+from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, under_equal_conditions
 
-PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1)
+PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, physics=0.1)
 seeds = st.integers(0, 2**16)
 
 
@@ -22,29 +22,41 @@ def embeddings(num_points: int, seed: int, *, width: int = 3) -> torch.Tensor:
     return torch.rand(num_points, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
 
 
-def latent_variance(posterior: ResidualPosterior, x: torch.Tensor) -> torch.Tensor:
+def places(num_points: int, seed: int) -> Place:
+    """Two regimes, and two opinions of physics."""
+    regime = torch.arange(num_points, dtype=torch.float64) % 2
+    return Place(embeddings(num_points, seed), embeddings(num_points, seed + 7, width=2), regime)
+
+
+def first(place: Place, count: int) -> Place:
+    return Place(*(column[:count] for column in place))
+
+
+def latent_variance(posterior: ResidualPosterior, x: Place) -> torch.Tensor:
     """Of the residual itself, without the noise of a new measurement."""
     return posterior.at(x)[1].square() - posterior.noise**2
 
 
-def slow_kernel(prior: ResidualPrior, a: torch.Tensor, b: torch.Tensor) -> npt.NDArray[np.float64]:
+def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.float64]:
     """Entry by entry, from the formula in the module's docstring."""
-    width = a.shape[1]
-    matrix = np.zeros((len(a), len(b)))
-    for i, x in enumerate(a.tolist()):
-        for j, y in enumerate(b.tolist()):
+    width = a.x.shape[1]
+    matrix = np.zeros((len(a.x), len(b.x)))
+    for i, x in enumerate(a.x.tolist()):
+        for j, y in enumerate(b.x.tolist()):
             product = sum(p * q for p, q in zip(x, y, strict=True))
             distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True))
             local = prior.local**2 * math.exp(-distance / (2 * width * prior.length**2))
-            matrix[i, j] = prior.bias**2 + prior.linear**2 * product / width + local
+            physics = prior.physics**2 * sum(float(p * q) for p, q in zip(a.physics[i], b.physics[j], strict=True))
+            bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
+            matrix[i, j] = bias + prior.linear**2 * product / width + local + physics
     return matrix
 
 
 def textbook(
-    prior: ResidualPrior, x: torch.Tensor, y: torch.Tensor, new: torch.Tensor
+    prior: ResidualPrior, x: Place, y: torch.Tensor, new: Place
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Mean and variance of the latent function (Rasmussen and Williams 2006, equations 2.23 and 2.24)."""
-    inverse = np.linalg.inv(slow_kernel(prior, x, x) + prior.noise**2 * np.eye(len(x)))
+    inverse = np.linalg.inv(slow_kernel(prior, x, x) + prior.noise**2 * np.eye(len(y)))
     cross = slow_kernel(prior, new, x)
     variance = slow_kernel(prior, new, new) - cross @ inverse @ cross.T
     return cross @ inverse @ y.numpy(), np.diag(variance)
@@ -53,7 +65,7 @@ def textbook(
 @settings(max_examples=20)
 @given(seeds)
 def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int) -> None:
-    a, b = embeddings(4, seed), embeddings(3, seed + 1)
+    a, b = places(4, seed), places(3, seed + 1)
     np.testing.assert_allclose(PRIOR.kernel(a, b), slow_kernel(PRIOR, a, b), rtol=1e-6)
     np.testing.assert_allclose(PRIOR.variance(a), np.diag(slow_kernel(PRIOR, a, a)) + PRIOR.noise**2, rtol=1e-6)
 
@@ -61,8 +73,8 @@ def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int
 @settings(max_examples=20)
 @given(seeds, st.integers(1, 8))
 def test_without_reweighting_the_posterior_is_that_of_the_textbook(seed: int, num_points: int) -> None:
-    x, new = embeddings(num_points, seed), embeddings(5, seed + 1)
-    y = torch.sin(3 * x.sum(1))
+    x, new = places(num_points, seed), places(5, seed + 1)
+    y = torch.sin(3 * x.x.sum(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_residual, "_REWEIGHTINGS", 0)
         posterior = condition(PRIOR, x, y)
@@ -74,7 +86,7 @@ def test_without_reweighting_the_posterior_is_that_of_the_textbook(seed: int, nu
 @settings(max_examples=20)
 @given(seeds, st.integers(2, 8))
 def test_where_all_readings_agree_the_reweighting_changes_little(seed: int, num_points: int) -> None:
-    x, new = embeddings(num_points, seed), embeddings(5, seed + 1)
+    x, new = places(num_points, seed), places(5, seed + 1)
     y = torch.full((num_points,), 0.2, dtype=torch.float64)
     posterior = condition(PRIOR, x, y)
     mean, variance = textbook(PRIOR, x, y, new)
@@ -85,7 +97,7 @@ def test_where_all_readings_agree_the_reweighting_changes_little(seed: int, num_
 @settings(max_examples=20)
 @given(seeds, st.integers(0, 11))
 def test_one_reading_a_thousandfold_too_large_moves_the_mean_by_little(seed: int, position: int) -> None:
-    x, new = embeddings(12, seed), embeddings(5, seed + 1)
+    x, new = places(12, seed), places(5, seed + 1)
     y = torch.full((12,), 0.1, dtype=torch.float64)
     absurd = y.clone()
     absurd[position] += math.log(1000)
@@ -100,17 +112,17 @@ def test_one_reading_a_thousandfold_too_large_moves_the_mean_by_little(seed: int
 @settings(max_examples=25)
 @given(seeds, st.integers(1, 6), st.integers(1, 6))
 def test_more_data_never_raises_the_latent_variance(seed: int, num_points: int, more: int) -> None:
-    x, new = embeddings(num_points + more, seed), embeddings(5, seed + 1)
+    x, new = places(num_points + more, seed), places(5, seed + 1)
     y = torch.zeros(num_points + more, dtype=torch.float64)
-    few, many = (condition(PRIOR, x[:count], y[:count]) for count in (num_points, num_points + more))
+    few, many = (condition(PRIOR, first(x, count), y[:count]) for count in (num_points, num_points + more))
     assert (latent_variance(many, new) <= latent_variance(few, new) + 1e-9).all()
     assert (latent_variance(few, new) <= PRIOR.variance(new) - PRIOR.noise**2 + 1e-9).all()
 
 
 def test_data_from_far_away_leave_the_prior() -> None:
     prior = ResidualPrior(bias=1e-6, linear=1e-6, local=0.15, length=0.5, noise=0.1)
-    x = embeddings(6, 0) + 100
-    new = embeddings(5, 1)
+    x = under_equal_conditions(embeddings(6, 0) + 100)
+    new = under_equal_conditions(embeddings(5, 1))
     posterior = condition(prior, x, torch.full((6,), 0.5, dtype=torch.float64))
     torch.testing.assert_close(posterior.at(new)[0], torch.zeros(5, dtype=torch.float64), atol=1e-6, rtol=0)
     torch.testing.assert_close(latent_variance(posterior, new), prior.variance(new) - prior.noise**2)
@@ -118,13 +130,13 @@ def test_data_from_far_away_leave_the_prior() -> None:
 
 def test_a_constant_factor_is_learnt_everywhere() -> None:
     prior = ResidualPrior(bias=0.5, linear=1e-6, local=1e-6, length=0.5, noise=0.1)
-    posterior = condition(prior, embeddings(10, 0), torch.full((10,), 0.4, dtype=torch.float64))
+    posterior = condition(prior, under_equal_conditions(embeddings(10, 0)), torch.full((10,), 0.4, dtype=torch.float64))
     # weights of 5/4 for readings without error: 10 · 0.25 · 1.25 / (10 · 0.25 · 1.25 + 0.01) of 0.4
-    assert posterior.at(embeddings(1, 1) + 50)[0].item() == pytest.approx(0.4, rel=0.01)
+    assert posterior.at(under_equal_conditions(embeddings(1, 1) + 50))[0].item() == pytest.approx(0.4, rel=0.01)
 
 
 def test_the_noise_follows_how_well_the_readings_agree() -> None:
-    x = torch.zeros(20, 3, dtype=torch.float64)
+    x = under_equal_conditions(torch.zeros(20, 3, dtype=torch.float64))
     sign = torch.ones(20, dtype=torch.float64)
     sign[::2] = -1
     agreeing, scattered = condition(PRIOR, x, 0 * sign), condition(PRIOR, x, 0.3 * sign)
@@ -132,7 +144,42 @@ def test_the_noise_follows_how_well_the_readings_agree() -> None:
 
 
 def test_the_same_point_many_times_is_no_trouble() -> None:
-    posterior = condition(PRIOR, torch.zeros(50, 3, dtype=torch.float64), torch.zeros(50, dtype=torch.float64))
-    mean, sigma = posterior.at(embeddings(3, 0))
+    x = under_equal_conditions(torch.zeros(50, 3, dtype=torch.float64))
+    posterior = condition(PRIOR, x, torch.zeros(50, dtype=torch.float64))
+    mean, sigma = posterior.at(under_equal_conditions(embeddings(3, 0)))
     assert torch.isfinite(mean).all()
     assert torch.isfinite(sigma).all()
+
+
+@settings(max_examples=20)
+@given(seeds)
+def test_what_is_left_out_is_what_the_others_do_not_say(seed: int) -> None:
+    x, y = places(7, seed), torch.sin(5 * embeddings(7, seed).sum(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        left_out = condition(PRIOR, x, y).left_out()
+        for index in range(7):
+            others = [other for other in range(7) if other != index]
+            alone = condition(PRIOR, Place(*(column[others] for column in x)), y[others])
+            mean = alone.at(Place(*(column[[index]] for column in x)))[0]
+            assert float(left_out[index]) == pytest.approx(float(y[index] - mean), abs=1e-6)
+
+
+def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_of_the_old() -> None:
+    prior = ResidualPrior(bias=0.5, linear=0.3, local=1e-6, length=0.5, noise=0.03)
+    x = embeddings(60, 0)
+    trend = 0.4 * x.sum(1)
+    regime = torch.cat([torch.zeros(57, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
+    place = Place(x, x.new_zeros((60, 0)), regime)
+    posterior = condition(prior, place, trend + 0.5 * regime)
+    new = embeddings(5, 1)
+    at = Place(new, new.new_zeros((5, 0)), posterior.regime.expand(5))
+    torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
+
+
+def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
+    prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, physics=0.5)
+    x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
+    posterior = condition(prior, Place(x, gap, x.new_zeros(12)), gap[:, 0])
+    new = torch.tensor([[0.8]], dtype=torch.float64)
+    assert posterior.at(Place(x[:1], new, x.new_zeros(1)))[0].item() == pytest.approx(0.8, abs=0.05)

@@ -31,7 +31,7 @@ DEVICE = Device(
     source="made up",
 )  # fmt: skip
 MEASUREMENT = Measurement(
-    status="ok", device_id="toy", device_name="Toy 10G", peak_memory_bytes=1100, step_time_s=0.3, total_time_s=30.0,
+    status="ok", device_id="toy", device_name="Toy 10G", peak_memory_bytes=9 * GIB, step_time_s=0.3, total_time_s=30.0,
     num_steps=100, method="double", framework="torch",
 )  # fmt: skip
 

@@ -5,15 +5,30 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perfguard.graph import TraceCache, trace
+from perfguard.graph import OpGraph, TraceCache, trace
+from perfguard.graph._template import Template
+from perfguard.graph._trace import traced_step
 from perfguard.workload import TensorSpec, Workload
+
+OPTIMIZERS: tuple[Any, ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adafactor,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+TARGETS: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def total(output: Any) -> torch.Tensor:
@@ -21,18 +36,18 @@ def total(output: Any) -> torch.Tensor:
     return first.float().sum()
 
 
-def random_network(rng: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """A network, and the shape of one of its samples."""
+def random_network(rng: random.Random) -> tuple[nn.Module, Callable[[int], tuple[int, ...]]]:
+    """A network, and the shape of one of its samples, by its size (of an image, or the length of a sequence)."""
     width = 8 * rng.randint(1, 8)
     kind = rng.choice(["mlp", "cnn", "cnn", "encoder", "lstm", "unet"])
     if kind == "mlp":
         layers: list[nn.Module] = [nn.Linear(width, width)]
+        norm = rng.choice([nn.LayerNorm, nn.BatchNorm1d])
         for _ in range(rng.randint(0, 3)):
             layers += [rng.choice([nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]), nn.Dropout(rng.choice([0.0, 0.1]))]
-            layers += [nn.Linear(width, width), rng.choice([nn.Identity(), nn.BatchNorm1d(width)])]
-        return nn.Sequential(*layers), (width,)
+            layers += [nn.Linear(width, width), rng.choice([nn.Identity(), norm(width)])]
+        return nn.Sequential(*layers), (lambda _: (width,)) if norm is nn.BatchNorm1d else (lambda size: (size, width))
     if kind == "cnn":
-        size = rng.choice([8, 15, 32])
         layers = [nn.Conv2d(3, width, 3, padding=1)]
         for _ in range(rng.randint(1, 4)):
             layers += [
@@ -40,56 +55,90 @@ def random_network(rng: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
                 rng.choice([nn.BatchNorm2d(width), nn.GroupNorm(4, width), nn.Identity()]),
                 rng.choice([nn.ReLU(), nn.ReLU(inplace=True), nn.Hardswish()]),
             ]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(rng.choice([1, 2])), nn.Flatten(), nn.LazyLinear(10)), (3, size, size)
+        cells = rng.choice([1, 2])
+        head = [nn.AdaptiveAvgPool2d(cells), nn.Flatten(), nn.Linear(width * cells**2, 10)]
+        return nn.Sequential(*layers, *head), lambda size: (3, size, size)
     if kind == "encoder":
         layer = nn.TransformerEncoderLayer(width, rng.choice([1, 2, 4]), 2 * width, batch_first=True)
-        return nn.TransformerEncoder(layer, rng.randint(1, 2), enable_nested_tensor=False), (rng.randint(4, 40), width)
+        return nn.TransformerEncoder(layer, rng.randint(1, 2), enable_nested_tensor=False), lambda size: (size, width)
     if kind == "lstm":
         cell = rng.choice([nn.LSTM, nn.GRU])
-        return cell(width, width, rng.randint(1, 2), batch_first=True), (rng.randint(2, 20), width)
+        return cell(width, width, rng.randint(1, 2), batch_first=True), lambda size: (size // 8, width)
     down, up = nn.Conv2d(1, width, 3, 2, 1), nn.ConvTranspose2d(width, 1, 2, 2)
-    return nn.Sequential(down, nn.ReLU(), up), (1, 2 * rng.randint(2, 16), 16)
+    return nn.Sequential(down, nn.ReLU(), up), rng.choice([lambda size: (1, size, size), lambda size: (1, size, 16)])
 
 
-def random_workload(seed: int) -> functools.partial[Workload]:
-    """A function of the batch size."""
+def random_optimizer(rng: random.Random, model: nn.Module) -> Any:
+    """One of eight, in one of three forms where it has them, as a class, a partial, or over some of the parameters."""
+    kind = rng.choice(OPTIMIZERS)
+    options: dict[str, Any] = rng.choice([{}, {"foreach": False}, {"foreach": True}, {"weight_decay": 0.1}])
+    if kind in FUSED and rng.random() < 0.3:
+        options = {"fused": True}
+    if kind is torch.optim.SGD and rng.random() < 0.5:
+        options = options | {"momentum": 0.9}
+    if rng.random() < 0.2:
+        first, *rest = model.parameters()
+        return kind([{"params": [first], "lr": 0.1}, {"params": rest}], **options)
+    return functools.partial(kind, **options) if options else kind
+
+
+def random_workloads(seed: int, *, count: int) -> list[Workload]:
+    """What a study might ask for: one network, several batches, sizes, precisions and optimizers."""
     rng = random.Random(seed)
-    model, sample = random_network(rng)
-    for module in model.modules():
-        if isinstance(module, nn.LazyLinear):
-            with torch.no_grad():
-                model(torch.zeros(2, *sample))
-            break
-    optimizer: Any = rng.choice([torch.optim.SGD, torch.optim.Adam, functools.partial(torch.optim.AdamW, foreach=False)])
-    precision: Any = rng.choice(["fp32", "fp32", "bf16", "amp-bf16"])
-    mode: Any = rng.choice(["train", "train", "infer"])
-
-    def make(batch: int) -> Workload:
-        return Workload(
-            model,
-            (batch, *sample),
-            loss=total if mode == "train" else None,
-            optimizer=optimizer,
-            precision=precision,
-            mode=mode,
+    model, shape = random_network(rng)
+    for parameter in model.parameters():
+        parameter.requires_grad_(rng.random() < 0.95)
+    next(iter(model.parameters())).requires_grad_(True)
+    optimizers = [random_optimizer(rng, model) for _ in range(3)]
+    precisions: Any = rng.sample(["fp32", "bf16", "amp-bf16", "fp16", "amp-fp16"], 2)
+    mode: Any = rng.choice(["train", "train", "train", "infer"])
+    options: dict[str, Any] = {"loss": total, "ema": rng.random() < 0.1, "ddp": rng.random() < 0.1} if mode == "train" else {}
+    unit, step, steps = rng.choice([1, 8, 16]), rng.choice([1, 4, 8, 32]), rng.choice([0, 3, 4])
+    drawn = []
+    for index in range(count):
+        inner = int(index >= count // 2)  # the first half sets the bounds
+        sample = shape(16 + step * rng.randint(inner * bool(steps), steps - inner * bool(steps)))
+        batch, precision = unit * rng.randint(2 + inner, 8 - inner), precisions[rng.random() < 0.15]
+        drawn.append(
+            Workload(model, (batch, *sample), optimizer=rng.choice(optimizers), precision=precision, mode=mode, **options)
         )
+    return drawn
 
-    return functools.partial(make)
+
+def assert_cached_are_the_same_bytes(seeds: range) -> None:
+    for seed in seeds:
+        cache, target = TraceCache(), TARGETS[seed % 2]
+        for workload in random_workloads(seed, count=12):
+            graph = cache.trace(workload, target=target)
+            assert graph.content_hash == trace(workload, target=target).content_hash, f"seed {seed}: {workload}"
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[OpGraph]:
+    """Graphs that came from a template."""
+    graphs: list[OpGraph] = []
+    at = Template.at
+
+    def noting(self: Template, *args: Any) -> OpGraph | None:
+        graph = at(self, *args)
+        if graph is not None:
+            graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(Template, "at", noting)
+    return graphs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_two_hundred_random_networks_are_the_same_bytes_as_traced_anew(part: int) -> None:
-    from_templates = 0
-    for seed in range(20 * part, 20 * (part + 1)):
-        make, cache, rng = random_workload(seed), TraceCache(), random.Random(seed)
-        batches = [rng.randint(2, 256) for _ in range(3)]
-        batches += [rng.randint(min(batches), max(batches)) for _ in range(2)]
-        cached = [cache.trace(make(batch)) for batch in batches]
-        for batch, graph in zip(batches, cached, strict=True):
-            assert graph.to_bytes() == trace(make(batch)).to_bytes(), f"seed {seed}, batch {batch}"
-        from_templates += sum(family._template is not None for family in cache._families.values())
-    assert from_templates >= 15  # otherwise it is no cache
+def test_two_hundred_random_networks_are_the_same_bytes_as_traced_anew(part: int, computed: list[OpGraph]) -> None:
+    assert_cached_are_the_same_bytes(range(20 * part, 20 * (part + 1)))
+    assert len(computed) > 10  # otherwise it is no cache
+
+
+def test_random_networks_are_the_same_bytes_as_traced_anew(computed: list[OpGraph]) -> None:
+    assert_cached_are_the_same_bytes(range(200, 210))
+    assert computed
 
 
 @pytest.fixture
@@ -99,12 +148,21 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[Workload]:
 
     traced: list[Workload] = []
 
-    def counting(workload: Workload, **options: Any) -> Any:
+    def counting(function: Callable[..., Any], workload: Workload, *args: Any, **options: Any) -> Any:
         traced.append(workload)
-        return trace(workload, **options)
+        return function(workload, *args, **options)
 
-    monkeypatch.setattr(_cache, "trace", counting)
+    monkeypatch.setattr(_cache, "traced_step", functools.partial(counting, traced_step))
+    monkeypatch.setattr(_cache, "trace", functools.partial(counting, trace))
     return traced
+
+
+def partly(share: float) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        return torch.optim.Adam(parameters[: round(share * len(parameters))])
+
+    return make
 
 
 def mlp() -> nn.Module:
@@ -120,6 +178,70 @@ def test_a_network_made_anew_with_another_learning_rate_is_not_traced_again(coun
     assert len(count) == 1
 
 
+@pytest.mark.parametrize("given", ["class", "live"])
+def test_another_optimizer_is_joined_with_the_step_that_is_known(given: str, count: list[Workload]) -> None:
+    cache, model = TraceCache(), mlp()
+    for make in (torch.optim.Adam, torch.optim.SGD, functools.partial(torch.optim.SGD, momentum=0.9, lr=0.1)):
+        optimizer = make if given == "class" else make(model.parameters())
+        workload = Workload(model, (32, 8), loss=total, optimizer=optimizer)
+        assert cache.trace(workload).content_hash == trace(workload).content_hash
+    assert len(count) == 1
+
+
+@pytest.mark.parametrize("share", ["tied", "one storage"])
+def test_parameters_that_share_memory_are_as_in_one_trace(share: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    if share == "tied":
+        model[2].weight = model[0].weight
+    else:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+            flat = torch.empty(2, 8, 8)
+        model[0].weight, model[2].weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+    cache = TraceCache()
+    for optimizer in (torch.optim.Adam, torch.optim.SGD):
+        for batch in (4, 16, 8, 12):
+            workload = Workload(model, (batch, 8), loss=total, optimizer=optimizer)
+            assert cache.trace(workload).content_hash == trace(workload).content_hash
+
+
+def test_a_parameter_that_no_loss_reaches_has_no_state_with_any_optimizer() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    cache = TraceCache()
+    for optimizer in (torch.optim.Adam, torch.optim.Adagrad):
+        workload = Workload(Partly(), (4, 8), loss=total, optimizer=optimizer)
+        assert cache.trace(workload).content_hash == trace(workload).content_hash
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+
+
+def test_batches_and_image_sizes_between_those_traced_are_not_traced(count: list[Workload]) -> None:
+    cache = TraceCache()
+    traced = [(64, 224), (16, 64), (32, 160), (48, 128), (16, 192), (64, 96)]
+    for batch, size in [*traced, (48, 160), (32, 192), (16, 160), (64, 192), (48, 96)]:
+        cache.trace(Workload(cnn(), (batch, 3, size, size), TensorSpec((batch,), "int64"), F.cross_entropy))
+    assert [(workload.inputs[0], workload.inputs[2]) for workload in count] == traced
+
+
+@pytest.mark.parametrize("beyond", [(80, 160), (48, 256), (32, 161), (33, 160)])
+def test_sizes_that_are_not_between_or_not_congruent_are_traced(beyond: tuple[int, int], count: list[Workload]) -> None:
+    cache = TraceCache()
+    for batch, size in [(64, 224), (16, 64), (32, 160), (48, 128), (16, 192), (64, 96), beyond]:
+        cache.trace(Workload(cnn(), (batch, 3, size, size), loss=total))
+    assert len(count) == 7
+
+
 def test_after_three_batches_the_ones_between_and_congruent_to_them_are_not_traced(count: list[Workload]) -> None:
     cache = TraceCache()
     for batch in (8, 64, 16, 32, 56, 8, 33, 72):
@@ -131,8 +253,7 @@ def test_after_three_batches_the_ones_between_and_congruent_to_them_are_not_trac
     "change",
     [
         {"precision": "bf16"},
-        {"optimizer": torch.optim.Adam},
-        {"optimizer": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+        {"optimizer": partly(0.5)},
         {"model": nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))},
         {"model": nn.Sequential(nn.Linear(8, 16).requires_grad_(False), nn.ReLU(), nn.Linear(16, 4))},
         {"accumulation": 2},
@@ -192,14 +313,6 @@ def test_what_is_not_affine_in_the_batch_is_traced_each_time(model: nn.Module) -
     for batch in (16, 64, 32, 48, 20, 40, 10, 19, 21):
         workload = Workload(model, (batch, 8), loss=total)
         assert cache.trace(workload).to_bytes() == trace(workload).to_bytes()
-
-
-def partly(share: float) -> Callable[[Any], torch.optim.Optimizer]:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        parameters = list(parameters)
-        return torch.optim.Adam(parameters[: round(share * len(parameters))])
-
-    return make
 
 
 def test_what_decides_the_step_in_roundabout_ways_is_seen(count: list[Workload]) -> None:

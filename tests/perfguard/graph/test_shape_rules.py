@@ -18,12 +18,12 @@ layouts = st.sampled_from(["contiguous", "channels_last", "transposed", "expande
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> torch.Tensor:
-    if layout == "expanded":
+    if layout == "expanded" and shape:
         return torch.empty(1, device="meta", dtype=dtype).expand(shape)
     tensor = torch.empty(shape, device="meta", dtype=dtype)
     if layout == "channels_last" and len(shape) == 4:
         return tensor.to(memory_format=torch.channels_last)
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1) if layout == "transposed" else tensor
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1) if layout == "transposed" and shape else tensor
 
 
 def described(value: Any) -> Any:
@@ -42,10 +42,10 @@ def check(func: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-UNARY = [aten.gelu.default, aten.silu.default, aten.relu.default]
+UNARY = [aten.gelu.default, aten.silu.default, aten.relu.default, aten.sqrt.default]
 BINARY = [
     aten.gelu_backward.default, aten.silu_backward.default, aten.sigmoid_backward.default, aten.hardswish_backward.default,
-    aten.hardsigmoid_backward.default, aten.add.Tensor, aten.mul.Tensor,
+    aten.hardsigmoid_backward.default, aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor,
 ]  # fmt: skip
 
 
@@ -58,7 +58,65 @@ def test_elementwise(shape: tuple[int, ...], dtype: torch.dtype, first: str, sec
         check(func, meta(shape, dtype, first), meta(shape, dtype, second))
     check(aten.threshold_backward.default, meta(shape, dtype, first), meta(shape, dtype, second), 0)
     check(aten.add.Tensor, meta(shape, dtype, first), meta((1,), dtype))
+    check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.preserve_format)
+    check(aten.zeros_like.default, meta(shape, dtype, first), dtype=torch.float64)
+    check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.contiguous_format)
     check(aten.mul.Tensor, meta(shape, dtype, first), meta((), torch.float64))
+
+
+# Operators of optimizers, with how many tensors, or lists of them, each takes, and whether a number follows.
+IN_PLACE = {
+    aten.add_.Tensor: (2, False), aten.mul_.Tensor: (2, False), aten.addcmul_.default: (3, False),
+    aten.addcdiv_.default: (3, False), aten.lerp_.Scalar: (2, True),
+}  # fmt: skip
+LISTS = {
+    aten._foreach_add_.List: (2, False), aten._foreach_add_.Scalar: (1, True), aten._foreach_mul_.Scalar: (1, True),
+    aten._foreach_div_.List: (2, False), aten._foreach_addcmul_.Scalar: (3, False), aten._foreach_addcdiv_.Scalar: (3, False),
+    aten._foreach_lerp_.Scalar: (2, True), aten._foreach_sqrt.default: (1, False), aten._foreach_add.List: (2, False),
+}  # fmt: skip
+WITH_NUMBERS = {aten._foreach_div_.ScalarList: 1, aten._foreach_addcdiv_.ScalarList: 3}
+
+
+@settings(max_examples=60)
+@given(st.lists(sizes, max_size=4).map(tuple), dtypes, layouts, layouts, st.booleans())
+def test_in_place(shape: tuple[int, ...], dtype: torch.dtype, first: str, second: str, fits: bool) -> None:
+    other_shape = shape if fits else (*shape, 2)
+    for func, (count, with_number) in IN_PLACE.items():
+        x = meta(shape, dtype)
+        others = [meta(shape, dtype, second) for _ in range(count - 2)] + [meta(other_shape, dtype, first)]
+        arguments = (x, *others, *([0.5] if with_number else []))
+        out = SHAPE_RULES[func](*arguments)
+        assert out is (x if fits else NotImplemented)
+        if fits:
+            assert func(*arguments) is x
+    counter = torch.empty((), dtype=torch.int64, device="meta")
+    assert SHAPE_RULES[aten.add_.Tensor](counter, torch.tensor(1)) is counter
+    assert SHAPE_RULES[aten.add_.Tensor](counter, torch.tensor(1.5)) is NotImplemented  # which PyTorch refuses
+    for func in (aten.div.Tensor, aten.mul.Tensor, aten.add.Tensor):
+        check(func, meta(shape, dtype, first), torch.tensor(2.0, dtype=torch.float64))
+        check(func, meta(shape, dtype, first), 2.0)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(sizes, max_size=4).map(tuple), min_size=1, max_size=3), dtypes, layouts, st.booleans())
+def test_lists(shapes: list[tuple[int, ...]], dtype: torch.dtype, layout: str, fits: bool) -> None:
+    def lists(count: int) -> list[list[torch.Tensor]]:
+        made = [[meta(shape, dtype) for shape in shapes]]
+        made += [[meta(shape, dtype, layout) for shape in shapes] for _ in range(count - 2)]
+        return made + [[meta(shape if fits else (*shape, 2), dtype, layout) for shape in shapes] for _ in range(count > 1)]
+
+    for func, (count, with_number) in LISTS.items():
+        arguments = (*lists(count), *([0.5] if with_number else []))
+        out = SHAPE_RULES[func](*arguments)
+        if count > 1 and not fits:
+            assert out is NotImplemented
+        elif out is None:
+            assert func(*arguments) is None
+        elif out is not NotImplemented:
+            assert described(out) == described(func(*arguments))
+    for func, count in WITH_NUMBERS.items():
+        out = SHAPE_RULES[func](*lists(count), [0.5] * len(shapes))
+        assert out is (NotImplemented if count > 1 and not fits else None)
 
 
 @settings(max_examples=60)
@@ -117,5 +175,5 @@ def test_the_plain_cases_are_taken(layout: str) -> None:
 def test_every_rule_is_tried_here() -> None:
     tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default, aten.mm.default}
     tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default, aten.addmm.default}
-    tried |= {aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
-    assert tried == set(SHAPE_RULES)
+    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
+    assert tried | IN_PLACE.keys() | LISTS.keys() | WITH_NUMBERS.keys() == set(SHAPE_RULES)

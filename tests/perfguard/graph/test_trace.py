@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -389,3 +391,15 @@ def test_an_optimizer_that_cannot_be_made_is_named(optimizer: Any, message: str)
 def test_a_description_that_cannot_be_right_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         trace(Workload(**{"model": mlp(), "inputs": (32, 8), "loss": total, **change}))
+
+
+def test_the_first_trace_of_a_process_is_like_all_others() -> None:
+    """What PyTorch loads on the way must not keep anything alive."""
+    code = (
+        "from torch import nn; from perfguard import Workload, trace\n"
+        "model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())\n"
+        "print(*(trace(Workload(model, (4, 8), mode='infer')).content_hash for _ in range(2)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    first, second = done.stdout.split()
+    assert first == second

@@ -179,5 +179,39 @@ def make_spool_of_schema_1(log: Path) -> Path:
     return path
 
 
-LOGS_OF_OLD = {1: make_log_of_schema_1}
+_added_by_2 = MetaData()
+"""What schema 2 brought beside columns; a copy that stays as it is."""
+Table(
+    "weights",
+    _added_by_2,
+    Column("weights_id", Text, primary_key=True),
+    Column("parent_id", Text),
+    Column("predictor", Text, index=True),
+    Column("created_at_ns", BigInteger),
+    Column("sha256", Text),
+    Column("metrics", Text),
+    Column("state", Text),
+    Column("state_changed_at_ns", BigInteger),
+    Column("data", LargeBinary),
+)
+
+
+def make_log_of_schema_2(url: str, graph: OpGraph, num_rows: int) -> None:
+    """A log of the first PerfGuard after the second one opened it."""
+    make_log_of_schema_1(url, graph, num_rows)
+    engine = create_engine(url)
+    columns = dict.fromkeys(("allocated_peak_bytes", "reserved_peak_bytes", "oom_retries"), "BIGINT")
+    columns |= dict.fromkeys(("sm_utilisation", "energy_j", "sm_clock_hz", "data_wait_s"), Double().compile(engine.dialect))
+    columns |= dict.fromkeys(("throttled", "driver", "confidence"), "TEXT")
+    with engine.begin() as connection:
+        for name, kind in columns.items():
+            connection.exec_driver_sql(f"ALTER TABLE measurements ADD COLUMN {name} {kind}")
+        index = "CREATE INDEX ix_measurements_device_id_decision_id ON measurements (device_id, decision_id)"
+        connection.exec_driver_sql(index)
+        _added_by_2.create_all(connection)
+        connection.exec_driver_sql("UPDATE meta SET value = '2' WHERE key = 'schema_version'")
+    engine.dispose()
+
+
+LOGS_OF_OLD = {1: make_log_of_schema_1, 2: make_log_of_schema_2}
 """Every schema that a released PerfGuard wrote, and how to make such a log."""

@@ -87,13 +87,14 @@ def test_a_migration_that_fails_leaves_the_log_as_it_was(tmp_path: Path, graph: 
         original(operations)  # type: ignore[arg-type]
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(_migrations, "_STEPS", {2: half_way})
+    steps = dict(_migrations._STEPS)
+    monkeypatch.setattr(_migrations, "_STEPS", {**steps, 2: half_way})
     with pytest.raises(LogError, match="No space left"):
         MeasurementStore(path)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT value FROM meta").fetchall() == [("1",)]
         assert "driver" not in [row[1] for row in connection.execute("PRAGMA table_info(measurements)")]
-    monkeypatch.setattr(_migrations, "_STEPS", {2: original})
+    monkeypatch.setattr(_migrations, "_STEPS", steps)
     with MeasurementStore(path) as store:
         assert len(store.decisions()) == 3
 

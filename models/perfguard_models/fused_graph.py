@@ -1,0 +1,234 @@
+"""From edges that a compiler fuses to kernels, and from kernels to the graph that it would launch.
+
+A kernel is a set of operators (LILOU's algorithm 1: union-find over the fused edges). Two are united only where the result can
+still be put in order: if a value leaves a kernel and comes back through another, no schedule runs it in one piece. Of a kernel
+the graph keeps one operator: all arithmetic; of the traffic what comes in once, and what goes out. What only its own operators
+read is never written, and has no storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.graph import Op, OpGraph
+
+FUSED = "fused"
+"""Attribute of an operator that stands for several: their names, in order."""
+_LIBRARY_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
+
+
+def kernels_of(graph: OpGraph, fused: npt.NDArray[np.float64]) -> list[list[int]]:
+    """The operators of ``graph`` by kernel, each ascending, in the order of their first operators.
+
+    Args:
+        graph: any graph.
+        fused: for each of ``graph.edges`` the chance that it is fused. Shape: (num_edges,). Edges above one half unite the
+            kernels of their ends, the surest first.
+    """
+    kernels = _Kernels(graph)
+    for at in np.argsort(-fused, kind="stable"):
+        if fused[at] <= 0.5:
+            break
+        kernels.unite(int(graph.edges[0, at]), int(graph.edges[1, at]))
+    return kernels.listed()
+
+
+class _Kernels:
+    """Disjoint sets of operators whose order stays possible."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        number = len(graph.ops)
+        self._parent = list(range(number))
+        self._members = [[index] for index in range(number)]
+        self._after: list[set[int]] = [set() for _ in range(number)]
+        self._before: list[set[int]] = [set() for _ in range(number)]
+        for first, second in dependencies(graph):
+            self._after[first].add(second)
+            self._before[second].add(first)
+
+    def find(self, index: int) -> int:
+        while self._parent[index] != index:
+            self._parent[index] = index = self._parent[self._parent[index]]
+        return index
+
+    def unite(self, first: int, second: int) -> None:
+        a, b = self.find(first), self.find(second)
+        if a == b or self._has_way_round(a, b):
+            return
+        self._parent[b] = a
+        self._members[a] = sorted(self._members[a] + self._members[b])
+        self._after[a] |= self._after[b]
+        self._before[a] |= self._before[b]
+
+    def _has_way_round(self, a: int, b: int) -> bool:
+        """Whether a way leads from one of the two kernels through a third back to them."""
+        after_a, after_b = self._roots(self._after[a]) - {a, b}, self._roots(self._after[b]) - {a, b}
+        before_a, before_b = self._roots(self._before[a]) - {a, b}, self._roots(self._before[b]) - {a, b}
+        if not (after_a and before_b) and not (after_b and before_a):
+            return False
+        targets, seen = before_a | before_b, after_a | after_b
+        waiting = list(seen)
+        while waiting:
+            at = waiting.pop()
+            if at in targets:
+                return True
+            new = self._roots(self._after[at]) - seen - {a, b}
+            seen |= new
+            waiting.extend(new)
+        return False
+
+    def _roots(self, indices: Iterable[int]) -> set[int]:
+        return {self.find(index) for index in indices}
+
+    def listed(self) -> list[list[int]]:
+        return [members for index, members in enumerate(self._members) if self._parent[index] == index]
+
+
+def dependencies(graph: OpGraph) -> set[tuple[int, int]]:
+    """Pairs of operators whose order must stay: one reads what the other wrote, or overwrites what the other read or wrote."""
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    pairs: set[tuple[int, int]] = set()
+    for index, op in enumerate(graph.ops):
+        for storage in op.inputs:
+            if storage in writer:
+                pairs.add((writer[storage], index))
+        for storage in op.outputs:
+            pairs.update((reader, index) for reader in readers.pop(storage, ()))
+            if storage in writer:
+                pairs.add((writer[storage], index))
+            writer[storage] = index
+        for storage in op.inputs:
+            readers.setdefault(storage, []).append(index)
+    return {(first, second) for first, second in pairs if first != second}
+
+
+def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> tuple[OpGraph, list[list[int]]]:
+    """The graph in which each of ``kernels`` is one operator, and of each of its operators which ones of ``graph`` it stands for.
+
+    FLOPs are those of ``graph``; no operator moves more bytes than its parts did. Of an operator with several inputs the trace
+    knows the bytes read in all; they are shared out by the sizes of the storages. What nobody reads is taken for a result.
+
+    Args:
+        graph: what eager execution launches.
+        kernels: a partition of its operators, such as :func:`kernels_of` makes.
+
+    Raises:
+        ValueError: if it is no partition, or no order of the kernels is possible.
+    """
+    order = _ordered(graph, kernels)
+    kernel_of = {op: at for at, kernel in enumerate(order) for op in kernel}
+    read_after = _read_elsewhere(graph, kernel_of)
+    return _with_lives(graph, [_one(graph, kernel, number, read_after) for number, kernel in enumerate(order)]), order
+
+
+def _ordered(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The kernels in an order that is possible, as near to the graph's own as can be."""
+    kernel_of = {op: at for at, kernel in enumerate(kernels) for op in kernel}
+    if len(kernel_of) != len(graph.ops) or sum(map(len, kernels)) != len(graph.ops):
+        raise ValueError(f"{len(kernels)} kernels of {sum(map(len, kernels))} operators are no partition of {len(graph.ops)}.")
+    after: list[set[int]] = [set() for _ in kernels]
+    waits = [0] * len(kernels)
+    for first, second in dependencies(graph):
+        a, b = kernel_of[first], kernel_of[second]
+        if a != b and b not in after[a]:
+            after[a].add(b)
+            waits[b] += 1
+    ready = [(max(kernel), at) for at, kernel in enumerate(kernels) if not waits[at]]
+    heapq.heapify(ready)
+    order: list[list[int]] = []
+    while ready:
+        _, at = heapq.heappop(ready)
+        order.append(sorted(kernels[at]))
+        for follower in after[at]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, (max(kernels[follower]), follower))
+    if len(order) != len(kernels):
+        raise ValueError("the kernels wait for each other: no order of them is possible.")
+    return order
+
+
+def _read_elsewhere(graph: OpGraph, kernel_of: Mapping[int, int]) -> set[tuple[int, int]]:
+    """Pairs (kernel, storage): another kernel reads what the kernel writes there."""
+    writer: dict[int, int] = {}
+    found: set[tuple[int, int]] = set()
+    for index, op in enumerate(graph.ops):
+        here = kernel_of[index]
+        found.update((writer[storage], storage) for storage in op.inputs if writer.get(storage, here) != here)
+        writer.update(dict.fromkeys(op.outputs, here))
+    return found
+
+
+def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tuple[int, int]]) -> Op:
+    """The operator that stands for the ``number``-th kernel."""
+    ops = [graph.ops[index] for index in kernel]
+    if len(ops) == 1:
+        return ops[0]
+    reads: dict[int, float] = {}
+    writes: dict[int, float] = {}
+    unread: set[int] = set()
+    for op in ops:
+        unread.difference_update(op.inputs)
+        unread.update(op.outputs)
+        for storage, num_bytes in _shared_out(graph, op.inputs, op.bytes_read):
+            if storage not in writes:  # else it was made in here
+                reads[storage] = max(reads.get(storage, 0.0), num_bytes)
+        for storage, num_bytes in _shared_out(graph, op.outputs, op.bytes_written):
+            writes[storage] = max(writes.get(storage, 0.0), num_bytes)
+    writes = {
+        storage: size
+        for storage, size in writes.items()
+        if storage in unread or (number, storage) in read_after or _stays(graph, storage)
+    }
+    main = max(ops, key=lambda op: (op.kind in _LIBRARY_KINDS, op.flops))
+    return main._replace(
+        flops=sum(op.flops for op in ops),
+        bytes_read=int(sum(reads.values())),
+        bytes_written=int(sum(writes.values())),
+        inputs=tuple(reads),
+        outputs=tuple(writes),
+        shape=ops[-1].shape,
+        dtype=ops[-1].dtype,
+        attributes={**main.attributes, FUSED: tuple(op.name for op in ops)},
+    )
+
+
+def _shared_out(graph: OpGraph, storages: Sequence[int], num_bytes: int) -> list[tuple[int, float]]:
+    """``num_bytes`` over ``storages``, by their sizes."""
+    sizes = [graph.storages[storage].num_bytes for storage in storages]
+    total = sum(sizes)
+    return [
+        (storage, num_bytes * (size / total if total else 1 / len(sizes))) for storage, size in zip(storages, sizes, strict=True)
+    ]
+
+
+def _stays(graph: OpGraph, storage: int) -> bool:
+    """Whether it outlives the step, or was there before."""
+    return graph.storages[storage].death >= len(graph.ops) or graph.storages[storage].birth < 0
+
+
+def _with_lives(graph: OpGraph, ops: Sequence[Op]) -> OpGraph:
+    """``graph`` with ``ops``; of its storages those that are left, freed after their last reader."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        for storage in (*op.inputs, *op.outputs):
+            first.setdefault(storage, index)
+            last[storage] = index
+    end = len(ops)
+    kept = [index for index, storage in enumerate(graph.storages) if index in last or storage.birth < 0]
+    storages = [
+        old._replace(
+            birth=-1 if old.birth < 0 else first[index], death=end if old.death >= len(graph.ops) else last.get(index, -1)
+        )
+        for index, old in ((index, graph.storages[index]) for index in kept)
+    ]
+    at = {index: position for position, index in enumerate(kept)}
+    renamed = (op._replace(inputs=tuple(at[s] for s in op.inputs), outputs=tuple(at[s] for s in op.outputs)) for op in ops)
+    return dataclasses.replace(graph, ops=tuple(renamed), storages=tuple(storages))

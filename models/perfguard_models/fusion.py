@@ -1,0 +1,250 @@
+"""LILOU's graph partitioner: which operators a compiler fuses, by a network that looks at the edges between them.
+
+"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving", section 3.2.1: one layer of graph
+attention, GraphSizeNorm and ReLU for the operators (their type, the sizes of input, output and parameters, FLOPs), an LSTM over
+the pair (x_i, x_j) for each edge, so that their order counts, and a linear layer; cross-entropy. The compiler is an input.
+Three things differ, because compilers look at them and the labels tell: attention goes both with the edges and against them (a
+tensor with several readers is often written all the same), an operator's own features are beside what attention makes of them,
+and among these are the number of its readers and its shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import nn
+from torch_geometric.nn import GATConv, GraphSizeNorm
+
+from perfguard.exceptions import PredictorError
+from perfguard.graph import KIND_INDEX, OP_KINDS, TRACED_AS_EAGER, OpGraph, StorageKind, roofline_s
+from perfguard_models.fused_graph import kernels_of, merged
+from perfguard_models.weight_files import check_hash, read_pair
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from perfguard.devices import Device
+
+FORMAT = 1
+SIZES = ("log_input", "log_output", "log_weights", "log_flops", "readers", "writers", "rank", "log_last", "log_first")
+"""Columns of what is known of an operator, beside its kind and its name: logarithms of bytes, FLOPs and sizes of its output."""
+_HIDDEN = 64
+_NOTE = (
+    "torch.compile: operators merged into kernels as Inductor's scheduler is expected to ({kernels} kernels for {ops} operators, "
+    "learnt from its decisions in torch 2.13)"
+)
+
+
+class Edges(NamedTuple):
+    """A graph as the network sees it: n operators, m edges."""
+
+    sizes: torch.Tensor  # shape: (n, len(SIZES))
+    kind: torch.Tensor  # shape: (n,)
+    name: torch.Tensor  # shape: (n,)
+    compiler: torch.Tensor  # shape: (n,)
+    edge_index: torch.Tensor  # shape: (2, m)
+    graph: torch.Tensor  # shape: (n,), which graph of a batch
+
+
+def edges_of(graph: OpGraph, names: Mapping[str, int], compiler: int) -> Edges:
+    """``graph`` for the network. ``names`` has the operators with an embedding of their own; 0 stands for all others."""
+    source, sink = graph.edges
+    number = len(graph.ops)
+    readers, writers = np.bincount(source, minlength=number), np.bincount(sink, minlength=number)
+    rows = []
+    for index, op in enumerate(graph.ops):
+        weights = sum(
+            graph.storages[s].num_bytes
+            for s in op.inputs
+            if graph.storages[s].kind in (StorageKind.PARAMETER, StorageKind.BUFFER)
+        )
+        shape = op.shape or (1,)
+        sizes = (op.bytes_read, op.bytes_written, weights, op.flops)
+        rows.append(
+            [
+                *(math.log1p(size) / 8 for size in sizes),
+                min(readers[index], 4) / 2,
+                min(writers[index], 4) / 2,
+                len(op.shape) / 4,
+                math.log1p(shape[-1]) / 4,
+                math.log1p(shape[min(1, len(shape) - 1)]) / 4,
+            ]
+        )
+    return Edges(
+        torch.tensor(rows, dtype=torch.float32).reshape(number, len(SIZES)),
+        torch.tensor([KIND_INDEX[op.kind] for op in graph.ops], dtype=torch.long),
+        torch.tensor([names.get(op.name.rstrip("_"), 0) for op in graph.ops], dtype=torch.long),
+        torch.full((number,), compiler, dtype=torch.long),
+        torch.from_numpy(graph.edges),
+        torch.zeros(number, dtype=torch.long),
+    )
+
+
+def joined(parts: Sequence[Edges]) -> Edges:
+    """Several graphs as one that is not connected."""
+    starts = np.cumsum([0, *(len(part.kind) for part in parts)])
+    sizes, kind, name, compiler = (torch.cat(list(column)) for column in list(zip(*parts, strict=True))[:4])
+    edge_index = torch.cat([part.edge_index + int(start) for part, start in zip(parts, starts, strict=False)], dim=1)
+    graph = torch.cat([torch.full((len(part.kind),), at) for at, part in enumerate(parts)])
+    return Edges(sizes, kind, name, compiler, edge_index, graph)
+
+
+class EdgeClassifier(nn.Module):
+    """The GAT-LSTM; see the module's docstring.
+
+    Args:
+        num_names: operators with an embedding, and one for all others.
+        num_compilers: how many compilers it can tell apart.
+        hidden: channels of attention and of the LSTM (the paper: 128).
+        looks_around: False: without attention, each operator for itself.
+    """
+
+    def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN, *, looks_around: bool = True) -> None:
+        super().__init__()
+        self.looks_around = looks_around
+        self.name = nn.Embedding(num_names, 16)
+        self.compiler = nn.Embedding(num_compilers, 4)
+        width = len(SIZES) + len(OP_KINDS) + 16 + 4
+        self.own = nn.Linear(width, hidden)
+        self.before, self.after = GATConv(width, hidden // 2), GATConv(width, hidden // 2)
+        self.norm = GraphSizeNorm()
+        self.scale = nn.Parameter(torch.tensor(10.0))
+        """GraphSizeNorm divides by the root of the number of operators: some tens."""
+        self.lstm = nn.LSTM(2 * hidden, hidden, batch_first=True)
+        self.out = nn.Linear(hidden, 1)
+
+    def forward(self, edges: Edges) -> torch.Tensor:
+        """Of each edge the logit of being fused. Shape: (m,)."""
+        kind = nn.functional.one_hot(edges.kind, len(OP_KINDS)).float()
+        x = torch.cat([edges.sizes, kind, self.name(edges.name), self.compiler(edges.compiler)], dim=1)
+        own = torch.relu(self.own(x))
+        if self.looks_around:
+            around = torch.cat([self.before(x, edges.edge_index), self.after(x, edges.edge_index.flip(0))], dim=1)
+            around = torch.relu(self.norm(around, edges.graph) * self.scale)
+        else:
+            around = torch.zeros_like(own)
+        state = torch.cat([own, around], dim=1)
+        pairs = state[edges.edge_index.T]  # shape: (m, 2, 2 * hidden)
+        _, (last, _) = self.lstm(pairs)
+        logit: torch.Tensor = self.out(last[0])[:, 0]
+        return logit
+
+
+class FusionModel:
+    """Trained weights: which edges of a graph a compiler fuses.
+
+    Args:
+        network: the weights.
+        names: operators with an embedding, from 1.
+        compilers: what the weights were trained on, in order.
+    """
+
+    def __init__(self, network: EdgeClassifier, names: Sequence[str], compilers: Sequence[str]) -> None:
+        self._network = network.eval()
+        self.names = {name: at for at, name in enumerate(names, start=1)}
+        self.compilers = tuple(compilers)
+
+    def chances(self, graph: OpGraph, compiler: str) -> npt.NDArray[np.float64]:
+        """Of each of ``graph.edges`` the chance that ``compiler`` fuses it. Shape: (num_edges,)."""
+        if not graph.edges.shape[1]:
+            return np.zeros(0)
+        with torch.inference_mode():
+            logits = self._network(edges_of(graph, self.names, self.compilers.index(compiler)))
+        found: npt.NDArray[np.float64] = torch.sigmoid(logits).double().numpy()
+        return found
+
+    def fused(self, graph: OpGraph, compiler: str) -> tuple[OpGraph, list[list[int]]]:
+        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and what that stands for."""
+        return merged(graph, kernels_of(graph, self.chances(graph, compiler)))
+
+
+def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
+    """What `perfguard_models.train_fusion` wrote.
+
+    Raises:
+        PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
+    """
+    data, document = read_pair(
+        tensors, card, "The weights of fusion", "train them with `python -m perfguard_models.train_fusion`"
+    )
+    if document.get("format") != FORMAT or document.get("sizes") != list(SIZES) or document.get("kinds") != list(OP_KINDS):
+        raise PredictorError("The weights of fusion were made for another version of PerfGuard. Train them again.")
+    check_hash(data, document, "fusion")
+    try:
+        network = EdgeClassifier(len(document["names"]) + 1, len(document["compilers"]), document["hidden"])
+        network.load_state_dict(load_tensors(data))
+    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise PredictorError(f"The weights of fusion do not fit the network: {type(error).__name__}: {error}") from error
+    return FusionModel(network, document["names"], document["compilers"])
+
+
+@functools.cache
+def shipped() -> FusionModel:
+    """The weights that come with the package."""
+    folder = files("perfguard_models") / "weights"
+    return read_fusion_model(folder / "fusion.safetensors", folder / "fusion.json")
+
+
+class Compiled(NamedTuple):
+    """A compiled inference: what eager execution would launch, and what is launched."""
+
+    eager: OpGraph
+    """Without the option "compiled": weights that have only seen eager runs know it."""
+    graph: OpGraph
+    """One operator for each kernel."""
+    kernels: list[list[int]]
+    """Of each operator of ``graph`` those of ``eager``."""
+
+    def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
+        """Of each eager operator the share of its time that is left: the roofline of its kernel over that of the kernel's
+        operators one by one, so what a network has learnt of an operator beyond its roofline stays. In (0, 1].
+        Shape: (len(eager.ops),)."""
+        alone, together = roofline_s(self.eager, device), roofline_s(self.graph, device)
+        shares = np.ones(len(self.eager.ops))
+        for kernel, seconds in zip(self.kernels, together, strict=True):
+            shares[kernel] = min(1.0, float(seconds) / float(alone[kernel].sum()))
+        return shares
+
+    def memory_share(self, device: Device) -> float:
+        """The peak with the kernels over the eager peak, both with the context."""
+        peaks = (graph.peak_live_bytes + device.context_bytes for graph in (self.graph, self.eager))
+        kernels, eager = (max(peak, 1) for peak in peaks)
+        return kernels / eager
+
+
+_compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
+
+
+def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
+    """What ``device`` launches for ``graph`` if it is a compiled inference.
+
+    None: it is not compiled; or it is one of two kinds of compiled graphs that are taken as eager, and say so in ``unmodelled``:
+    training, of whose backward operators nothing was learnt; and inference in half precision on GPUs, where GuardNet's weights
+    have learnt from measured runs what compiling saves.
+    """
+    if "compiled" not in graph.options or graph.mode != "infer" or (device.kind == "cuda" and graph.precision != "fp32"):
+        return None
+    compiler = f"inductor-{device.kind}"
+    known = _compiled.setdefault(graph, {})
+    if compiler not in known:
+        options = tuple(option for option in graph.options if option != "compiled")
+        eager = dataclasses.replace(graph, options=options)
+        made, kernels = shipped().fused(eager, compiler)
+        note = _NOTE.format(kernels=len(made.ops), ops=len(graph.ops))
+        unmodelled = (note, *(text for text in graph.unmodelled if text != TRACED_AS_EAGER))
+        known[compiler] = Compiled(eager, dataclasses.replace(made, unmodelled=unmodelled), kernels)
+    return known[compiler]
+
+
+__all__ = ["Compiled", "EdgeClassifier", "FusionModel", "as_compiled", "edges_of", "joined", "read_fusion_model", "shipped"]

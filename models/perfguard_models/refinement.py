@@ -1,0 +1,145 @@
+"""What a log teaches beyond the Gaussian process: trees on the sums of a step, fine-tuned on the runs of all its devices.
+
+The process moves after the first runs, but sees a step as eleven numbers. Where runs are many, extremely randomized trees
+(Geurts et al. 2006) learn what it leaves unexplained from all the sums; each is grown on a bootstrap sample, so what the others
+say of a run is known without a second fit (out of bag, Breiman 2001), and the process is conditioned on what is left of that.
+Trees, because on a few hundred runs they were as good as anything tried, take a tenth of a second, and end where their data end.
+
+On disk a refinement is one safetensors file whose header says what it was made for. A device without runs in it is not touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from perfguard.exceptions import PredictorError
+from perfguard.predictor import Target
+from perfguard_models.sums import SUMS
+from perfguard_models.trees import Forest, forest_of_bagging
+
+FORMAT = 1
+FEWEST_ROWS = 30
+"""Fewer runs teach no trees."""
+_TREES = 100
+_LEAF = 2
+_SHARE_OF_COLUMNS = 0.3
+_LARGEST_BYTES = 64 * 2**20
+_PHYSICS_COLUMNS = {"memory": 3, "time": 1}
+
+
+class Lesson(NamedTuple):
+    """What trees learn from: n runs, and of each what nothing else explains."""
+
+    decision_ids: Sequence[str]
+    devices: Sequence[str]
+    x: npt.NDArray[np.float32]  # shape: (n, columns_of)
+    y: npt.NDArray[np.float64]  # shape: (n,)
+
+
+class Refinement:
+    """Corrections of a predictor, as logarithms. Built by :func:`refined` or :meth:`from_bytes`."""
+
+    def __init__(self, made_for: str, parts: Mapping[str, _Part]) -> None:
+        self.made_for = made_for
+        self._parts = parts
+
+    def correction(self, target: str, device_id: str, x: npt.NDArray[np.float32]) -> float:
+        """To be added to the predictor's logarithm; 0 where nothing was learnt. ``x`` has the shape (columns,)."""
+        part = self._parts.get(target)
+        return 0.0 if part is None or device_id not in part.devices else float(part.forest.predict(x[None])[0])
+
+    def held_out(self, target: str, decision_id: str) -> float | None:
+        """What the trees say of a run that they learnt from which did not see it; None if they did not learn from it."""
+        part = self._parts.get(target)
+        return None if part is None else part.held_out.get(decision_id)
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file."""
+        tensors: dict[str, torch.Tensor] = {}
+        for target, part in self._parts.items():
+            tensors |= part.forest.tensors(target)
+            ids = [list(bytes.fromhex(decision_id)) for decision_id in part.held_out]
+            tensors[f"{target}.rows"] = torch.tensor(ids, dtype=torch.uint8).reshape(len(ids), -1)
+            tensors[f"{target}.held_out"] = torch.tensor(list(part.held_out.values()), dtype=torch.float32)
+        header = {
+            "format": FORMAT,
+            "made_for": self.made_for,
+            "columns": _fingerprint(),
+            "devices": {target: sorted(part.devices) for target, part in self._parts.items()},
+        }
+        return save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"perfguard": json.dumps(header)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Refinement:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            PredictorError: if the data are damaged, of another version, or made for other columns.
+        """
+        try:
+            if len(data) > _LARGEST_BYTES:
+                raise ValueError(f"{len(data)} bytes, more than {_LARGEST_BYTES}")
+            tensors = load(data)
+            size = int.from_bytes(data[:8], "little")
+            header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["perfguard"])
+            if header["format"] != FORMAT or header["columns"] != _fingerprint():
+                raise ValueError("they were made by another version of PerfGuard")
+            parts = {}
+            for target, devices in header["devices"].items():
+                forest = Forest.from_tensors(tensors, target)
+                if len(forest.feature) and int(forest.feature.max()) >= columns_of(target):
+                    raise ValueError(f"the trees {target!r} read columns that do not exist")
+                ids = [bytes(row).hex() for row in tensors[f"{target}.rows"].tolist()]
+                held_out = dict(zip(ids, tensors[f"{target}.held_out"].double().tolist(), strict=True))
+                parts[target] = _Part(forest, frozenset(devices), held_out)
+            return cls(str(header["made_for"]), parts)
+        except (SafetensorError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise PredictorError(f"Refined weights cannot be used: {type(error).__name__}: {error}") from error
+
+
+class _Part(NamedTuple):
+    forest: Forest
+    devices: frozenset[str]
+    held_out: Mapping[str, float]
+
+
+def columns_of(target: str) -> int:
+    """How many numbers the trees see of a run."""
+    return len(SUMS) + _PHYSICS_COLUMNS[target] + 1
+
+
+def row_of(sums: npt.NDArray[np.float32], physics: torch.Tensor, log_value: float) -> npt.NDArray[np.float32]:
+    """What the trees see of one run: its sums, how far physics is from the predictor, and what that says. Shape: (columns,)."""
+    return np.concatenate([sums, physics[0].numpy(), [log_value]]).astype(np.float32)
+
+
+def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -> Refinement | None:
+    """Trees on ``lessons``, by target, on one core; None if there are fewer than FEWEST_ROWS runs of each."""
+    from sklearn.ensemble import ExtraTreesRegressor
+
+    parts: dict[str, _Part] = {}
+    for target, lesson in lessons.items():
+        if len(lesson.y) < FEWEST_ROWS:
+            continue
+        model = ExtraTreesRegressor(
+            _TREES, min_samples_leaf=_LEAF, max_features=_SHARE_OF_COLUMNS, bootstrap=True, oob_score=True, random_state=seed
+        )
+        model.fit(lesson.x, lesson.y)
+        out_of_bag = np.nan_to_num(np.asarray(model.oob_prediction_, dtype=np.float64))
+        held_out = dict(zip(lesson.decision_ids, out_of_bag.tolist(), strict=True))
+        parts[target] = _Part(forest_of_bagging(model), frozenset(lesson.devices), held_out)
+    return Refinement(made_for, parts) if parts else None
+
+
+def _fingerprint() -> str:
+    """Of the columns' names and their order: trees for others would read nonsense."""
+    return hashlib.sha256(repr((SUMS, sorted(_PHYSICS_COLUMNS.items()))).encode()).hexdigest()[:16]

@@ -1,0 +1,247 @@
+"""What of the measured runs can be believed, under which conditions they ran, and whether the intervals held.
+
+Every run is seen beside what had been predicted of it before it ran. Notation, for each run and target:
+    score  log(measured / predicted median)        z  score / log_sigma        miss  |z| > 1.645, outside of the 90% interval
+
+1. A reading that cannot be (a step longer than its trial, more memory than the device has) is quarantined: never learnt, always
+   listed. So is one that is far from its prediction, until others agree with it: the same step measured again, or four suspects
+   among eight readings, because then it is the prediction that is wrong.
+2. A regime is a stretch of runs under equal conditions. A new one begins with another driver, framework or card behind the same
+   name, or where the z shift for good: Page's cumulative sum of z - k, with k one half (Page 1954).
+3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
+   Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
+   the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does.
+
+All of it is a function of the log alone, so every process that reads the same log comes to the same result.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from perfguard.predictor import TARGETS, Estimate, Observation, Target
+from perfguard.quantities import format_bytes, format_seconds
+
+COVERAGE = 0.9
+_Z = 1.6448536269514722
+"""Half of the central 90% of a normal distribution."""
+_GAMMA = 0.2
+"""A scatter that doubles overnight costs ln 2 / 0.2 = 3.5 misses too many, of the twenty that 200 runs may have."""
+_NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
+_FAR = math.log(5.0)
+"""Nearer to its prediction than a factor of five, no reading is suspected."""
+_FAR_SIGMAS = 8.0
+_AGREE = math.log(1.5)
+"""Two readings of the same step within this factor agree."""
+_RECENT, _ENOUGH = 8, 4
+_MOST_OVER_CAPACITY = 1.05
+_MOST_OVER_TRIAL = 1.5
+_SLACK, _ALARM = 0.5, 12.0
+_CLIPPED = 3.0
+_SETTLED = 20
+"""Runs of a regime after which a shift can be told from the first learning."""
+_SCALE_RUNS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A reading that is not learnt."""
+
+    observation: Observation
+    target: Target
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The world changed."""
+
+    first: Observation
+    """Of the new regime."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a list of runs comes to."""
+
+    observations: tuple[Observation, ...] = ()
+    """The runs, each with its regime, and without the readings that are quarantined."""
+    quarantined: tuple[Quarantined, ...] = ()
+    drifts: tuple[Drift, ...] = ()
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """What the standard deviation of the next prediction is to be multiplied by."""
+
+
+def weigh(observations: Sequence[Observation]) -> Evidence:
+    """What ``observations``, the runs of one device from the oldest to the newest, come to."""
+    regimes, drifts = _regimes_by_conditions(observations)
+    quarantined: list[Quarantined] = []
+    widening: dict[Target, float] = {}
+    masked = list(observations)
+    shifts: dict[int, str] = {}
+    for target in TARGETS:
+        believed, refused = _believed(observations, target)
+        quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
+        for index in refused:
+            masked[index] = _without(masked[index], target)
+        widening[target] = _widening(observations, target, believed)
+        shifts |= _shifts(observations, target, believed, regimes)
+    starts = sorted(shifts)
+    for index, observation in enumerate(masked):
+        masked[index] = replace(observation, regime=regimes[index] + sum(start <= index for start in starts))
+    drifts += [Drift(observations[index], shifts[index]) for index in starts]
+    return Evidence(tuple(masked), tuple(quarantined), tuple(drifts), widening)
+
+
+def _regimes_by_conditions(observations: Sequence[Observation]) -> tuple[list[int], list[Drift]]:
+    """What runs say of their conditions; one that says nothing ran under those of the one before."""
+    known: dict[str, str] = {}
+    regime, regimes, drifts = 0, [], []
+    for observation in observations:
+        measurement = observation.measurement
+        conditions = {
+            "driver": measurement.driver,
+            "framework": measurement.framework,
+            "device": measurement.device_name,
+            "memory of the device": format_bytes(observation.device.memory_bytes),
+        }
+        changed = [
+            f"{name}: {known[name]} is now {value}"
+            for name, value in conditions.items()
+            if value and known.get(name, value) != value
+        ]
+        if changed:
+            regime += 1
+            drifts.append(Drift(observation, "; ".join(changed)))
+        known |= {name: value for name, value in conditions.items() if value}
+        regimes.append(regime)
+    return regimes, drifts
+
+
+def _believed(observations: Sequence[Observation], target: Target) -> tuple[list[int], dict[int, str]]:
+    """Indices of the readings that count, in order, and why others do not."""
+    refused: dict[int, str] = {}
+    suspects: dict[int, str] = {}
+    recent: deque[int] = deque(maxlen=_RECENT)
+    of_graph: defaultdict[str, list[int]] = defaultdict(list)
+    scores: dict[int, float] = {}
+    for index, observation in enumerate(observations):
+        reason = _impossible(observation, target)
+        if reason is not None:
+            refused[index] = reason
+        value = observation.measured(target)
+        if value is None or reason is not None:
+            continue
+        recent.append(index)
+        estimate = observation.predicted.get(target)
+        if observation.measurement.status != "ok" or estimate is None:
+            continue
+        scores[index] = score = math.log(value / estimate.median)
+        if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
+            continue
+        suspects[index] = _far_off(estimate, value, target)
+        agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
+        of_graph[observation.graph.content_hash].append(index)
+        if agreeing:
+            for other in (*agreeing, index):
+                suspects.pop(other, None)
+        if sum(other in suspects for other in recent) >= _ENOUGH:
+            for other in recent:
+                suspects.pop(other, None)
+    refused |= suspects
+    measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
+    return [index for index in measured if index not in refused], dict(sorted(refused.items()))
+
+
+def _impossible(observation: Observation, target: Target) -> str | None:
+    """Why a reading cannot be, whatever was predicted; None if it can, or if there is none."""
+    measurement, capacity_bytes = observation.measurement, observation.device.memory_bytes
+    read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
+    if read is None or (target == "time" and measurement.status != "ok"):
+        return None
+    value = observation.measured(target)
+    if value is None:
+        return f"{read} is no {'number of bytes' if target == 'memory' else 'time'} above zero"
+    if target == "memory":
+        too_much = value > _MOST_OVER_CAPACITY * capacity_bytes
+        return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}" if too_much else None
+    total_s = measurement.total_time_s
+    if not (math.isfinite(total_s) and total_s > 0):
+        return f"a trial of {total_s} s"
+    if value * measurement.num_steps > _MOST_OVER_TRIAL * total_s:
+        return f"{measurement.num_steps} steps of {format_seconds(value)} in a trial of {format_seconds(total_s)}"
+    return None
+
+
+def _far_off(estimate: Estimate, value: float, target: Target) -> str:
+    written = format_bytes if target == "memory" else format_seconds
+    return f"{written(value)} measured, {written(estimate.median)} predicted, and no other reading agrees"
+
+
+def _without(observation: Observation, target: Target) -> Observation:
+    measurement = observation.measurement
+    if target == "memory":
+        return replace(observation, measurement=replace(measurement, peak_memory_bytes=None))
+    return replace(observation, measurement=replace(measurement, step_time_s=None))
+
+
+def _z(observation: Observation, target: Target) -> float | None:
+    """How far a complete run was from its prediction; None if there is nothing to compare."""
+    value, estimate = observation.measured(target), observation.predicted.get(target)
+    if observation.measurement.status != "ok" or value is None or estimate is None:
+        return None
+    return math.log(value / estimate.median) / estimate.log_sigma
+
+
+def _widening(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> float:
+    log_width = 0.0
+    for index in believed:
+        z = _z(observations[index], target)
+        if z is not None:
+            log_width += _GAMMA * ((abs(z) > _Z) - (1 - COVERAGE))
+            log_width = min(max(log_width, _NARROWEST), _WIDEST)
+    return math.exp(log_width)
+
+
+def _shifts(
+    observations: Sequence[Observation], target: Target, believed: Sequence[int], regimes: Sequence[int]
+) -> dict[int, str]:
+    """Where the errors of ``target`` moved for good while the conditions stayed: index of the first run, and what is seen."""
+    found: dict[int, str] = {}
+    stretch: list[tuple[int, float]] = []
+    up = down = 0.0
+    begun = {"up": 0, "down": 0}
+    for index in believed:
+        z = _z(observations[index], target)
+        if z is None:
+            continue
+        if stretch and regimes[stretch[-1][0]] != regimes[index]:
+            stretch, up, down = [], 0.0, 0.0
+        stretch.append((index, z))
+        if len(stretch) <= _SETTLED:
+            begun = {"up": len(stretch), "down": len(stretch)}
+            continue
+        scale = max(1.0, 1.4826 * statistics.median(abs(other) for _, other in stretch[-_SCALE_RUNS:]))
+        inside = min(max(z / scale, -_CLIPPED), _CLIPPED)
+        up, down = max(0.0, up + inside - _SLACK), max(0.0, down - inside - _SLACK)
+        begun = {"up": len(stretch) if up == 0 else begun["up"], "down": len(stretch) if down == 0 else begun["down"]}
+        if max(up, down) > _ALARM:
+            since = stretch[begun["up" if up > down else "down"] :]
+            found[since[0][0]] = _shifted(observations, target, [other for other, _ in since])
+            stretch, up, down = since, 0.0, 0.0
+    return found
+
+
+def _shifted(observations: Sequence[Observation], target: Target, indices: Sequence[int]) -> str:
+    scores = []
+    for index in indices:
+        value, estimate = observations[index].measured(target), observations[index].predicted[target]
+        assert value is not None
+        scores.append(math.log(value / estimate.median))
+    what = "peaks of memory" if target == "memory" else "step times"
+    return f"{what} are {math.exp(statistics.median(scores)):.2f} times what was predicted ({len(scores)} runs in a row)"

@@ -1,0 +1,158 @@
+"""From fused edges to kernels, and from kernels to a graph: laws, and numbers worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from perfguard import Workload, trace
+from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard_models.fused_graph import FUSED, dependencies, kernels_of, merged
+
+MIB = 2**20
+
+
+def traffic(graph: OpGraph) -> int:
+    return sum(op.bytes_read + op.bytes_written for op in graph.ops)
+
+
+def op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], read: int, written: int, flops: int = 10) -> Op:
+    return Op(name, "elementwise", Phase.FORWARD, flops, read, written, inputs, outputs, "", (4,), "float32", {})
+
+
+def chain(*ops: Op, sizes: tuple[int, ...], output: int) -> OpGraph:
+    """Storage 0 is the input; every other one is made by the first operator that writes it and dies with its last reader."""
+    storages = [Storage(sizes[0], StorageKind.INPUT, -1, len(ops), "x")]
+    for index in range(1, len(sizes)):
+        birth = next(at for at, made in enumerate(ops) if index in made.outputs)
+        death = max(at for at, used in enumerate(ops) if index in (*used.inputs, *used.outputs))
+        storages.append(Storage(sizes[index], StorageKind.TEMPORARY, birth, len(ops) if index == output else death, ""))
+    return OpGraph(ops, tuple(storages), "infer", "fp32", "nchw")
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> OpGraph:
+    """Random graphs of up to 14 operators, some of which run in place."""
+    storages = [Storage(draw(st.integers(0, 64)), StorageKind.INPUT, -1, 0, "x")]
+    ops = []
+    for index in range(draw(st.integers(1, 14))):
+        inputs = tuple(sorted(draw(st.sets(st.integers(0, len(storages) - 1), min_size=1, max_size=3))))
+        if draw(st.booleans()) and storages[inputs[-1]].birth >= 0:
+            outputs: tuple[int, ...] = (inputs[-1],)
+        else:
+            outputs = (len(storages),)
+            storages.append(Storage(draw(st.integers(0, 64)), StorageKind.TEMPORARY, index, 0, ""))
+        read = draw(st.integers(0, 3)) * sum(storages[s].num_bytes for s in inputs)
+        ops.append(op(f"op{index}", inputs, outputs, read, sum(storages[s].num_bytes for s in outputs), draw(st.integers(0, 9))))
+    lives = []
+    for at, storage in enumerate(storages):
+        used = [index for index, made in enumerate(ops) if at in (*made.inputs, *made.outputs)]
+        death = len(ops) if storage.birth < 0 or draw(st.booleans()) else max(used)
+        lives.append(storage._replace(death=death))
+    return OpGraph(tuple(ops), tuple(lives), "infer", "fp32", "nchw")
+
+
+@given(graphs(), st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_any_fusion_keeps_the_arithmetic_and_never_moves_more_bytes(graph: OpGraph, seed: int) -> None:
+    chances = np.random.default_rng(seed).random((graph.edges.shape[1],))
+    kernels = kernels_of(graph, chances)
+    fused, _ = merged(graph, kernels)
+    assert sorted(index for kernel in kernels for index in kernel) == list(range(len(graph.ops)))
+    assert fused.flops == graph.flops
+    assert traffic(fused) <= traffic(graph)
+    assert len(fused.ops) == len(kernels)
+    OpGraph.from_bytes(fused.to_bytes())  # which checks every index
+    for index, made in enumerate(fused.ops):
+        for storage in made.inputs:
+            assert fused.storages[storage].birth <= index <= fused.storages[storage].death
+
+
+@given(graphs())
+@settings(max_examples=100, deadline=None)
+def test_nothing_fused_is_the_same_operators_in_the_same_order(graph: OpGraph) -> None:
+    fused, _ = merged(graph, kernels_of(graph, np.zeros(graph.edges.shape[1])))
+    assert [made._replace(inputs=(), outputs=()) for made in fused.ops] == [
+        made._replace(inputs=(), outputs=()) for made in graph.ops
+    ]
+
+
+@given(graphs(), st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_kernels_keeps_every_dependency(graph: OpGraph, seed: int) -> None:
+    kernels = kernels_of(graph, np.random.default_rng(seed).random((graph.edges.shape[1],)))
+    names = [made.attributes.get(FUSED, (made.name,)) for made in merged(graph, kernels)[0].ops]
+    place = {name: at for at, group in enumerate(names) for name in group}
+    for first, second in dependencies(graph):
+        assert place[f"op{first}"] <= place[f"op{second}"]
+
+
+def test_what_only_the_kernel_reads_is_never_written() -> None:
+    graph = chain(
+        op("convolution", (0,), (1,), MIB, 2 * MIB),
+        op("native_batch_norm", (1,), (2,), 2 * MIB, 2 * MIB),
+        op("relu", (2,), (3,), 2 * MIB, 2 * MIB),
+        sizes=(MIB, 2 * MIB, 2 * MIB, 2 * MIB),
+        output=3,
+    )
+    fused, _ = merged(graph, [[0], [1, 2]])
+    kernel = fused.ops[1]
+    assert (kernel.bytes_read, kernel.bytes_written, kernel.flops) == (2 * MIB, 2 * MIB, 20)
+    assert kernel.attributes[FUSED] == ("native_batch_norm", "relu")
+    assert len(fused.storages) == 3  # the input, the convolution's output, and the kernel's
+    assert traffic(graph) - traffic(fused) == 4 * MIB
+    assert fused.peak_live_bytes == 5 * MIB
+
+
+def test_what_another_operator_reads_is_written_all_the_same() -> None:
+    graph = chain(
+        op("add", (0,), (1,), MIB, MIB),
+        op("relu", (1,), (2,), MIB, MIB),
+        op("mul", (1, 2), (3,), 2 * MIB, MIB),
+        sizes=(MIB, MIB, MIB, MIB),
+        output=3,
+    )
+    fused, _ = merged(graph, [[0, 1], [2]])
+    assert fused.ops[0].bytes_written == 2 * MIB
+    assert fused.ops[0].bytes_read == MIB
+
+
+def test_an_input_that_two_operators_of_a_kernel_read_is_read_once() -> None:
+    graph = chain(op("sigmoid", (0,), (1,), MIB, MIB), op("mul", (0, 1), (2,), 2 * MIB, MIB), sizes=(MIB, MIB, MIB), output=2)
+    kernel = merged(graph, [[0, 1]])[0].ops[0]
+    assert (kernel.bytes_read, kernel.bytes_written) == (MIB, MIB)
+
+
+def test_a_kernel_that_would_wait_for_itself_is_not_made() -> None:
+    graph = chain(
+        op("relu", (0,), (1,), MIB, MIB),
+        op("convolution", (1,), (2,), MIB, MIB),
+        op("add", (1, 2), (3,), 2 * MIB, MIB),
+        sizes=(MIB, MIB, MIB, MIB),
+        output=3,
+    )
+    relu_to_add = np.array([float((a, b) == (0, 2)) for a, b in graph.edges.T])
+    assert kernels_of(graph, relu_to_add) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="no order of them is possible"):
+        merged(graph, [[0, 2], [1]])
+
+
+def test_kernels_must_be_a_partition() -> None:
+    graph = chain(op("relu", (0,), (1,), MIB, MIB), sizes=(MIB, MIB), output=1)
+    with pytest.raises(ValueError, match="no partition"):
+        merged(graph, [[0], [0]])
+
+
+def test_a_whole_network_in_one_kernel_reads_its_input_and_weights_and_writes_its_output() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 8))
+    graph = trace(Workload(model, (4, 16), mode="infer"), target="cpu")
+    end = len(graph.ops)
+    graph = replace(graph, storages=tuple(s._replace(death=min(s.death, end - (s.birth >= 0))) for s in graph.storages))
+    fused, _ = merged(graph, [list(range(len(graph.ops)))])
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert (fused.ops[0].bytes_read, fused.ops[0].bytes_written) == (4 * 16 * 4 + weights, 4 * 8 * 4)

@@ -1,0 +1,169 @@
+"""Readings that cannot be are not learnt, changes of the world are noticed, and intervals hold while it shifts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perfguard import Estimate, Measurement, Observation, OpGraph
+from perfguard.evidence import weigh
+from perfguard.graph import Storage, StorageKind
+from tests.perfguard.store.rows import DEVICE
+
+MIB = 2**20
+PREDICTED = {"memory": Estimate(100.0 * MIB, 0.1), "time": Estimate(0.1, 0.1)}
+
+
+def run(memory: float = 1.0, time: float = 1.0, *, graph: int = 0, status: Any = "ok", **changes: Any) -> Observation:
+    """A run whose readings are these multiples of what was predicted; 200 steps in a bit more than their time."""
+    step_time_s = 0.1 * time
+    measurement = Measurement(
+        status=status, device_id="toy", device_name="Toy", peak_memory_bytes=int(100 * MIB * memory), step_time_s=step_time_s,
+        total_time_s=210 * abs(step_time_s), num_steps=200, method="nvml", framework="torch 2.13", driver="550.54",
+    )  # fmt: skip
+    storages = (Storage(graph + 1, StorageKind.INPUT, -1, 0, ""),)
+    return Observation(
+        OpGraph((), storages, "train", "fp32", "nchw"), DEVICE, replace(measurement, **changes), PREDICTED  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def runs(number: int, seed: int = 0, *, time: float = 1.0, sigma: float = 0.1, **changes: Any) -> list[Observation]:
+    """Runs that scatter as their predictions say, each of a graph of its own."""
+    generator = random.Random(seed)
+
+    def factor() -> float:
+        return math.exp(generator.gauss(0, sigma))
+
+    return [run(factor(), time * factor(), graph=1000 * seed + index, **changes) for index in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("observation", "target", "reason"),
+    [
+        (run(memory=1000.0), "memory", "97.7 GiB measured, but the device has 1.00 GiB"),
+        (run(memory=0.001), "memory", "no other reading agrees"),
+        (run(step_time_s=math.nan), "time", "nan is no time above zero"),
+        (run(step_time_s=-0.1), "time", "-0.1 is no time above zero"),
+        (run(peak_memory_bytes=0), "memory", "0 is no number of bytes above zero"),
+        (run(step_time_s=0.5), "time", "200 steps of 500 ms in a trial of 21"),
+        (run(total_time_s=-3.0), "time", "a trial of -3.0 s"),
+        (run(time=1000.0), "time", "no other reading agrees"),
+    ],
+)
+def test_a_reading_that_cannot_be_is_listed_and_not_learnt(observation: Observation, target: str, reason: str) -> None:
+    evidence = weigh([*runs(10), observation, *runs(10, seed=1)])
+    (found,) = evidence.quarantined
+    assert (found.observation, found.target) == (observation, target)
+    assert reason in found.reason
+    masked = evidence.observations[10]
+    assert masked.measured("memory" if target == "memory" else "time") is None
+    assert masked.measured("time" if target == "memory" else "memory") is not None
+    assert len(evidence.observations) == 21
+
+
+def test_a_second_reading_of_the_same_step_confirms_the_first() -> None:
+    evidence = weigh([*runs(10), run(time=20.0, graph=77), *runs(3, seed=1), run(time=22.0, graph=77)])
+    assert not evidence.quarantined
+
+
+def test_where_many_are_far_off_it_is_the_prediction_that_is_wrong() -> None:
+    three = [run(time=50.0 + index, graph=index) for index in range(3)]
+    assert len(weigh(three).quarantined) == 3
+    assert not weigh([*three, run(time=49.0, graph=9)]).quarantined
+
+
+def test_a_run_that_was_out_of_memory_is_no_reading_of_time_and_is_kept() -> None:
+    evidence = weigh([*runs(5), run(memory=9.0, step_time_s=math.nan, status="oom")])
+    assert not evidence.quarantined
+    assert evidence.observations[-1].measured("memory") == 900 * MIB
+
+
+def test_runs_without_predictions_are_believed() -> None:
+    evidence = weigh([replace(run(time=40.0), predicted={})])
+    assert not evidence.quarantined
+    assert evidence.observations[0].measured("time") == pytest.approx(4.0)
+
+
+def test_nothing_comes_to_nothing() -> None:
+    assert weigh([]).observations == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"driver": "560.35"}, "driver: 550.54 is now 560.35"),
+        ({"framework": "torch 2.14"}, "framework: torch 2.13 is now torch 2.14"),
+        ({"device_name": "Toy Max-Q"}, "device: Toy is now Toy Max-Q"),
+    ],
+)
+def test_other_conditions_begin_a_new_regime_and_are_said(change: dict[str, Any], said: str) -> None:
+    evidence = weigh([*runs(4), *runs(3, seed=1, **change)])
+    assert [observation.regime for observation in evidence.observations] == [0] * 4 + [1] * 3
+    assert [drift.reason for drift in evidence.drifts] == [said]
+
+
+def test_a_run_that_does_not_know_its_driver_changes_nothing() -> None:
+    evidence = weigh([*runs(3), *runs(3, seed=1, driver=None), *runs(3, seed=2)])
+    assert {observation.regime for observation in evidence.observations} == {0}
+
+
+def test_another_card_behind_the_same_name_is_noticed_by_its_memory() -> None:
+    larger = [replace(one, device=replace(DEVICE, memory_bytes=2**31)) for one in runs(3, seed=1)]
+    assert "memory of the device" in weigh([*runs(4), *larger]).drifts[0].reason
+
+
+@pytest.mark.parametrize("factor", [1.35, 0.7])
+def test_times_that_shift_for_good_begin_a_new_regime_soon(factor: float) -> None:
+    evidence = weigh([*runs(60), *runs(15, seed=1, time=factor)])
+    (drift,) = evidence.drifts
+    assert "step times are" in drift.reason
+    start = [observation.regime for observation in evidence.observations].index(1)
+    assert 56 <= start <= 64
+    assert evidence.observations[start].graph.content_hash == drift.first.graph.content_hash
+
+
+def test_a_world_that_stays_as_it_is_gives_few_alarms() -> None:
+    assert sum(len(weigh(runs(500, seed=seed)).drifts) for seed in range(10)) <= 1  # 5,000 runs
+
+
+def test_the_first_errors_of_a_device_are_learning_and_no_drift() -> None:
+    assert not weigh(runs(20, time=1.5)).drifts
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.03, 0.5), (0.5, 0.03), (0.1, 0.1)])
+def test_the_share_of_misses_is_bounded_by_how_far_the_width_moved(first: float, second: float) -> None:
+    covered, log_widths = coverage([first] * 120 + [second] * 120, seed=0)
+    for start in range(len(covered) - 100):
+        misses = 100 - sum(covered[start : start + 100])
+        moved = log_widths[start + 100] - log_widths[start]
+        assert abs(misses - 10) <= abs(moved) / 0.2 + 1
+
+
+def test_intervals_hold_within_four_points_where_the_scatter_doubles() -> None:
+    shares = []
+    for seed in range(3):
+        covered, _ = coverage([0.1] * 200 + [0.2] * 200, seed)
+        shares += [sum(covered[start : start + 200]) / 200 for start in range(0, 201, 20)]
+    assert min(shares) >= 0.86
+    assert max(shares) <= 0.94
+
+
+def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[float]]:
+    """Whether each run was inside of the 90% interval that had been issued for it, the predictor believing in 0.1; and the
+    logarithms of what its width had been multiplied by."""
+    generator = random.Random(seed)
+    observations: list[Observation] = []
+    covered, log_widths = [], []
+    for index, sigma in enumerate(scatter):
+        width = weigh(observations[-500:]).widening["time"]
+        log_widths.append(math.log(width))
+        error = generator.gauss(0, sigma)
+        covered.append(abs(error) <= 1.6448536 * 0.1 * width)
+        one = run(time=math.exp(error), graph=index)
+        observations.append(replace(one, predicted={"time": Estimate(0.1, 0.1 * width)}))
+    return covered, log_widths

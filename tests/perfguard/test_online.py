@@ -1,0 +1,303 @@
+"""Lessons from the log, weights that are better before they are used, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
+from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
+from perfguard.online import LEASE, LearnerProcess, Lessons, OnlineTrainer
+from perfguard_models import guardnet
+from perfguard_models.guardnet import GuardNet
+from tests.doubles import ReplayPredictor
+
+CPU = Device(
+    id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
+    boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The matrices are so small that threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@functools.cache
+def graphs() -> tuple[OpGraph, ...]:
+    """Steps of forty perceptrons, half of them with batch norm, which takes no time in what follows."""
+    return tuple(perceptron(width, batch, norm) for width in range(64, 384, 32) for batch in (32, 128) for norm in (False, True))
+
+
+def perceptron(width: int, batch: int, norm: bool) -> OpGraph:
+    with torch.device("meta"):
+        middle = [nn.BatchNorm1d(width)] if norm else [nn.Tanh()]
+        model = nn.Sequential(nn.Linear(32, width), *middle, nn.ReLU(), nn.Linear(width, 10))
+    return trace(Workload(model, (batch, 32), TensorSpec((batch,), "int64"), F.cross_entropy), target="cpu")
+
+
+def by_chance(_graph: OpGraph, index: int) -> float:
+    """A pattern that nothing about a step explains."""
+    return random.Random(index).choice((0.5, 2.0))
+
+
+def by_norm(graph: OpGraph, _index: int) -> float:
+    """A pattern that the sums of a step know, and its embedding hardly."""
+    return 3.0 if any("batch_norm" in op.name for op in graph.ops) else 1.0
+
+
+def fill(
+    log: MeasurementStore, pattern: Callable[[OpGraph, int], float], *, repeats: int = 4, framework: str = "torch"
+) -> GuardNet:
+    """Log runs that take ``pattern`` times what the shipped weights say; returns the shipped predictor."""
+    net, generator = guardnet.load(), random.Random(0)
+    rows = [(graph, index) for index, graph in enumerate(graphs() * repeats)]
+    generator.shuffle(rows)
+    for graph, index in rows:
+        prediction = net.predict(graph, CPU)
+        step_s = prediction.step_time.median * pattern(graph, index) * math.exp(generator.gauss(0, 0.03))
+        decision_id = log.record_decision(
+            study="s", trial=index, graph=graph, device=CPU, action="launch", reason="", prediction=prediction, params={}
+        )
+        log.record_measurement(decision_id, measurement(int(prediction.peak_memory.median), step_s, framework))
+    return net
+
+
+def measurement(memory: int, step_s: float, framework: str = "torch") -> Measurement:
+    return Measurement("ok", "cpu", "Toy", memory, step_s, 120 * step_s, 100, "double", framework)
+
+
+def error(predictor: GuardNet, pattern: Callable[[OpGraph, int], float]) -> float:
+    """Mean |log(measured / predicted)| of the step times, without noise."""
+    shipped = guardnet.load()
+    found = []
+    for graph in graphs():
+        measured_s = shipped.predict(graph, CPU).step_time.median * pattern(graph, 0)
+        found.append(abs(math.log(measured_s / predictor.predict(graph, CPU).step_time.median)))
+    return sum(found) / len(found)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> MeasurementStore:
+    return MeasurementStore(tmp_path / "log.db")
+
+
+def test_weights_that_learn_a_pattern_are_promoted_and_taken_up_by_those_who_read_the_log(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    lessons = Lessons(net, log)
+    lessons.teach("cpu")
+    before = error(net, by_norm)
+    generation = OnlineTrainer(log).update()
+    assert generation is not None
+    assert generation.promoted
+    assert generation.metrics["recent time after"] < 0.8 * generation.metrics["recent time before"]
+    assert "promoted" in str(generation)
+    lessons.teach("cpu")
+    assert net.name == f"{net.lineage}+"
+    assert error(net, by_norm) < 0.7 * before
+    assert OnlineTrainer(log).update() is None  # nothing is new
+
+
+def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None:
+    net = fill(log, by_chance)
+    generation = OnlineTrainer(log).update()
+    assert generation is not None
+    assert not generation.promoted
+    assert log.promoted_weights(net.lineage) is None
+    assert [weights.state for weights in log.weights()] == ["rejected"]
+    assert log.weights_data(generation.weights_id) is None
+
+
+def test_a_promotion_is_rolled_back_to_the_one_before(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    first = OnlineTrainer(log).update()
+    fill(log, lambda graph, index: by_norm(graph, index) ** 2, repeats=6, framework="torch, a later one")
+    second = OnlineTrainer(log).update()
+    assert first is not None and first.promoted  # noqa: PT018
+    assert second is not None and second.promoted  # noqa: PT018
+    lessons = Lessons(net, log)
+    lessons.teach("cpu")
+    assert log.promoted_weights(net.lineage) == second.weights_id
+    assert log.roll_back_weights(second.weights_id) == first.weights_id
+    assert log.roll_back_weights(first.weights_id) is None
+    with pytest.raises(LogError, match="is rolled back"):
+        log.roll_back_weights(first.weights_id)
+    lessons.teach("cpu")
+    assert net.name == net.lineage
+    assert [weights.state for weights in log.weights()] == ["rolled back", "rolled back"]
+
+
+def test_what_is_learnt_of_one_device_leaves_the_others_as_they_were(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
+    before = [net.predict(graph, other) for graph in graphs()]
+    OnlineTrainer(log).update()
+    Lessons(net, log).teach("cpu")
+    after = [net.predict(graph, other) for graph in graphs()]
+    assert [one.step_time for one in before] == [one.step_time for one in after]
+    assert [one.peak_memory for one in before] == [one.peak_memory for one in after]
+
+
+def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
+    fill(log, by_norm, repeats=1)
+    assert OnlineTrainer(log, min_new=41).update() is None
+    assert OnlineTrainer(log, max_rows=10).update() is None
+    assert log.weights() == []
+
+
+def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: MeasurementStore) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
+        OnlineTrainer(log, predictor=ReplayPredictor)
+    with pytest.raises(ConfigurationError, match="min_new"):
+        OnlineTrainer(log, min_new=0)
+    fill(log, by_norm, repeats=1)
+    replay = ReplayPredictor()
+    Lessons(replay, log).teach("cpu")
+    assert len(replay.learnt) == 40
+
+
+@pytest.mark.parametrize("data", [b"", b"no weights", b"\xff" * 200])
+def test_promoted_weights_that_are_damaged_are_refused_once_and_the_old_stay(log: MeasurementStore, data: bytes) -> None:
+    net = fill(log, by_norm, repeats=1)
+    lessons = Lessons(net, log)
+    log.set_weights_state(log.record_weights(predictor=net.lineage, data=data or b"\0"), "promoted")
+    with pytest.warns(LogWarning, match="are not used"):
+        lessons.teach("cpu")
+    lessons.teach("cpu")  # said once
+    assert net.name == net.lineage
+
+
+def test_weights_of_another_lineage_are_not_looked_at(log: MeasurementStore) -> None:
+    net = fill(log, by_norm, repeats=1)
+    log.set_weights_state(log.record_weights(predictor="guardnet-0", data=b"x"), "promoted")
+    Lessons(net, log).teach("cpu")
+    assert net.name == net.lineage
+
+
+def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed() -> None:
+    guard = Guard(CPU, log=False)
+    workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
+
+    def launch(framework: str, factor: float) -> None:
+        decision = guard.decide(lambda: workload)
+        prediction = decision.verdict.prediction
+        assert isinstance(prediction, Prediction)
+        memory, step_s = int(prediction.peak_memory.median), prediction.step_time.median * factor
+        guard.learn(decision, measurement(memory, step_s, framework))
+
+    for _ in range(3):
+        launch("torch 2.13", 1.0)
+    with pytest.warns(DriftWarning, match=r"framework: torch 2\.13 is now torch 2\.14"):
+        launch("torch 2.14", 1.0)
+    with pytest.warns(MeasurementWarning, match="not believed"):
+        launch("torch 2.14", 5000.0)
+    guard.log.close()
+
+
+def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore) -> None:
+    assert log.lease(LEASE, "first", seconds=60)
+    assert not log.lease(LEASE, "second", seconds=60)
+    assert log.lease(LEASE, "first", seconds=0.2)  # renewed
+    time.sleep(0.3)
+    assert log.lease(LEASE, "second", seconds=60)
+    log.release(LEASE, "first")
+    assert not log.lease(LEASE, "first", seconds=60)
+    log.release(LEASE, "second")
+    assert log.lease(LEASE, "first", seconds=60)
+
+
+def test_a_lease_is_given_to_one_of_many_who_ask_at_once(postgres_url: str) -> None:
+    stores = [MeasurementStore(postgres_url) for _ in range(4)]
+    assert sum(store.lease(LEASE, str(index), seconds=60) for index, store in enumerate(stores)) == 1
+    for store in stores:
+        store.close()
+
+
+def test_the_process_beside_a_study_starts_when_there_is_enough_that_is_new(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    assert log.url is not None
+    process = LearnerProcess(log.url, "guardnet", every=2)
+    process.wake()
+    assert process._child is None
+    process.wake()
+    assert process._child is not None
+    assert process._child.wait(120) == 0
+    assert log.promoted_weights(net.lineage) is not None
+
+
+_PROMOTE_FOR_EVER = """
+import sys
+from perfguard import MeasurementStore
+store = MeasurementStore(sys.argv[1])
+parent = None
+print("open", flush=True)
+while True:
+    parent = store.record_weights(predictor="p", data=b"w" * 5000, parent_id=parent, metrics={"rows": 1})
+    store.set_weights_state(parent, "promoted")
+    print(parent, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    for round_ in range(8):  # a hundred kills of writers, promotions among them, are in store/test_faults.py
+        child = subprocess.Popen([sys.executable, "-c", _PROMOTE_FOR_EVER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(random.Random(round_).uniform(0.0, 0.1))
+        os.kill(child.pid, signal.SIGKILL)
+        acknowledged = child.stdout.read().split()
+        child.wait()
+        child.stdout.close()
+        with MeasurementStore(path) as store:
+            in_use = [weights for weights in store.weights("p") if weights.state == "promoted"]
+            assert len(in_use) <= 1
+            if acknowledged:
+                assert store.weights_data(str(store.promoted_weights("p"))) == b"w" * 5000
+
+
+def test_a_lesson_is_the_same_whoever_gives_it(log: MeasurementStore) -> None:
+    net = fill(log, by_norm)
+    OnlineTrainer(log).update()
+    Lessons(net, log).teach("cpu")
+    again = guardnet.load()
+    Lessons(again, log).teach("cpu")
+    ours, theirs = ([one.predict(graph, CPU).step_time for graph in graphs()[:5]] for one in (net, again))
+    assert ours == theirs
+
+
+def test_refining_learns_from_the_rows_of_all_devices() -> None:
+    net = guardnet.load()
+    other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
+
+    def rows(device: Device) -> Sequence[Observation]:
+        return [
+            Observation(graph, device, measurement(2**20, net.predict(graph, device).step_time.median), decision_id=f"{i:032x}")
+            for i, graph in enumerate(graphs())
+        ]
+
+    assert net.refine(rows(CPU)[:20]) is None
+    data = net.refine([*rows(CPU), *rows(other)])
+    assert data is not None
+    net.use_refinement(data)
+    assert net.name.endswith("+")
+    net.use_refinement(None)
+    assert net.name == net.lineage
