@@ -35,7 +35,7 @@ _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
 _FAR = math.log(5.0)
 """Nearer to its prediction than a factor of five, no reading is suspected."""
 _FAR_SIGMAS = 8.0
-"""Nor within so many standard deviations, of its own prediction or of the errors before it."""
+"""Nor within so many standard deviations."""
 _AGREE = math.log(1.5)
 """Two readings of the same step within this factor agree."""
 _RECENT, _ENOUGH = 8, 4
@@ -90,7 +90,7 @@ def weigh(observations: Sequence[Observation]) -> Evidence:
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        widening[target] = _widening(observations, target, believed)
+        widening[target] = _widening(observations, target)
         shifts |= _shifts(observations, target, believed, regimes)
     starts = sorted(shifts)
     for index, observation in enumerate(masked):
@@ -131,7 +131,6 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     recent: deque[int] = deque(maxlen=_RECENT)
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
-    accepted: list[int] = []
     for index, observation in enumerate(observations):
         reason = _impossible(observation, target)
         if reason is not None:
@@ -144,17 +143,16 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         if observation.measurement.status != "ok" or estimate is None:
             continue
         scores[index] = score = math.log(value / estimate.median)
-        usual = statistics.median([abs(scores[other]) for other in accepted[-_SETTLED:]]) if accepted else 0.0
-        if abs(score) <= max(_FAR, _FAR_SIGMAS * max(estimate.log_sigma, 1.4826 * usual)):
-            accepted.append(index)
+        if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
             continue
         suspects[index] = _far_off(estimate, value, target)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
         released = [*agreeing, index] if agreeing else []
         if sum(other in suspects for other in recent) >= _ENOUGH:
-            released = [other for other in recent if other in suspects]
-        accepted += [other for other in released if suspects.pop(other, None)]
+            released = list(recent)
+        for other in released:
+            suspects.pop(other, None)
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
@@ -200,11 +198,12 @@ def _z(observation: Observation, target: Target) -> float | None:
     return math.log(value / estimate.median) / estimate.log_sigma
 
 
-def _widening(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> float:
+def _widening(observations: Sequence[Observation], target: Target) -> float:
+    """A suspect counts as a miss, for it may be right; what cannot be does not count."""
     log_width = 0.0
-    for index in believed:
-        z = _z(observations[index], target)
-        if z is not None:
+    for observation in observations:
+        z = _z(observation, target)
+        if z is not None and _impossible(observation, target) is None:
             log_width += _GAMMA * ((abs(z) > _Z) - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
     return math.exp(log_width)
