@@ -11,7 +11,9 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    sum of z - k, with k one half (Page 1954).
 3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
-   the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does.
+   the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does. A miss is judged by
+   the width that the runs before it in the log come to, which is the one it was launched with if runs follow each other; where
+   many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -81,8 +83,14 @@ class Evidence:
     """What the standard deviation of the next prediction is to be multiplied by."""
 
 
-def weigh(observations: Sequence[Observation]) -> Evidence:
-    """What ``observations``, the runs of one device from the oldest to the newest, come to."""
+def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Evidence:
+    """What ``observations``, the runs of one device from the oldest to the newest, come to.
+
+    Args:
+        observations: all on one device.
+        predictor: whose intervals are to hold, name and version; what others had predicted says nothing of them, nor of drift.
+            Empty: whoever's.
+    """
     conditions, drifts = _conditions(observations)
     quarantined: list[Quarantined] = []
     widening: dict[Target, float] = {}
@@ -93,9 +101,11 @@ def weigh(observations: Sequence[Observation]) -> Evidence:
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        widening[target] = _widening(observations, target)
+        own = [index for index in range(len(observations)) if _is_of(observations[index], predictor)]
+        widening[target] = _widening([observations[index] for index in own], target)
         for number in set(conditions):
-            shifts |= _shifts(observations, target, [index for index in believed if conditions[index] == number])
+            of_number = [index for index in own if conditions[index] == number]
+            shifts |= _shifts(observations, target, sorted({*believed}.intersection(of_number)))
     starts = sorted(shifts)
     regimes = _numbered_by_last(
         [
@@ -210,6 +220,11 @@ def _without(observation: Observation, target: Target) -> Observation:
     return replace(observation, measurement=replace(measurement, step_time_s=None))
 
 
+def _is_of(observation: Observation, predictor: str) -> bool:
+    """Whether ``predictor`` had predicted it, refined ("+") or not."""
+    return not (predictor and observation.predicted_by) or observation.predicted_by.rstrip("+") == predictor.rstrip("+")
+
+
 def _z(observation: Observation, target: Target) -> float | None:
     """How far a complete run was from its prediction; None if there is nothing to compare."""
     value, estimate = observation.measured(target), observation.predicted.get(target)
@@ -224,7 +239,8 @@ def _widening(observations: Sequence[Observation], target: Target) -> float:
     for observation in observations:
         z = _z(observation, target)
         if z is not None and _impossible(observation, target) is None:
-            log_width += _GAMMA * ((abs(z) > _Z) - (1 - COVERAGE))
+            width = math.exp(log_width) / observation.widening.get(target, 1.0)
+            log_width += _GAMMA * ((abs(z) > _Z * width) - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
     return math.exp(log_width)
 

@@ -62,11 +62,14 @@ class Lessons:
         """Teach what the log holds of a device; if there are new weights, of every device that was taught before, too."""
         others = self._taught - {device_id} if self._take_promoted() else set()
         for other in others:
-            self._predictor.fine_tune(weigh(self._log.observations(other)).observations)
-        evidence = weigh(self._log.observations(device_id))
+            self._predictor.fine_tune(self._weighed(other).observations)
+        evidence = self._weighed(device_id)
         self._predictor.fine_tune(evidence.observations)
         self._taught.add(device_id)
         return evidence
+
+    def _weighed(self, device_id: str) -> Evidence:
+        return weigh(self._log.observations(device_id), predictor=self._predictor.name)
 
     def _take_promoted(self) -> bool:
         """Whether the weights are others now."""
@@ -161,7 +164,9 @@ class OnlineTrainer:
         generations = self._log.weights(self._lineage)
         # When one was rolled back counts too: the runs that it was made of would bring it back at once.
         since_ns = max((_as_ns(weights.state_changed_at.timestamp()) for weights in generations), default=0)
-        by_device = {device_id: weigh(self._rows(device_id)).observations for device_id in self._log.device_ids()}
+        by_device = {
+            device_id: weigh(self._rows(device_id), predictor=self._lineage).observations for device_id in self._log.device_ids()
+        }
         num_new = sum(row.recorded_at_ns > since_ns for rows in by_device.values() for row in rows)
         if num_new < self._min_new:
             return None

@@ -89,6 +89,8 @@ class Prediction:
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
     """What the trace could not account for, in words."""
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """What :meth:`widened` has done to the standard deviations already; empty: nothing."""
 
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""
@@ -99,6 +101,7 @@ class Prediction:
         memory, time = factors.get("memory", 1.0), factors.get("time", 1.0)
         return replace(
             self,
+            widening={target: self.widening.get(target, 1.0) * factors.get(target, 1.0) for target in TARGETS},
             peak_memory=replace(self.peak_memory, log_sigma=self.peak_memory.log_sigma * memory),
             step_time=replace(self.step_time, log_sigma=self.step_time.log_sigma * time),
             total_time=self.total_time and replace(self.total_time, log_sigma=self.total_time.log_sigma * time),
@@ -114,6 +117,10 @@ class Observation:
     measurement: Measurement
     predicted: Mapping[Target, Estimate] = field(default_factory=dict)
     """What had been predicted of it, before it ran; empty: nothing is known of that."""
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """By what the standard deviations of ``predicted`` had been widened, see :meth:`Prediction.widened`; empty: by nothing."""
+    predicted_by: str = ""
+    """The predictor that ``predicted``: name and version; empty: nobody knows."""
     regime: int = 0
     """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
     has the highest. See :func:`perfguard.evidence.weigh`."""

@@ -52,7 +52,9 @@ def _to_2(op: Operations) -> None:
 
 
 def _to_3(op: Operations) -> None:
-    """Leases, so that one process at a time learns for all."""
+    """Leases, so that one process at a time learns for all, and by what a decision's intervals had been widened."""
+    for name in ("peak_memory_widening", "step_time_widening"):
+        op.add_column("decisions", Column(name, Double))
     op.create_table(
         "leases",
         Column("name", Text, primary_key=True),

@@ -62,6 +62,9 @@ decisions = Table(
     Column("step_time_log_sigma", Double),
     Column("total_time_median_s", Double),
     Column("total_time_log_sigma", Double),
+    # Since schema 3.
+    Column("peak_memory_widening", Double),
+    Column("step_time_widening", Double),
 )
 measurements = Table(
     "measurements",
@@ -193,6 +196,8 @@ def decision_entry(prediction: Prediction | None, params: Mapping[str, Any], **c
             "step_time_log_sigma": prediction.step_time.log_sigma,
             "total_time_median_s": None if total is None else total.median,
             "total_time_log_sigma": None if total is None else total.log_sigma,
+            "peak_memory_widening": prediction.widening.get("memory"),
+            "step_time_widening": prediction.widening.get("time"),
         }
     return Entry("decisions", {name: _plain(value) for name, value in row.items()})
 
@@ -258,7 +263,8 @@ def select_observations_from(decision_id: str, device_id: str | None, limit: int
 def _observed() -> Select[Any]:
     """What a predictor can learn from. A run that was out of memory tells a lower bound; a measurement on another device than the
     one that was decided for teaches nothing about either."""
-    predicted = [column for column in decisions.c if column.name.endswith(("_median_bytes", "_median_s", "_log_sigma"))]
+    ends = ("_median_bytes", "_median_s", "_log_sigma", "_widening")
+    predicted = [column for column in decisions.c if column.name.endswith(ends) or column.name == "predictor"]
     return (
         select(decisions.c.graph_hash, devices.c.data.label("device"), *measurements.c, *predicted)
         .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
@@ -325,6 +331,12 @@ def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:
         "memory": Estimate(row.peak_memory_median_bytes, row.peak_memory_log_sigma),
         "time": Estimate(row.step_time_median_s, row.step_time_log_sigma),
     }
+
+
+def widening_from_row(row: Row[Any]) -> dict[Target, float]:
+    """By what the intervals of that prediction had been widened; empty before schema 3, when none was."""
+    found: dict[Target, float | None] = {"memory": row.peak_memory_widening, "time": row.step_time_widening}
+    return {target: factor for target, factor in found.items() if factor}
 
 
 def _content_hash(data: str) -> str:

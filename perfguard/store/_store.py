@@ -754,6 +754,8 @@ class MeasurementStore:
                 schema.device_from_json(row.device),
                 schema.measurement_from_row(row),
                 schema.predicted_from_row(row),
+                schema.widening_from_row(row),
+                row.predictor or "",
                 decision_id=row.decision_id,
                 recorded_at_ns=row.recorded_at_ns,
             )

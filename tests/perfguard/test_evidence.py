@@ -182,6 +182,24 @@ def test_intervals_hold_within_four_points_where_the_scatter_doubles() -> None:
     assert max(shares) <= 0.94
 
 
+def test_runs_at_the_same_time_widen_no_more_than_one_after_the_other() -> None:
+    widening = weigh([run(time=1.5, graph=index) for index in range(64)]).widening["time"]
+    assert math.log(1.5) / (1.645 * 0.1) == pytest.approx(widening, rel=0.25)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.15])
+def test_a_log_from_before_intervals_were_widened_gives_the_width_that_holds(sigma: float) -> None:
+    assert weigh(runs(500, sigma=sigma)).widening["memory"] == pytest.approx(sigma / 0.1, rel=0.4)
+
+
+def test_what_another_predictor_had_predicted_says_nothing_of_intervals() -> None:
+    wrong = [replace(one, predicted_by="roofline-1") for one in runs(100, time=3.0)]
+    evidence = weigh([*wrong, *(replace(one, predicted_by="guardnet-1+") for one in runs(5, seed=1))], predictor="guardnet-1")
+    assert evidence.widening["time"] == pytest.approx(1.0, abs=0.3)
+    assert evidence.drifts == ()
+    assert weigh(wrong).widening["time"] > 5.0
+
+
 def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[float]]:
     """Whether each run was inside of the 90% interval that had been issued for it, the predictor believing in 0.1; and the
     logarithms of what its width had been multiplied by."""
@@ -194,5 +212,5 @@ def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[floa
         error = generator.gauss(0, sigma)
         covered.append(abs(error) <= 1.6448536 * 0.1 * width)
         one = run(time=math.exp(error), graph=index)
-        observations.append(replace(one, predicted={"time": Estimate(0.1, 0.1 * width)}))
+        observations.append(replace(one, predicted={"time": Estimate(0.1, 0.1 * width)}, widening={"time": width}))
     return covered, log_widths
