@@ -5,7 +5,7 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
 
 1. A reading that cannot be (a step longer than its trial, more memory than the device has) is quarantined: never learnt, always
    listed. So is one that is far from its prediction, until others agree with it: the same step measured again, or four suspects
-   among eight readings, because then it is the prediction that is wrong.
+   among eight readings (in a row, or in a row of steps of one kind), because then it is the prediction that is wrong.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
    sum of z - k, with k one half (Page 1954).
@@ -22,12 +22,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from perfguard.predictor import TARGETS, Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
 
 COVERAGE = 0.9
 _Z = 1.6448536269514722
@@ -158,7 +162,9 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     """Indices of the readings that count, in order, and why others do not."""
     refused: dict[int, str] = {}
     suspects: dict[int, str] = {}
-    recent: deque[int] = deque(maxlen=_RECENT)
+    far: set[int] = set()
+    counted: list[int] = []
+    kinds: dict[int, Hashable] = {}
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
     for index, observation in enumerate(observations):
@@ -168,24 +174,35 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         value = observation.measured(target)
         if value is None or reason is not None:
             continue
-        recent.append(index)
+        counted.append(index)
         estimate = observation.predicted.get(target)
         if observation.measurement.status != "ok" or estimate is None:
             continue
         scores[index] = score = math.log(value / estimate.median)
         if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
             continue
+        far.add(index)
         suspects[index] = _far_off(estimate, value, target)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
         released = [*agreeing, index] if agreeing else []
-        if sum(other in suspects for other in recent) >= _ENOUGH:
-            released = list(recent)
+        for other in counted:
+            if other not in kinds:
+                kinds[other] = _kind_of(observations[other].graph)
+        alike = [other for other in counted if kinds[other] == kinds[index]]
+        for recent in (counted[-_RECENT:], alike[-_RECENT:]):
+            if sum(other in far for other in recent) >= _ENOUGH:  # those that were released count too
+                released += recent
         for other in released:
             suspects.pop(other, None)
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
+
+
+def _kind_of(graph: OpGraph) -> Hashable:
+    """Equal for steps that one mistake of a predictor would concern alike."""
+    return graph.mode, graph.precision, graph.options, frozenset(op.kind for op in graph.ops)
 
 
 def _impossible(observation: Observation, target: Target) -> str | None:

@@ -75,6 +75,15 @@ def test_where_many_are_far_off_it_is_the_prediction_that_is_wrong() -> None:
     three = [run(time=50.0 + index, graph=index) for index in range(3)]
     assert len(weigh(three).quarantined) == 3
     assert not weigh([*three, run(time=49.0, graph=9)]).quarantined
+    assert not weigh([*three, run(time=49.0, graph=9), run(time=51.0, graph=10)]).quarantined
+
+
+def test_a_kind_of_step_that_is_always_far_off_is_learnt_though_others_are_not() -> None:
+    compiled = [run(time=6.0, graph=9000 + index) for index in range(10)]
+    compiled = [replace(one, graph=replace(one.graph, options=("compiled",))) for one in compiled]
+    others = runs(90)
+    evidence = weigh([one for index, last in enumerate(compiled) for one in (*others[9 * index : 9 * index + 9], last)])
+    assert not evidence.quarantined
 
 
 def test_a_run_that_was_out_of_memory_is_no_reading_of_time_and_is_kept() -> None:
