@@ -202,7 +202,7 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
 
 def _kind_of(graph: OpGraph) -> Hashable:
     """Equal for steps that one mistake of a predictor would concern alike."""
-    return graph.mode, graph.precision, graph.options, frozenset(op.kind for op in graph.ops)
+    return graph.mode, graph.precision, graph.options, graph.kinds
 
 
 def _impossible(observation: Observation, target: Target) -> str | None:

@@ -251,6 +251,11 @@ class OpGraph:
             raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
 
     @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Of its operators."""
+        return frozenset(op.kind for op in self.ops)
+
+    @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the graph's content, hexadecimal."""
         return hashlib.sha256(self._to_json()).hexdigest()

@@ -177,6 +177,11 @@ class MeasurementStore:
         query = select(schema.measurements.c.device_id).distinct().where(schema.measurements.c.device_id.is_not(None))
         return self._read(query, lambda _, row: str(row.device_id))
 
+    def num_measured(self, *, since_ns: int) -> int:
+        """How many measurements came into the log after that time, in nanoseconds since 1970; 0 if it cannot be read now."""
+        query = select(func.count()).where(schema.measurements.c.recorded_at_ns > since_ns)
+        return next(iter(self._read(query, lambda _, row: int(row[0]))), 0)
+
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
         """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
 

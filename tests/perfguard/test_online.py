@@ -163,6 +163,14 @@ def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
     assert log.weights() == []
 
 
+def test_without_anything_new_no_run_is_read(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(log, by_norm)
+    trainer = OnlineTrainer(log)
+    assert trainer.update() is not None
+    monkeypatch.setattr(log, "observations", lambda *_: pytest.fail("read"))
+    assert trainer.update() is None
+
+
 def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
         OnlineTrainer(log, predictor=ReplayPredictor)
