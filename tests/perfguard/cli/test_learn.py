@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,8 @@ def test_a_service_waits_while_the_database_is_away(postgres_url: str) -> None:
 
 def test_quarantine_lists_what_is_not_believed(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MeasurementStore(log) as store:
-        for changes in ({}, {"step_time_s": float("nan")}, {"total_time_s": float("inf")}):
+        readings: list[dict[str, Any]] = [{}, {"step_time_s": float("nan")}, {"total_time_s": float("inf")}]
+        for changes in readings:
             decision_id = record(store, graph=make_graph(), device=DEVICE, prediction=PREDICTION)
             store.record_measurement(decision_id, replace(MEASUREMENT, **changes))
     assert main(["log", "quarantine"]) == 0
