@@ -327,9 +327,8 @@ class MeasurementStore:
             if row is None:
                 raise LogError(f"The measurement log {self._name} has no candidate {weights_id!r}.")
             in_use = table.c.predictor == row.predictor, table.c.state == "promoted"
-            is_unchanged = list(connection.execute(select(table.c.weights_id).where(*in_use)).scalars()) == (
-                [] if row.parent_id is None else [row.parent_id]
-            )
+            newest = select(table.c.weights_id).where(*in_use).order_by(table.c.state_changed_at_ns.desc()).limit(1)
+            is_unchanged = bool(connection.execute(newest).scalar() == row.parent_id)  # an import may have brought older ones
             changed = update(table).values(state_changed_at_ns=now_ns)
             if is_unchanged:
                 connection.execute(changed.where(*in_use).values(state="superseded"))

@@ -22,6 +22,7 @@ from torch import nn
 from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
 from perfguard.online import LEASE, LearnerProcess, Lessons, OnlineTrainer
+from perfguard.store import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import ReplayPredictor
@@ -346,6 +347,17 @@ def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: Meas
     assert [weights.state for weights in log.weights("p")] == ["rolled back", "rejected", "rejected"]
     with pytest.raises(LogError, match="no candidate"):
         log.promote_candidate(child)
+
+
+def test_weights_in_use_elsewhere_that_an_import_brought_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
+    with MeasurementStore(tmp_path / "elsewhere.db") as elsewhere:
+        assert elsewhere.promote_candidate(elsewhere.record_weights(predictor="p", data=b"theirs"))
+        export_log(elsewhere, tmp_path / "export")
+    assert log.promote_candidate(log.record_weights(predictor="p", data=b"ours"))
+    import_log(log, tmp_path / "export")
+    child = log.record_weights(predictor="p", data=b"child", parent_id=log.promoted_weights("p"))
+    assert log.promote_candidate(child)
+    assert [weights.weights_id for weights in log.weights("p") if weights.state == "promoted"] == [child]
 
 
 def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
