@@ -87,7 +87,7 @@ def export_log(store: MeasurementStore, folder: str | Path, *, format: Format = 
 
 
 def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
-    """Add the rows of an export to the log.
+    """Add the rows of an export to the log. Weights that were in use there are "superseded" here: nobody's weights change by it.
 
     Returns:
         How many rows of each table were new.
@@ -106,10 +106,14 @@ def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
         counts[name] = 0
         if not path.exists():
             continue  # a table that came with a later schema
-        entries = (Entry(name, row) for row in _checked(path, table, read(path, table)))
+        entries = (Entry(name, _out_of_use(row)) for row in _checked(path, table, read(path, table)))
         while chunk := list(islice(entries, _ROWS_AT_ONCE)):
             counts[name] += store.insert(chunk)
     return counts
+
+
+def _out_of_use(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"state": "superseded"} if row.get("state") == "promoted" else row
 
 
 def _format_of(folder: Path) -> Format:

@@ -241,3 +241,14 @@ def test_a_parquet_file_that_is_none_is_named(store: MeasurementStore, tmp_path:
     (tmp_path / "out" / "decisions.parquet").write_bytes(b"PAR1 nonsense PAR1")
     with MeasurementStore(":memory:") as copy, pytest.raises(LogError, match=r"decisions\.parquet is not what an export"):
         import_log(copy, tmp_path / "out")
+
+
+def test_weights_of_another_log_do_not_come_into_use(tmp_path: Path) -> None:
+    with MeasurementStore(tmp_path / "theirs.db") as theirs, MeasurementStore(tmp_path / "ours.db") as ours:
+        theirs.set_weights_state(theirs.record_weights(predictor="p", data=b"theirs"), "promoted")
+        mine = ours.record_weights(predictor="p", data=b"ours")
+        ours.set_weights_state(mine, "promoted")
+        export_log(theirs, tmp_path / "out")
+        import_log(ours, tmp_path / "out")
+        assert ours.promoted_weights("p") == mine
+        assert sorted(weights.state for weights in ours.weights()) == ["promoted", "superseded"]
