@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,16 +133,75 @@ def test_constants_of_the_space_reach_build() -> None:
     assert seen[-1] == {"width": SMALL, "epochs": 3, "data": {"path": "here"}}
 
 
-def test_what_does_not_fit_is_an_error_first_and_then_scores_as_the_worst_that_ran() -> None:
+def test_what_does_not_fit_scores_as_the_worst_that_ran_as_soon_as_there_is_one() -> None:
     searcher = ListSearcher([LARGE, SMALL, 16, 2048, 32])
     search = guarded(searcher)
     search.suggest("a")
-    assert searcher.told == {LARGE: "error"}
     search.suggest("b")
+    assert searcher.told == {}
     search.on_trial_complete("a", {"loss": 0.7})
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7}
     search.on_trial_complete("b", {"loss": 0.3})
     search.suggest("c")
-    assert searcher.told == {LARGE: "error", SMALL: 0.7, 16: 0.3, 2048: 0.7}
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7, 16: 0.3, 2048: 0.7}
+
+
+class Waiting(ListSearcher):
+    """Proposes two widths, then waits for the results of both, as BayesOptSearch does in its random phase."""
+
+    def suggest(self, trial_id: str) -> Any:
+        return None if len(self.suggested) - len(self.told) >= 2 else super().suggest(trial_id)
+
+
+def test_a_searcher_that_waits_for_what_does_not_fit_is_told_an_error_when_nothing_runs() -> None:
+    searcher = Waiting([LARGE, 2048, SMALL])
+    assert guarded(searcher).suggest("a") == {"width": SMALL}
+    assert searcher.told == {LARGE: "error", 2048: "error"}
+
+
+def test_a_searcher_that_waits_for_a_result_gets_it_from_what_runs() -> None:
+    searcher = Waiting([SMALL, LARGE, 16])
+    search = guarded(searcher)
+    search.suggest("a")
+    assert search.suggest("b") is None
+    assert searcher.told == {}
+    search.on_trial_complete("a", {"loss": 0.7})
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7}
+    assert search.suggest("b") == {"width": 16}
+
+
+def test_a_searcher_that_waits_for_ever_because_nothing_fits_ends_and_says_so() -> None:
+    class WaitingForEver(Waiting):
+        def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+            if not error:
+                super().on_trial_complete(trial_id, result)
+
+    with pytest.warns(NothingFeasibleWarning, match="WaitingForEver waits for the results of proposals none of which fits"):
+        assert guarded(WaitingForEver([LARGE, 2048, SMALL])).suggest("a") == Searcher.FINISHED
+
+
+def test_a_limiter_of_a_batch_is_not_blocked_by_what_does_not_fit() -> None:
+    searcher = ListSearcher([LARGE, SMALL, 2048, 16, 32])
+    search = guarded(ConcurrencyLimiter(searcher, max_concurrent=2, batch=True))
+    assert [search.suggest(name) for name in "abc"] == [{"width": SMALL}, {"width": 16}, None]
+    search.on_trial_complete("a", {"loss": 0.7})
+    assert search.suggest("c") is None, "the batch is not complete"
+    search.on_trial_complete("b", {"loss": 0.3})
+    assert searcher.told == {LARGE: 0.7, 2048: 0.7, SMALL: 0.7, 16: 0.3}
+    assert search.suggest("c") == {"width": 32}
+
+
+@pytest.mark.parametrize(
+    ("stub", "message"),
+    [
+        ("sys.modules['ray'] = None", "perfguard_ray needs Ray Tune: pip install 'perfguard\\[ray\\]'"),
+        ("import ray; ray.__version__ = '2.9.3'", "perfguard_ray needs Ray 2.43 or newer, but 2.9.3 is installed"),
+    ],
+)
+def test_without_ray_or_with_an_older_one_the_import_says_what_to_install(stub: str, message: str) -> None:
+    code = f"import sys; {stub}\ntry:\n    import perfguard_ray\nexcept ImportError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(message, done.stdout), done.stdout
 
 
 def test_optuna_is_told_a_pruned_trial_and_how_far_each_one_is_from_feasible() -> None:
@@ -258,6 +320,73 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
     rows = search.ledger.guard.log.decisions()
     assert [row.action for row in rows].count("launch") == 5
     assert "prune" in {row.action for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_hyperopt_searches_a_real_run_and_learns_from_what_was_turned_down(tmp_path: Path) -> None:
+    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=3)
+    search = guarded(searcher)
+    results = make_tuner(search, tmp_path, {"width": WIDTHS, "lr": tune.loguniform(1e-4, 1e-1)}, 8, max_concurrent_trials=2).fit()
+    assert results.num_errors == 0
+    assert len(results) == 8
+    assert set(widths_of(results)) <= {SMALL, 16}
+    actions = [row.action for row in search.ledger.guard.log.decisions()]
+    assert (actions.count("launch"), actions.count("prune")) == (8, search.ledger.num_rejected)
+    outcomes = [trial["result"] for trial in searcher._hpopt_trials.trials]
+    assert [outcome["status"] for outcome in outcomes] == ["ok"] * len(actions), "each proposal has a score"
+    assert search.ledger.num_rejected > 0
+
+
+def build_rounded(config: Mapping[str, Any]) -> Workload:
+    return build({"width": round(config["width"])})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_bayesopt_whose_first_proposals_do_not_fit_gets_out_of_its_random_phase(tmp_path: Path) -> None:
+    pytest.importorskip("bayes_opt", reason="bayesian-optimization 1.4 is not installed")
+    from ray.tune.search.bayesopt import BayesOptSearch
+
+    searcher: Any = BayesOptSearch(random_search_steps=5, random_state=0, patience=50)
+    search = guarded(searcher, build=build_rounded)
+    results = make_tuner(search, tmp_path, {"width": tune.uniform(1, 3000)}, 8).fit()
+    assert results.num_errors == 0
+    assert len(results) == 8
+    assert search.ledger.num_rejected > 0
+    assert len(searcher.optimizer.res) == len(search.ledger.guard.log.decisions()) > 8
+
+
+def train_repaired(config: dict[str, Any]) -> None:
+    """Trains with what the guard says, and reports which batch it used."""
+    repair = perfguard_ray.repair_of(config)
+    batch_size = repair.micro_batch_size or config["width"]
+    with perfguard_ray.measure():
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(repair.accumulation):
+            (model(torch.ones(batch_size, 64)).mean() / repair.accumulation).backward()
+        optimizer.step()
+        tune.report({"loss": 0.0, "batch_size": batch_size, "passes": repair.accumulation})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("kind", ["searcher", "generator"])
+def test_what_is_repaired_reaches_the_training_function_and_the_log(kind: str, tmp_path: Path) -> None:
+    options = {"build": build_batch, "memory_budget": "160KiB", "on_violation": "repair", "log": str(tmp_path / "log.db")}
+    widths = [256, SMALL]
+    search: Any = guarded(ListSearcher(widths), **options) if kind == "searcher" else guarded_generator(**options)
+    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
+    results = make_tuner(search, tmp_path, space, 2 if kind == "searcher" else 1, trainable=train_repaired).fit()
+    assert results.num_errors == 0
+    metrics = {result.config["width"]: result.metrics for result in results}
+    assert metrics[256]["batch_size"] * metrics[256]["passes"] == 256
+    assert metrics[256]["passes"] > 1
+    assert (metrics[SMALL]["batch_size"], metrics[SMALL]["passes"]) == (SMALL, 1)
+    logged = {row.params["width"]: row for row in search.ledger.guard.log.decisions()}
+    assert {width: (row.action, row.status) for width, row in logged.items()} == {256: ("repair", "ok"), SMALL: ("launch", "ok")}
+    assert f"micro-batch {metrics[256]['batch_size']} accumulated {metrics[256]['passes']} times" in logged[256].reason
 
 
 @pytest.mark.slow
