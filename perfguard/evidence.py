@@ -35,6 +35,7 @@ _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
 _FAR = math.log(5.0)
 """Nearer to its prediction than a factor of five, no reading is suspected."""
 _FAR_SIGMAS = 8.0
+"""Nor within so many standard deviations."""
 _AGREE = math.log(1.5)
 """Two readings of the same step within this factor agree."""
 _RECENT, _ENOUGH = 8, 4
@@ -89,7 +90,7 @@ def weigh(observations: Sequence[Observation]) -> Evidence:
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        widening[target] = _widening(observations, target, believed)
+        widening[target] = _widening(observations, target)
         shifts |= _shifts(observations, target, believed, regimes)
     starts = sorted(shifts)
     for index, observation in enumerate(masked):
@@ -147,12 +148,11 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         suspects[index] = _far_off(estimate, value, target)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
-        if agreeing:
-            for other in (*agreeing, index):
-                suspects.pop(other, None)
+        released = [*agreeing, index] if agreeing else []
         if sum(other in suspects for other in recent) >= _ENOUGH:
-            for other in recent:
-                suspects.pop(other, None)
+            released = list(recent)
+        for other in released:
+            suspects.pop(other, None)
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
@@ -198,11 +198,12 @@ def _z(observation: Observation, target: Target) -> float | None:
     return math.log(value / estimate.median) / estimate.log_sigma
 
 
-def _widening(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> float:
+def _widening(observations: Sequence[Observation], target: Target) -> float:
+    """A suspect counts as a miss, for it may be right; what cannot be does not count."""
     log_width = 0.0
-    for index in believed:
-        z = _z(observations[index], target)
-        if z is not None:
+    for observation in observations:
+        z = _z(observation, target)
+        if z is not None and _impossible(observation, target) is None:
             log_width += _GAMMA * ((abs(z) > _Z) - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
     return math.exp(log_width)
@@ -234,6 +235,7 @@ def _shifts(
             since = stretch[begun["up" if up > down else "down"] :]
             found[since[0][0]] = _shifted(observations, target, [other for other, _ in since])
             stretch, up, down = since, 0.0, 0.0
+            begun = {"up": len(stretch), "down": len(stretch)}
     return found
 
 

@@ -9,6 +9,7 @@ PerfGuardError
 │   └── OnnxError                      an ONNX file that is damaged, refused, or leaves sizes open
 ├── PredictorError                     no such predictor, or weights that are refused
 ├── TableError                         a table of measured runs, or a row of it, that cannot be used
+├── MeasuringError                     the device cannot be measured on: missing, lost, or no process can be started
 └── LogError                           the measurement log
     ├── LogCorruptError                not a PerfGuard log, or a damaged one
     ├── LogVersionError                written by a newer PerfGuard
@@ -75,6 +76,10 @@ class PredictorError(PerfGuardError):
 
 class TableError(PerfGuardError):
     """A table of measured runs, or a row of it, that cannot be used."""
+
+
+class MeasuringError(PerfGuardError):
+    """The device cannot be measured on: it is missing or lost, or no process can be started on it."""
 
 
 class LogError(PerfGuardError):

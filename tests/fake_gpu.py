@@ -12,14 +12,21 @@ from typing import Any
 
 MiB = 2**20
 PID = 4242
-NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST, UNINITIALIZED = 3, 4, 6, 15, 1
+NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, TIMEOUT, GPU_IS_LOST, UNINITIALIZED = 3, 4, 6, 10, 15, 1
 
 
 class FakeNvmlError(Exception):
     """With a code, as pynvml.NVMLError has it."""
 
     def __init__(self, value: int) -> None:
-        names = {3: "Not Supported", 4: "Insufficient Permissions", 6: "Not Found", 15: "GPU is lost", 1: "Uninitialized"}
+        names = {
+            3: "Not Supported",
+            4: "Insufficient Permissions",
+            6: "Not Found",
+            10: "Timeout",
+            15: "GPU is lost",
+            1: "Uninitialized",
+        }
         super().__init__(names[value])
         self.value = value
 
@@ -44,6 +51,11 @@ class FakeGpu:
     sm_mhz: int = 1400
     reasons: int = 0x1
     lost: bool = False
+    memory_errors: int = 0
+    xids: list[int] = field(default_factory=list)
+    """Events that nobody has fetched yet."""
+    share: float = 1.0
+    """Of the memory that this process may take."""
     capturing: bool = False
     """Whether a CUDA graph is being recorded."""
     initialized: bool = False
@@ -171,6 +183,28 @@ class FakeNvml:
         self._called("nvmlDeviceGetCurrentClocksThrottleReasons")
         return self.gpu.reasons
 
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, counter: int) -> int:
+        self._called("nvmlDeviceGetTotalEccErrors")
+        assert (kind, counter) == (1, 0), "uncorrected errors since the driver was loaded"
+        return self.gpu.memory_errors
+
+    def nvmlEventSetCreate(self) -> Any:
+        self._called("nvmlEventSetCreate")
+        return object()
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, kinds: int, events: Any) -> None:
+        self._called("nvmlDeviceRegisterEvents")
+        assert kinds == 8, "critical Xid events"
+
+    def nvmlEventSetWait_v2(self, events: Any, timeout_ms: int) -> Any:
+        self._called("nvmlEventSetWait_v2")
+        if not self.gpu.xids:
+            raise FakeNvmlError(TIMEOUT)
+        return SimpleNamespace(eventData=self.gpu.xids.pop(0))
+
+    def nvmlEventSetFree(self, events: Any) -> None:
+        self._called("nvmlEventSetFree")
+
     def _called(self, name: str, *, session: bool = True) -> None:
         self.calls.append(name)
         if session and self.sessions < 1:
@@ -267,5 +301,15 @@ class FakeCuda:
     def mem_get_info(self, device: int) -> tuple[int, int]:
         return self.gpu.total_bytes - self.gpu.used_bytes, self.gpu.total_bytes
 
+    def memory_allocated(self) -> int:
+        return self.gpu.allocated
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        self.gpu.share = fraction
+
+    def synchronize(self) -> None:
+        self.gpu.now_s = max(self.gpu.now_s, self.gpu.busy_until_s)
+
     def get_device_properties(self, device: int) -> Any:
-        return SimpleNamespace(uuid=self.gpu.uuid, pci_bus_id=self.gpu.bus, pci_domain_id=0, pci_device_id=0)
+        total = self.gpu.total_bytes
+        return SimpleNamespace(total_memory=total, uuid=self.gpu.uuid, pci_bus_id=self.gpu.bus, pci_domain_id=0, pci_device_id=0)

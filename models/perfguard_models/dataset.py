@@ -32,8 +32,8 @@ from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
 """What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
-WORKLOADS = ("workload",)
-ALL_TABLES = ("workload", "transformer", "perceptron", "operator")
+WORKLOADS = ("workload", "collected")
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected")
 """Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
 
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     """One measured run, as a predictor meets it."""
 
     table: str
-    """Kind of the table: "workload", "operator", "transformer" or "perceptron"."""
+    """Kind of the table: "workload", "operator", "transformer", "perceptron" or "collected"."""
     source: str
     family: str
     model: str
@@ -216,7 +216,7 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
         structure=f"{row.structure} {row.framework}",
         batch_size=row.batch_size,
         labels={name: value for name, value in labels.items() if value is not None} if fits else {},
-        capacity_bytes=resolve_device(row.gpu).memory_bytes,
+        capacity_bytes=int(row.capacity_bytes or resolve_device(row.gpu).memory_bytes),
         fits=fits,
         view=arrays,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
+from perfguard.cli._collect import add_arguments as add_collect_arguments
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
 from perfguard.cli._log import run_log_command
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perfguard.cli._evaluate import evaluate_table
 
             evaluate_table(arguments)
+        elif arguments.command == "collect":
+            from perfguard.cli._collect import collect_rows
+
+            collect_rows(arguments)
         elif arguments.command == "gpus":
             from perfguard.cli._gpus import show_gpus
 
@@ -93,6 +98,8 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     evaluate.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
     evaluate.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
     evaluate.add_argument("--json", metavar="FILE.json", help="write the report as data")
+
+    add_collect_arguments(commands.add_parser("collect", help="rows of one's own: networks run and measured on this machine"))
 
     gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
     gpus.add_argument("--json", action="store_true", help="data on standard output")

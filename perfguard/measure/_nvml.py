@@ -180,7 +180,7 @@ class NvmlProbe:
         assert self._nvml is not None
         nvml = self._nvml
         reason = "CUDA does not say which card it uses"
-        for find, name in _ways_to_find(nvml, identity):
+        for find, name in ways_to_find(nvml, identity):
             try:
                 handle = find(name)
                 break
@@ -327,7 +327,8 @@ class NvmlProbe:
         )
 
 
-def _ways_to_find(nvml: Nvml, identity: CudaIdentity) -> list[tuple[Callable[[str], Any], str]]:
+def ways_to_find(nvml: Nvml, identity: CudaIdentity) -> list[tuple[Callable[[str], Any], str]]:
+    """Functions of NVML that may find the device, each with the name to give it."""
     ways: list[tuple[Callable[[str], Any], str]] = []
     if identity.uuid is not None:
         ways += [(nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{identity.uuid}") for prefix in ("GPU", "MIG")]

@@ -1,5 +1,6 @@
 """Tables of measured runs: reading them, and holding a predictor against them."""
 
+from perfguard.tables._collected import CollectedRow
 from perfguard.tables._csv import read_table
 from perfguard.tables._evaluate import PREDICTED, Evaluated, Score, evaluate, predicted_columns, report
 from perfguard.tables._kinds import kind_of_table, parser_of
@@ -11,6 +12,7 @@ from perfguard.tables._zoo import prepare_torchvision, timm_model
 __all__ = [
     "COLUMNS",
     "PREDICTED",
+    "CollectedRow",
     "Evaluated",
     "MeasuredRow",
     "OperatorRow",

@@ -23,6 +23,7 @@ _UTILISATION = ("pred_gpu_util", "pred_sm_active")
 _LATENCY = ("pred_latency_ms", "pred_latency_low_ms", "pred_latency_high_ms")
 _PREDICTED = {
     "workload": (*_MEMORY, *_TIME, "error"),
+    "collected": (*_MEMORY, *_TIME, *_UTILISATION, "error"),
     "transformer": (*_MEMORY, *_TIME, "error"),
     "perceptron": (*_MEMORY, *_TIME, *_UTILISATION, "error"),
     "operator": (*_LATENCY, "error"),
@@ -111,6 +112,8 @@ class _Maker:
     def evaluate(self, row: MeasuredRow, predictor: Predictor) -> Evaluated:
         try:
             device = resolve_device(row.gpu)
+            if row.capacity_bytes is not None:
+                device = device.with_memory(int(row.capacity_bytes))
             if row.structure != self._structure:
                 self._structure, self._traces, self._failure = row.structure, TraceCache(), None
                 try:

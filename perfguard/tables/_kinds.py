@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perfguard.exceptions import TableError
-from perfguard.tables import _mlps, _operators, _transformers, _workloads
+from perfguard.tables import _collected, _mlps, _operators, _transformers, _workloads
 from perfguard.tables._csv import Row
 from perfguard.tables._rows import MeasuredRow
 
 Parser = Callable[[Row], MeasuredRow]
 _NEEDED = {
+    "collected": _collected.COLUMNS,
     "workload": _workloads.COLUMNS,
     "operator": _operators.COLUMNS,
     "transformer": _transformers.COLUMNS,
@@ -21,7 +22,7 @@ _NEEDED = {
 
 
 def kind_of_table(columns: Sequence[str]) -> str:
-    """ "workload", "operator", "transformer" or "perceptron".
+    """ "collected", "workload", "operator", "transformer" or "perceptron".
 
     Raises:
         TableError: if it is none of them, with what the nearest one lacks.
@@ -48,6 +49,7 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
         configurations = _transformers.read_configurations(Path(path))
         return functools.partial(_transformers.transformer_row, configurations=configurations)
     parsers: dict[str, Parser] = {
+        "collected": _collected.collected_row,
         "workload": _workloads.workload_row,
         "operator": _operators.operator_row,
         "perceptron": _mlps.mlp_row,

@@ -36,6 +36,8 @@ class MeasuredRow(ABC):
     """Share of the time in which a kernel ran, 0 to 1."""
     sm_active: float | None = None
     """Share of the multiprocessors' time in which they had work, 0 to 1."""
+    capacity_bytes: float | None = None
+    """What the run was allowed to take, where that was less than the device has."""
 
     @property
     @abstractmethod

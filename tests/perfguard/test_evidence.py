@@ -127,6 +127,13 @@ def test_times_that_shift_for_good_begin_a_new_regime_soon(factor: float) -> Non
     assert evidence.observations[start].graph.content_hash == drift.first.graph.content_hash
 
 
+def test_a_shift_that_is_found_late_and_goes_on_is_one_drift() -> None:
+    slowly = [one for step in range(6) for one in runs(12, seed=step + 1, time=1.08 ** (step + 1))]
+    evidence = weigh([*runs(60), *slowly, *runs(60, seed=9, time=1.08**6)])
+    assert 1 <= len(evidence.drifts) <= 3
+    assert [observation.regime for observation in evidence.observations] == sorted(one.regime for one in evidence.observations)
+
+
 def test_a_world_that_stays_as_it_is_gives_few_alarms() -> None:
     assert sum(len(weigh(runs(500, seed=seed)).drifts) for seed in range(10)) <= 1  # 5,000 runs
 

@@ -1,0 +1,18 @@
+"""What networks of vision and text are made with. The fork server imports this, so that no process has to pay for it again."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import suppress
+
+from perfguard.collect._networks import ARCHITECTURES
+from perfguard.tables import prepare_torchvision
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+with suppress(Exception):  # what is missing or broken was said by whoever chose the spaces
+    prepare_torchvision()
+    importlib.import_module("timm")
+with suppress(Exception):
+    for name in ARCHITECTURES.values():
+        getattr(importlib.import_module("transformers"), name)

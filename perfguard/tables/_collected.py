@@ -1,0 +1,82 @@
+"""The table that `perfguard collect` writes: one row a measured run, rebuilt from its recipe (docs/collect.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from perfguard.tables._csv import Row, scaled, share, text
+from perfguard.tables._rows import MIB, MeasuredRow
+from perfguard.workload import Layout, Precision, Workload
+
+if TYPE_CHECKING:
+    from perfguard.collect import Recipe
+
+COLUMNS = ("recipe", "gpu", "space", "memory_share")
+"""What tells a table of collected rows from others; the recipe is all that is needed to rebuild one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedRow(MeasuredRow):
+    """One measured run of one's own."""
+
+    recipe: Recipe
+    step_energy_j: float | None = None
+    """Joules of one step, by the driver's counter."""
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """All but the batch and the GPU."""
+        return (self.recipe.structure,)
+
+    @property
+    def precision(self) -> Precision:
+        """Of the step."""
+        return self.recipe.precision
+
+    @property
+    def layout(self) -> Layout:
+        """Of images."""
+        return self.recipe.layout
+
+    @property
+    def compiled(self) -> bool:
+        """By torch.compile."""
+        return self.recipe.compiled
+
+    def make_model(self) -> nn.Module:
+        """The recipe's network."""
+        return self.recipe.make_model()
+
+    def workload(self, model: nn.Module) -> Workload:
+        """What was run."""
+        return self.recipe.workload(model)
+
+
+def collected_row(row: Row) -> CollectedRow:
+    """One row of a table of collected runs, checked.
+
+    Raises:
+        TableError: naming the column that cannot be right.
+    """
+    from perfguard.collect import Recipe  # which reads tables itself
+
+    recipe = Recipe.from_json(text(row, "recipe"))
+    return CollectedRow(
+        source=row.get("source") or f"collected-{recipe.space}",
+        model=recipe.model,
+        family=recipe.family,
+        mode=recipe.mode,
+        gpu=text(row, "gpu"),
+        batch_size=recipe.batch_size,
+        recipe=recipe,
+        framework=row.get("framework") or "",
+        capacity_bytes=scaled(row, "memory_limit_mib", MIB),
+        step_time_s=scaled(row, "step_time_ms", 1e-3),
+        peak_memory_bytes=scaled(row, "peak_memory_mib", MIB),
+        gpu_util=share(row, "gpu_util", 100),
+        step_energy_j=scaled(row, "step_energy_j", 1.0),
+        status=(row.get("status") or "ok").lower(),
+    )

@@ -1,0 +1,193 @@
+"""The order of the configurations, their recipes, and the batches that they get."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from perfguard import resolve_device
+from perfguard.collect import SPACES, Draft, Recipe, Space, drafts, without_missing_packages
+from perfguard.collect._plan import batch_at, planned
+from perfguard.exceptions import TableError, WorkloadError
+from perfguard.graph import trace
+from tests import zoo
+
+OWN: tuple[Space, ...] = ("mlp", "rnn", "nas", "ops")
+"""Spaces that need no other package."""
+MLP = {"inputs": 64, "width": 256, "depth": 3, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
+
+
+def first(number: int, spaces: tuple[Space, ...] = OWN, *, seed: int = 0, on_gpu: bool = True) -> list[Draft]:
+    return list(itertools.islice(drafts(spaces, seed=seed, on_gpu=on_gpu), number))
+
+
+def mlp(**changes: object) -> Recipe:
+    recipe = Recipe(space="mlp", kind="mlp", model="mlp-3", family="mlp", sizes=MLP, batch_size=1)
+    return dataclasses.replace(recipe, **changes)  # type: ignore[arg-type]
+
+
+def test_every_prefix_has_as_many_rows_of_each_space() -> None:
+    order = [draft.recipe.space for draft in first(60)]
+    for length in range(1, len(order)):
+        counts = Counter(order[:length])
+        assert max(counts.values()) - min(counts[space] for space in OWN) <= 1
+
+
+@pytest.mark.parametrize("length", [48, 96, 240])
+def test_every_prefix_is_balanced_in_what_is_chosen(length: int) -> None:
+    recipes = [draft.recipe for draft in first(length, ("mlp",))]
+    shares: dict[str, tuple[Callable[[Recipe], bool], float]] = {
+        "training": (lambda r: r.mode == "train", 2 / 3),
+        "fp32": (lambda r: r.precision == "fp32", 1 / 2),
+        "fp16": (lambda r: r.precision == "amp-fp16", 1 / 6),
+        "TF32 for all": (lambda r: r.tf32 == "on", 1 / 6),
+        "AdamW": (lambda r: r.optimizer == "adamw", 1 / 3),
+        "cuDNN's benchmark": (lambda r: r.cudnn_benchmark, 1 / 2),
+        "AdamW with fp32": (lambda r: r.optimizer == "adamw" and r.precision == "fp32", 1 / 6),
+    }
+    for name, (holds, expected) in shares.items():
+        share = sum(map(holds, recipes)) / length
+        assert share == pytest.approx(expected, abs=0.06), name
+
+
+def test_a_part_of_the_configurations_asks_for_more_than_there_is() -> None:
+    shares = [draft.memory_share for draft in first(256)]
+    assert 0.08 < sum(share > 1 for share in shares) / len(shares) < 0.22
+    assert 0.02 <= min(shares) < 0.03
+    assert 1.25 < max(shares) <= 1.3
+
+
+def test_a_seed_is_an_order() -> None:
+    assert first(20) == first(20)
+    assert [draft.recipe for draft in first(20)] != [draft.recipe for draft in first(20, seed=1)]
+
+
+def test_a_processor_is_not_asked_for_what_only_a_gpu_has() -> None:
+    recipes = [draft.recipe for draft in first(200, on_gpu=False)]
+    assert not any(r.cudnn_benchmark or r.compiled or r.tf32 != "default" or r.precision == "amp-fp16" for r in recipes)
+
+
+def test_a_space_whose_package_is_missing_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfguard.tables.prepare_torchvision", lambda: None)  # it remembers what it found
+    for name in ("transformers", "timm", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    left, lines = without_missing_packages(["vision", "text", "mlp"])
+    assert left == ["vision", "mlp"]
+    assert lines[0] == "The space text is left out: transformers cannot be imported."
+    assert len(lines) == 3
+    assert {draft.recipe.kind for draft in first(10, ("vision",))} == {"cnn"}
+
+
+@pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
+def test_a_recipe_goes_through_json_and_its_workload_can_be_traced() -> None:
+    zoo.transformers()
+    for draft in first(24, SPACES):
+        recipe = Recipe.from_json(dataclasses.replace(draft.recipe, batch_size=2).to_json())
+        assert recipe == dataclasses.replace(draft.recipe, batch_size=2)
+        with torch.device("meta"):
+            graph = trace(recipe.workload(recipe.make_model()), target="cuda")
+        assert graph.mode == recipe.mode
+        assert graph.peak_live_bytes > 0
+
+
+def test_checkpointing_spares_activations() -> None:
+    def peak(recipe: Recipe) -> int:
+        with torch.device("meta"):
+            return trace(recipe.workload(recipe.make_model())).peak_live_bytes
+
+    sizes = MLP | {"depth": 8, "norm": True, "activation": "gelu"}
+    assert peak(mlp(batch_size=8192, sizes=sizes, checkpointing=True)) < 0.6 * peak(mlp(batch_size=8192, sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "pickle"}, "kind must be timm, torchvision"),
+        ({"optimizer": None}, "optimizer must be sgd, sgd-momentum, adamw, but is None"),
+        ({"mode": "infer"}, "optimizer must be None, but is 'sgd-momentum'"),
+        ({"batch_size": 0}, "batch_size must be a positive integer"),
+        ({"precision": "int4"}, "precision must be fp32"),
+    ],
+)
+def test_a_recipe_that_cannot_be_right_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        mlp(**changes)
+
+
+def test_a_recipe_of_a_network_that_cannot_be_made_says_which() -> None:
+    with pytest.raises(WorkloadError, match=r"The network mlp .* cannot be made: KeyError: 'width'"):
+        mlp(sizes={"inputs": 3, "depth": 1}).make_model()
+    with pytest.raises(TableError, match="must be a configuration as `perfguard collect` writes it"):
+        Recipe.from_json('{"space": "mlp"')
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("timm", {"name": "hf-hub:somebody/network", "img_size": 224}, "'hf-hub:somebody/network' is no architecture of timm's"),
+        (
+            "huggingface",
+            {"model_type": "bert", "architecture": "pipeline", "config": {}},
+            "'pipeline' is not bert's architecture",
+        ),
+    ],
+)
+@pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm and transformers")
+def test_a_table_cannot_have_things_fetched_or_called(kind: str, sizes: dict[str, object], message: str) -> None:
+    recipe = Recipe(space="vision", kind=kind, model="m", family="f", sizes=sizes, batch_size=1)
+    with pytest.raises(WorkloadError, match=message):
+        recipe.make_model()
+
+
+@pytest.mark.parametrize("target", [50.0, 1e3, 1e4, 3e6])
+def test_the_batch_for_a_cost_that_bends_upwards_is_found(target: float) -> None:
+    asked: list[int] = []
+
+    def cost(batch_size: int) -> float:
+        asked.append(batch_size)
+        return max(40.0 + batch_size, 3.0 * batch_size)
+
+    batch_size = batch_at(target, cost)
+    assert cost(batch_size) == pytest.approx(target, rel=0.12)
+    assert len(set(asked)) <= 6
+
+
+def test_a_cost_that_is_never_reached_takes_the_smallest_or_the_largest_batch() -> None:
+    assert batch_at(1.0, lambda batch_size: 10.0 * batch_size) == 2
+    assert batch_at(1e9, lambda batch_size: 7.0) == 2**20
+
+
+def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:
+    device = resolve_device("t4")
+    draft = Draft(0, mlp(), memory_share=0.25, round_batch=True, long=False)
+    recipe = planned(draft, device, device.memory_bytes).recipe
+    assert recipe is not None
+    with torch.device("meta"):
+        peak = trace(recipe.workload(recipe.make_model()), target=device).peak_live_bytes + device.context_bytes
+    assert peak == pytest.approx(0.25 * device.memory_bytes, rel=0.06)
+    assert recipe.batch_size % 16 == 0
+
+
+def test_a_plan_cuts_steps_that_would_take_long_unless_they_should_fail() -> None:
+    device = resolve_device("t4")
+    slow = mlp(sizes=MLP | {"width": 8192, "depth": 16})
+
+    def batch(share: float) -> int:
+        recipe = planned(Draft(0, slow, share, False, False), device, device.memory_bytes).recipe
+        assert recipe is not None
+        return recipe.batch_size
+
+    assert batch(0.9) < 0.8 * batch(1.1)
+
+
+def test_what_cannot_be_traced_is_left_out_with_the_reason() -> None:
+    device = resolve_device("t4")
+    plan = planned(Draft(0, mlp(sizes={"inputs": 3, "depth": 1}), 0.5, False, False), device, device.memory_bytes)
+    assert plan.recipe is None
+    assert "cannot be made: KeyError: 'width'" in plan.reason
