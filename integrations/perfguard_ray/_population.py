@@ -27,10 +27,10 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
         scheduler = PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128, 256]})
         with perfguard_ray.measure():  # in the training function, around its body
 
-    A trial that takes over another's state gets that one's configuration with changes that no search sees. Here a change that
-    does not fit is logged and another one is made from the same configuration; where ``max_perturbations`` of them do not fit,
-    the trial goes on with the configuration as it is, which runs already. A ``custom_explore_fn`` alone could not do that: it sees
-    the changed configuration only.
+    A trial that takes over another's state gets that one's configuration, with changes that no search sees. Here a change that
+    does not fit is logged, and another one is made of the same configuration. Where ``max_perturbations`` of them do not fit, the
+    trial goes on with the configuration as it is, which runs already. (A ``custom_explore_fn`` sees only what came out, so it
+    could do neither; yours is called as ever.)
 
     .. note::
         A trial keeps the resources that it asked for at its start. Where a hyperparameter that decides memory is changed, give

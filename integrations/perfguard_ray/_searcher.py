@@ -139,8 +139,8 @@ class PerfGuardSearcher(Searcher):
         self.ledger.warn_once(
             "infeasible",
             NothingFeasibleWarning,
-            f"{type(self.searcher).__name__} {what} the budget of {self.ledger.guard.device.name}, so the search ends. Narrow the "
-            f"search space, raise the budget, or raise max_proposals. The reasons are in the measurement log, under "
+            f"{type(self.searcher).__name__} {what} the budget of {self.ledger.guard.device.name}, so the search ends. "
+            f"Narrow the search space, raise the budget, or raise max_proposals. The reasons are in the measurement log, under "
             f"{self.ledger.study!r}.",
         )
         return str(Searcher.FINISHED)

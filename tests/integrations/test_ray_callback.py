@@ -17,7 +17,7 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBas
 from torch import nn
 
 import perfguard_ray
-from perfguard import MeasurementStore, Workload
+from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Decision, Verdict
 from perfguard.store import LoggedDecision
@@ -28,6 +28,21 @@ from perfguard_ray._measure import measurement_in, metrics_of
 from tests.doubles import ReplayPredictor
 
 MIB = 2**20
+# The steps of these trials take a millisecond: on a busy machine some readings of them are beyond belief, which is said once.
+pytestmark = pytest.mark.filterwarnings("ignore:A reading is not believed", "ignore:Runs on .* are not what they were")
+
+
+class RoughPredictor(ReplayPredictor):
+    """A double for trials that really run: their process grows by about a MiB and a step takes about 1 ms, give or take much.
+
+    A reading far from a sure prediction would not be believed, and not be learnt.
+    """
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        step_time = Estimate(0.001, 1.0)
+        memory = Estimate(float(graph.peak_live_bytes + MIB), 2.0)
+        total_time = None if steps is None else step_time.scaled(steps)
+        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
 
 
 def build(config: Mapping[str, Any]) -> Workload:
@@ -64,7 +79,7 @@ def train(config: dict[str, Any]) -> dict[str, float] | None:
 
 def run(folder: Path, trainable: Any, space: Mapping[str, Any], *, num_samples: int = 1, **options: Any) -> Any:
     """Runs ``trainable`` guarded; returns Tune's results, the rows of the log and the predictor."""
-    predictor = ReplayPredictor()
+    predictor = RoughPredictor()
     guard_options = {name: options.pop(name) for name in ("time_budget", "gpu") if name in options}
     search = PerfGuardVariantGenerator(
         build=build, predictor=predictor, log=str(folder / "log.db"), **{"gpu": "cpu", **guard_options}
@@ -207,6 +222,13 @@ class Epochs(tune.Trainable):
     """A class Trainable of three epochs."""
 
     def setup(self, config: dict[str, Any]) -> None:
+        self.begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.begin(new_config)
+        return True
+
+    def begin(self, config: Mapping[str, Any]) -> None:
         self.model = nn.Linear(64, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.get("lr", 0.1))
         self.epoch = 0
@@ -232,7 +254,7 @@ class Epochs(tune.Trainable):
 @pytest.mark.usefixtures("local_ray")
 def test_a_class_trainable_is_measured(tmp_path: Path) -> None:
     assert Epochs.__name__ == "Epochs"
-    results, rows, predictor = run(tmp_path, Epochs, {"lr": tune.grid_search([0.1, 0.01])})
+    results, rows, predictor = run(tmp_path, Epochs, {"lr": tune.grid_search([0.1, 0.01])}, reuse_actors=True)
     assert results.num_errors == 0
     assert [row.status for row in rows] == ["ok", "ok"]
     assert [observation.measurement.num_steps for observation in predictor.learnt] == [12, 12]
@@ -274,7 +296,7 @@ def test_population_based_training_closes_a_decision_when_it_changes_the_configu
         time_attr="training_iteration", perturbation_interval=1, hyperparam_mutations={"lr": [0.1, 1e-4]}, quantile_fraction=0.5
     )
     space = {"lr": tune.grid_search([0.1, 1e-5])}
-    results, rows, _ = run(tmp_path, Epochs, space, scheduler=scheduler)
+    results, rows, _ = run(tmp_path, Epochs, space, scheduler=scheduler, reuse_actors=True)
     assert results.num_errors == 0
     assert len(rows) > 2, "no configuration was changed"
     assert all(row.status == "ok" for row in rows)
@@ -286,7 +308,7 @@ def build_batch(config: Mapping[str, Any]) -> Workload:
 
 def guarded_batches(log: Any = False, **options: Any) -> PerfGuardVariantGenerator:
     """Batches of 1,024 do not fit; those of 128 do."""
-    settings = {"gpu": "cpu", "memory_budget": "128KiB", "predictor": ReplayPredictor(), "log": log}
+    settings = {"gpu": "a100", "memory_budget": "128KiB", "predictor": ReplayPredictor(), "log": log}
     return PerfGuardVariantGenerator(build=build_batch, **{**settings, **options})
 
 
@@ -328,11 +350,9 @@ def test_a_changed_configuration_has_a_repair_of_its_own() -> None:
     config = {"batch_size": 1024, "lr": 0.1, "perfguard_repair": {"micro_batch_size": 512, "accumulation": 2}}
     changed = [change(scheduler, config) for _ in range(20)]
     assert {"perfguard_repair" in one for one in changed if one["batch_size"] == 128} == {False}
-    assert {perfguard_ray.repair_of(one).micro_batch_size or 1024 for one in changed if one["batch_size"] == 1024} < {
-        64,
-        128,
-        256,
-    }
+    repaired = {perfguard_ray.repair_of(one).micro_batch_size for one in changed if one["batch_size"] == 1024}
+    assert len(repaired) == 1
+    assert repaired <= {64, 128, 256}
 
 
 def test_population_based_training_with_a_search_without_a_guard_is_refused() -> None:
@@ -351,7 +371,11 @@ def test_guarded_population_based_training_runs_no_change_that_does_not_fit(tmp_
         Epochs,
         param_space={"lr": tune.grid_search([0.1, 1e-5]), "batch_size": 128},
         tune_config=tune.TuneConfig(
-            search_alg=search, metric="loss", mode="min", scheduler=population(search, [128, 1024], resample_probability=0.0)
+            search_alg=search,
+            metric="loss",
+            mode="min",
+            scheduler=population(search, [128, 1024], resample_probability=0.0),
+            reuse_actors=True,
         ),
         run_config=tune.RunConfig(storage_path=str(tmp_path), name="run", verbose=0, callbacks=[PerfGuardCallback(search)]),
     )

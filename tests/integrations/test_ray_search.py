@@ -374,13 +374,18 @@ def train_repaired(config: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("kind", ["searcher", "generator"])
 def test_what_is_repaired_reaches_the_training_function_and_the_log(kind: str, tmp_path: Path) -> None:
-    options = {"build": build_batch, "memory_budget": "160KiB", "on_violation": "repair", "log": str(tmp_path / "log.db")}
+    options: dict[str, Any] = {
+        "build": build_batch,
+        "memory_budget": "160KiB",
+        "on_violation": "repair",
+        "log": str(tmp_path / "log.db"),
+    }
     widths = [256, SMALL]
     search: Any = guarded(ListSearcher(widths), **options) if kind == "searcher" else guarded_generator(**options)
     space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
     results = make_tuner(search, tmp_path, space, 2 if kind == "searcher" else 1, trainable=train_repaired).fit()
     assert results.num_errors == 0
-    metrics = {result.config["width"]: result.metrics for result in results}
+    metrics: dict[int, Any] = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
     assert metrics[256]["batch_size"] * metrics[256]["passes"] == 256
     assert metrics[256]["passes"] > 1
     assert (metrics[SMALL]["batch_size"], metrics[SMALL]["passes"]) == (SMALL, 1)
