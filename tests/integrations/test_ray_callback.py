@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray import tune
+from ray import cloudpickle, tune
 from ray.exceptions import OutOfMemoryError
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBasedTraining
@@ -353,6 +353,16 @@ def test_a_changed_configuration_has_a_repair_of_its_own() -> None:
     repaired = {perfguard_ray.repair_of(one).micro_batch_size for one in changed if one["batch_size"] == 1024}
     assert len(repaired) == 1
     assert repaired <= {64, 128, 256}
+
+
+def test_a_restored_run_has_one_ledger_for_search_scheduler_and_callback() -> None:
+    search = guarded_batches()
+    scheduler = population(search, [64, 128])
+    change(scheduler, {"batch_size": 128, "lr": 0.1})
+    again = cloudpickle.loads(cloudpickle.dumps((search, scheduler, PerfGuardCallback(search))))
+    assert again[0].ledger is again[1].ledger is again[2].ledger
+    again[0].set_state(search.get_state())
+    assert set(again[1].ledger.changes) == {"taker"}
 
 
 def test_population_based_training_with_a_search_without_a_guard_is_refused() -> None:
