@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from perfguard.predictor import TARGETS, Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
 
+NO_NUMBER = "{} was {}"
+"""How the log notes a reading that is NaN or infinite."""
 COVERAGE = 0.9
 _Z = 1.6448536269514722
 """Half of the central 90% of a normal distribution."""
@@ -162,8 +164,11 @@ def _impossible(observation: Observation, target: Target) -> str | None:
     """Why a reading cannot be, whatever was predicted; None if it can, or if there is none."""
     measurement, capacity_bytes = observation.measurement, observation.device.memory_bytes
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
-    if read is None or (target == "time" and measurement.status != "ok"):
+    if target == "time" and measurement.status != "ok":
         return None
+    if read is None:
+        strange = [NO_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf")]
+        return next((words for words in strange if target == "time" and words in measurement.note), None)
     value = observation.measured(target)
     if value is None:
         return f"{read} is no {'number of bytes' if target == 'memory' else 'time'} above zero"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from sqlalchemy import BigInteger, Column, Double, Index, LargeBinary, MetaData, Row, Select, Table, Text, select
 
 from perfguard.devices import Device
+from perfguard.evidence import NO_NUMBER
 from perfguard.measure import Measurement, Status
 from perfguard.predictor import Estimate, Prediction, Target
 
@@ -198,7 +200,11 @@ def decision_entry(prediction: Prediction | None, params: Mapping[str, Any], **c
 
 
 def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
+    """A number that is none (NaN, infinite), which SQLite would take for NULL, goes into the note, in words."""
     row = {**columns, **asdict(measurement)}
+    strange = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    notes = [measurement.note, *(NO_NUMBER.format(name, value) for name, value in strange.items())]
+    row |= dict.fromkeys(strange) | {"note": "; ".join(filter(None, notes))}
     return Entry("measurements", {name: _plain(value) for name, value in row.items()})
 
 
@@ -314,7 +320,8 @@ def device_from_json(data: str) -> Device:
 
 
 def measurement_from_row(row: Row[Any]) -> Measurement:
-    return Measurement(**{name: getattr(row, name) for name in _MEASUREMENT_FIELDS})
+    known = {name: getattr(row, name) for name in _MEASUREMENT_FIELDS}
+    return Measurement(**known | {"total_time_s": math.nan if known["total_time_s"] is None else known["total_time_s"]})
 
 
 def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:

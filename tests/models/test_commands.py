@@ -138,7 +138,7 @@ def test_too_few_rows_are_refused_with_what_was_left_out(tmp_path: Path, capsys:
     path.write_text("op,gpu,latency_ms,b,h\nadd,t4,1,2,3\nadd,t4,x,2,3\n")
     assert main(["train", str(path), "--predictor", "trees", "--out", str(tmp_path), "--cache", str(tmp_path)]) == 1
     assert (
-        "0 rows are too few to learn from. trees learns from tables of these kinds: workload. 1 rows were left out"
+        "0 rows are too few to learn from. trees learns from tables of these kinds: workload, collected. 1 rows were left out"
         in capsys.readouterr().err
     )
 

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,13 +123,15 @@ def test_a_service_waits_while_the_database_is_away(postgres_url: str) -> None:
 
 def test_quarantine_lists_what_is_not_believed(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MeasurementStore(log) as store:
-        for time_s in (0.25, float("nan"), 0.26):
+        readings: list[dict[str, Any]] = [{}, {"step_time_s": float("nan")}, {"total_time_s": float("inf")}]
+        for changes in readings:
             decision_id = record(store, graph=make_graph(), device=DEVICE, prediction=PREDICTION)
-            store.record_measurement(decision_id, replace(MEASUREMENT, step_time_s=time_s))
+            store.record_measurement(decision_id, replace(MEASUREMENT, **changes))
     assert main(["log", "quarantine"]) == 0
     out = capsys.readouterr().out
-    assert "nan is no time above zero" in out
-    assert "1 readings are quarantined" in out
+    assert "step_time_s was nan" in out
+    assert "a trial of nan s" in out
+    assert "2 readings are quarantined" in out
     assert main(["log", "quarantine", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    row, _ = json.loads(capsys.readouterr().out)
     assert (row["device"], row["reading"]) == ("toy", "time")

@@ -122,6 +122,26 @@ def test_while_the_server_is_away_trials_run_on_and_their_rows_arrive_later_once
         assert spools(data_folder) == []
 
 
+@pytest.mark.slow
+def test_half_a_minute_without_the_server_loses_nothing_and_takes_a_tenth_of_the_time(
+    postgres: Postgres, data_folder: Path, graph: OpGraph
+) -> None:
+    with MeasurementStore(postgres.new_database()) as store:
+        waited_s, trials = 0.0, 0
+        with away(postgres), pytest.warns(LogWarning, match="cannot be used now"):
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                begun = time.monotonic()
+                store.record_measurement(record(store, trials, graph=graph, device=DEVICE), MEASUREMENT)
+                waited_s += time.monotonic() - begun
+                trials += 1
+                time.sleep(0.2)
+        assert waited_s < 10
+        store.flush()
+        assert [decision.trial for decision in store.decisions()] == list(range(trials))
+        assert spools(data_folder) == []
+
+
 def test_rows_of_a_process_that_died_while_the_server_was_away_are_delivered_by_another(
     postgres: Postgres, data_folder: Path
 ) -> None:
