@@ -15,12 +15,14 @@ from perfguard_ray._callback import PerfGuardCallback
 from perfguard_ray._generator import PerfGuardVariantGenerator
 from perfguard_ray._ledger import repair_of
 from perfguard_ray._measure import measure, measured
+from perfguard_ray._population import PerfGuardPopulationBasedTraining
 from perfguard_ray._resources import resources
 from perfguard_ray._searcher import PerfGuardSearcher
 from perfguard_ray._service import SharedPredictor
 
 __all__ = [
     "PerfGuardCallback",
+    "PerfGuardPopulationBasedTraining",
     "PerfGuardSearcher",
     "PerfGuardVariantGenerator",
     "SharedPredictor",

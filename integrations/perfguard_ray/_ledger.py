@@ -95,6 +95,8 @@ class Ledger:
         self.build = build
         self.study = study
         self.entries: dict[str, Entry] = {}
+        self.changes: dict[str, Entry] = {}
+        """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
         self.num_judged = 0
         self.num_rejected = 0
         self._warned: set[str] = set()
@@ -119,7 +121,11 @@ class Ledger:
     def start(self, trial_id: str, config: Mapping[str, Any]) -> None:
         """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
         entry = self.entries.get(trial_id)
-        if entry is not None and not _equal(entry.config, config):  # population based training has given it another configuration
+        change = self.changes.pop(trial_id, None)
+        if change is not None and _equal(change.config, config):
+            self.finish(trial_id, "ok")
+            entry = self.entries[trial_id] = change
+        elif entry is not None and not _equal(entry.config, config):  # changed by a scheduler that does not ask the guard
             self.finish(trial_id, "ok")
             entry = None
         if entry is None:
@@ -177,12 +183,13 @@ class Ledger:
     def get_state(self) -> dict[str, Any]:
         """What must survive the driver."""
         counts = {"num_judged": self.num_judged, "num_rejected": self.num_rejected}
-        return {"study": self.study, "entries": dict(self.entries), **counts}
+        return {"study": self.study, "entries": dict(self.entries), "changes": dict(self.changes), **counts}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
         self.study = state["study"]
         self.entries = dict(state["entries"])
+        self.changes = dict(state["changes"])
         self.num_judged, self.num_rejected = state["num_judged"], state["num_rejected"]
 
 

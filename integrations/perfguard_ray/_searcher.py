@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ray.tune.search import Searcher
+from ray.tune.search import ConcurrencyLimiter, Searcher
 from ray.tune.search.util import _set_search_properties_backwards_compatible
 from ray.tune.utils import merge_dicts
 
@@ -37,7 +37,7 @@ class PerfGuardSearcher(Searcher):
     fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so.
 
     What the searcher is told of a configuration that does not fit: Optuna a pruned trial with signed constraints, which its
-    samplers model; the others the worst result so far, and an error as long as there is none.
+    samplers model; the others the worst result so far, once there is one. An error they would ignore, or wait for its result.
 
     Args:
         searcher: any ``ray.tune.search.Searcher``, such as OptunaSearch or HyperOptSearch, or a ConcurrencyLimiter of one.
@@ -78,6 +78,7 @@ class PerfGuardSearcher(Searcher):
         self._constants: dict[str, Any] = {}
         self._inner_ids: dict[str, str] = {}
         self._worst: dict[str, float] = {}
+        self._untold: list[str] = []
         self._num_completed = 0
         self._gave_up_at: int | None = None
         super().__init__(metric=searcher.metric, mode=searcher.mode)
@@ -107,6 +108,11 @@ class PerfGuardSearcher(Searcher):
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
+            if suggestion is None and self._untold and not self._inner_ids:
+                self._tell_untold({"error": True})  # it waits for their results, and nothing runs that could give them a score
+                suggestion = self.searcher.suggest(inner_id)
+                if suggestion is None:
+                    return self._give_up("waits for the results of proposals none of which fits")
             if suggestion is None or suggestion == Searcher.FINISHED:
                 return suggestion
             entry = self.ledger.judge(merge_dicts(self._constants, suggestion))
@@ -114,8 +120,8 @@ class PerfGuardSearcher(Searcher):
                 _tell_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
             if entry is None or entry.decision.verdict.action != "prune":
                 return self._launch(trial_id, inner_id, suggestion, entry)
-            self._tell_infeasible(inner_id)
-        return self._give_up()
+            self._turn_down(inner_id)
+        return self._give_up(f"proposed {self.max_proposals} configurations in a row that do not fit")
 
     def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry | None) -> Any:
         self._gave_up_at = None
@@ -126,26 +132,34 @@ class PerfGuardSearcher(Searcher):
         repair = {key: value for key, value in entry.config.items() if key == REPAIR_KEY}
         return {**suggestion, **repair} if repair else suggestion
 
-    def _give_up(self) -> str | None:
+    def _give_up(self, what: str) -> str | None:
         self._gave_up_at = self._num_completed
         if self._inner_ids:
             return None
         self.ledger.warn_once(
             "infeasible",
             NothingFeasibleWarning,
-            f"{type(self.searcher).__name__} proposed {self.max_proposals} configurations in a row that do not fit the budget of "
-            f"{self.ledger.guard.device.name}, so the search ends. Narrow the search space, raise the budget, or raise "
-            f"max_proposals. The reasons are in the measurement log, under {self.ledger.study!r}.",
+            f"{type(self.searcher).__name__} {what} the budget of {self.ledger.guard.device.name}, so the search ends. "
+            f"Narrow the search space, raise the budget, or raise max_proposals. The reasons are in the measurement log, under "
+            f"{self.ledger.study!r}.",
         )
         return str(Searcher.FINISHED)
 
-    def _tell_infeasible(self, inner_id: str) -> None:
+    def _turn_down(self, inner_id: str) -> None:
         if _optuna_trial(self.searcher, inner_id) is not None:
             self.searcher.on_trial_complete(inner_id)  # neither result nor error: OptunaSearch tells its study PRUNED
-        elif self._worst:
-            self.searcher.on_trial_complete(inner_id, result={"training_iteration": 1, **self._worst})
-        else:
-            self.searcher.on_trial_complete(inner_id, error=True)
+            return
+        _free_place(self.searcher, inner_id)
+        self._untold.append(inner_id)
+        if self._worst:
+            self._tell_untold({"result": {"training_iteration": 1, **self._worst}})
+
+    def _tell_untold(self, end: dict[str, Any]) -> None:
+        """Give the wrapped searcher an end of the proposals that were turned down; their places are free already."""
+        searcher = _without_limiters(self.searcher)
+        for inner_id in self._untold:
+            searcher.on_trial_complete(inner_id, **copy.deepcopy(end))
+        self._untold.clear()
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         self.searcher.on_trial_result(self._inner_ids.get(trial_id, trial_id), result)
@@ -155,6 +169,8 @@ class PerfGuardSearcher(Searcher):
         if result and not error:
             self._remember_worst(result)
         self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)
+        if self._worst:
+            self._tell_untold({"result": {"training_iteration": 1, **self._worst}})
 
     def _remember_worst(self, result: Mapping[str, Any]) -> None:
         """The worst value of each metric: what an infeasible configuration is scored with, so that no model is torn apart."""
@@ -174,7 +190,7 @@ class PerfGuardSearcher(Searcher):
 
     def get_state(self) -> dict[str, Any]:
         """Everything but the wrapped searcher, which Tune saves by itself, and the guard, which goes with the Tuner."""
-        names = ("_constants", "_inner_ids", "_worst", "_num_completed")
+        names = ("_constants", "_inner_ids", "_worst", "_untold", "_num_completed")
         return {"ledger": self.ledger.get_state(), **{name: copy.deepcopy(getattr(self, name)) for name in names}}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -195,6 +211,21 @@ class PerfGuardSearcher(Searcher):
     def on_unpause(self, trial_id: str) -> None:
         """For BOHB."""
         self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
+
+
+def _without_limiters(searcher: Any) -> Any:
+    while isinstance(searcher, ConcurrencyLimiter):
+        searcher = searcher.searcher
+    return searcher
+
+
+def _free_place(searcher: Any, inner_id: str) -> None:
+    """A limiter counts what it has proposed until it hears the end of it, which may be hours away (public since Ray 1.4)."""
+    while isinstance(searcher, ConcurrencyLimiter):
+        if inner_id in searcher.live_trials:
+            searcher.live_trials.remove(inner_id)
+            searcher.num_unfinished_live_trials -= 1
+        searcher = searcher.searcher
 
 
 def _optuna_trial(searcher: Any, inner_id: str) -> Any:

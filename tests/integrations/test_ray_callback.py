@@ -5,27 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ray import tune
+from ray import cloudpickle, tune
 from ray.exceptions import OutOfMemoryError
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, PopulationBasedTraining
 from torch import nn
 
 import perfguard_ray
-from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import MeasurementWarning
+from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard.guard import Decision, Verdict
 from perfguard.store import LoggedDecision
-from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
+from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
 from perfguard_ray._measure import measurement_in, metrics_of
 from tests.doubles import ReplayPredictor
 
 MIB = 2**20
+# The steps of these trials take a millisecond: on a busy machine some readings of them are beyond belief, which is said once.
+pytestmark = pytest.mark.filterwarnings("ignore:A reading is not believed", "ignore:Runs on .* are not what they were")
+
+
+class RoughPredictor(ReplayPredictor):
+    """A double for trials that really run: their process grows by about a MiB and a step takes about 1 ms, give or take much.
+
+    A reading far from a sure prediction would not be believed, and not be learnt.
+    """
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        step_time = Estimate(0.001, 1.0)
+        memory = Estimate(float(graph.peak_live_bytes + MIB), 2.0)
+        total_time = None if steps is None else step_time.scaled(steps)
+        return Prediction(memory, step_time, total_time, self.name, device.id, trained_on_device=True)
 
 
 def build(config: Mapping[str, Any]) -> Workload:
@@ -62,7 +79,7 @@ def train(config: dict[str, Any]) -> dict[str, float] | None:
 
 def run(folder: Path, trainable: Any, space: Mapping[str, Any], *, num_samples: int = 1, **options: Any) -> Any:
     """Runs ``trainable`` guarded; returns Tune's results, the rows of the log and the predictor."""
-    predictor = ReplayPredictor()
+    predictor = RoughPredictor()
     guard_options = {name: options.pop(name) for name in ("time_budget", "gpu") if name in options}
     search = PerfGuardVariantGenerator(
         build=build, predictor=predictor, log=str(folder / "log.db"), **{"gpu": "cpu", **guard_options}
@@ -205,6 +222,13 @@ class Epochs(tune.Trainable):
     """A class Trainable of three epochs."""
 
     def setup(self, config: dict[str, Any]) -> None:
+        self.begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.begin(new_config)
+        return True
+
+    def begin(self, config: Mapping[str, Any]) -> None:
         self.model = nn.Linear(64, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.get("lr", 0.1))
         self.epoch = 0
@@ -230,7 +254,7 @@ class Epochs(tune.Trainable):
 @pytest.mark.usefixtures("local_ray")
 def test_a_class_trainable_is_measured(tmp_path: Path) -> None:
     assert Epochs.__name__ == "Epochs"
-    results, rows, predictor = run(tmp_path, Epochs, {"lr": tune.grid_search([0.1, 0.01])})
+    results, rows, predictor = run(tmp_path, Epochs, {"lr": tune.grid_search([0.1, 0.01])}, reuse_actors=True)
     assert results.num_errors == 0
     assert [row.status for row in rows] == ["ok", "ok"]
     assert [observation.measurement.num_steps for observation in predictor.learnt] == [12, 12]
@@ -272,10 +296,119 @@ def test_population_based_training_closes_a_decision_when_it_changes_the_configu
         time_attr="training_iteration", perturbation_interval=1, hyperparam_mutations={"lr": [0.1, 1e-4]}, quantile_fraction=0.5
     )
     space = {"lr": tune.grid_search([0.1, 1e-5])}
-    results, rows, _ = run(tmp_path, Epochs, space, scheduler=scheduler)
+    results, rows, _ = run(tmp_path, Epochs, space, scheduler=scheduler, reuse_actors=True)
     assert results.num_errors == 0
     assert len(rows) > 2, "no configuration was changed"
     assert all(row.status == "ok" for row in rows)
+
+
+def build_batch(config: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, 8), inputs=(config["batch_size"], 64), loss=torch.mean, steps=12)
+
+
+def guarded_batches(log: Any = False, **options: Any) -> PerfGuardVariantGenerator:
+    """Batches of 1,024 do not fit; those of 128 do."""
+    settings = {"gpu": "a100", "memory_budget": "128KiB", "predictor": ReplayPredictor(), "log": log}
+    return PerfGuardVariantGenerator(build=build_batch, **{**settings, **options})
+
+
+def population(search: PerfGuardVariantGenerator, batch_sizes: list[int], **options: Any) -> PerfGuardPopulationBasedTraining:
+    mutations = {"batch_size": batch_sizes, "lr": [0.1, 0.01]}
+    settings: dict[str, Any] = {"perturbation_interval": 1, "quantile_fraction": 0.5, "hyperparam_mutations": mutations}
+    return PerfGuardPopulationBasedTraining(search, time_attr="training_iteration", **{**settings, **options})
+
+
+def change(scheduler: PerfGuardPopulationBasedTraining, config: dict[str, Any]) -> dict[str, Any]:
+    """What a trial runs with that takes over the state of one with ``config``."""
+    new, _ = scheduler._get_new_config(SimpleNamespace(trial_id="taker"), SimpleNamespace(config=config))  # type: ignore[arg-type]
+    return new
+
+
+def test_population_based_training_changes_a_configuration_until_it_fits() -> None:
+    search = guarded_batches()
+    scheduler = population(search, [64, 128, 1024])
+    seen = {change(scheduler, {"batch_size": 128, "lr": 0.1})["batch_size"] for _ in range(20)}
+    assert 1024 not in seen
+    assert 64 in seen
+    rows = search.ledger.guard.log.decisions()
+    assert {row.action for row in rows if row.params["batch_size"] == 1024} == {"prune"}
+    search.ledger.start("taker", search.ledger.changes["taker"].config)
+    assert len(search.ledger.guard.log.decisions()) == len(rows), "the change is judged once"
+
+
+def test_where_no_change_fits_the_configuration_that_runs_is_taken_over() -> None:
+    search = guarded_batches()
+    scheduler = population(search, [1024, 2048], max_perturbations=30)
+    config = {"batch_size": 128, "lr": 0.1}
+    assert change(scheduler, config) == config
+    assert 0 < search.ledger.num_rejected <= 4, "what was turned down is not judged again"
+    assert search.ledger.changes == {}
+
+
+def test_a_changed_configuration_has_a_repair_of_its_own() -> None:
+    scheduler = population(guarded_batches(on_violation="repair"), [128, 1024])
+    config = {"batch_size": 1024, "lr": 0.1, "perfguard_repair": {"micro_batch_size": 512, "accumulation": 2}}
+    changed = [change(scheduler, config) for _ in range(20)]
+    assert {"perfguard_repair" in one for one in changed if one["batch_size"] == 128} == {False}
+    repaired = {perfguard_ray.repair_of(one).micro_batch_size for one in changed if one["batch_size"] == 1024}
+    assert len(repaired) == 1
+    assert repaired <= {64, 128, 256}
+
+
+def test_a_restored_run_has_one_ledger_for_search_scheduler_and_callback() -> None:
+    search = guarded_batches()
+    scheduler = population(search, [64, 128])
+    change(scheduler, {"batch_size": 128, "lr": 0.1})
+    again = cloudpickle.loads(cloudpickle.dumps((search, scheduler, PerfGuardCallback(search))))
+    assert again[0].ledger is again[1].ledger is again[2].ledger
+    again[0].set_state(search.get_state())
+    assert set(again[1].ledger.changes) == {"taker"}
+
+
+def test_population_based_training_with_a_search_without_a_guard_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="PerfGuardPopulationBasedTraining takes the PerfGuardSearcher"):
+        PerfGuardPopulationBasedTraining(None, hyperparam_mutations={"lr": [0.1]})
+    with pytest.raises(ConfigurationError, match="max_perturbations must be at least 1"):
+        population(guarded_batches(), [64], max_perturbations=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
+def test_guarded_population_based_training_runs_no_change_that_does_not_fit(tmp_path: Path) -> None:
+    search = guarded_batches(str(tmp_path / "log.db"))
+    tuner = tune.Tuner(
+        Epochs,
+        param_space={"lr": tune.grid_search([0.1, 1e-5]), "batch_size": 128},
+        tune_config=tune.TuneConfig(
+            search_alg=search,
+            metric="loss",
+            mode="min",
+            scheduler=population(search, [128, 1024], resample_probability=0.0),
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(storage_path=str(tmp_path), name="run", verbose=0, callbacks=[PerfGuardCallback(search)]),
+    )
+    results = tuner.fit()
+    assert results.num_errors == 0
+    rows = MeasurementStore(str(tmp_path / "log.db")).decisions("run")
+    ran = [row for row in rows if row.action != "prune"]
+    assert len(ran) > 2, "no configuration was changed"
+    assert {row.params["batch_size"] for row in ran} == {128}
+    assert {row.status for row in ran} == {"ok"}
+    assert {row.status for row in rows if row.action == "prune"} <= {None}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_a_mutation_that_the_space_does_not_name_is_pointed_out(tmp_path: Path) -> None:
+    search = guarded_batches()
+    scheduler = population(search, [64, 128], metric="loss", mode="min")
+    trial = Trial("train", config={"batch_size": 128}, stub=True)
+    controller: Any = SimpleNamespace(search_alg=search)
+    with pytest.warns(UnguardedTrialWarning, match="lr of hyperparam_mutations is missing in param_space"):
+        scheduler.on_trial_add(controller, trial)
+    assert trial.config["lr"] in (0.1, 0.01)
 
 
 def train_with_ray_train(config: dict[str, Any]) -> None:

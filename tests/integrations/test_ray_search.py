@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,13 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import MeasurementStore, Workload
-from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning, UnknownDeviceError
+from perfguard.exceptions import (
+    ConfigurationError,
+    LogWarning,
+    NothingFeasibleWarning,
+    UnguardedTrialWarning,
+    UnknownDeviceError,
+)
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import ReplayPredictor
 
@@ -130,16 +138,68 @@ def test_constants_of_the_space_reach_build() -> None:
     assert seen[-1] == {"width": SMALL, "epochs": 3, "data": {"path": "here"}}
 
 
-def test_what_does_not_fit_is_an_error_first_and_then_scores_as_the_worst_that_ran() -> None:
+def test_what_does_not_fit_scores_as_the_worst_that_ran_as_soon_as_there_is_one() -> None:
     searcher = ListSearcher([LARGE, SMALL, 16, 2048, 32])
     search = guarded(searcher)
     search.suggest("a")
-    assert searcher.told == {LARGE: "error"}
     search.suggest("b")
+    assert searcher.told == {}
     search.on_trial_complete("a", {"loss": 0.7})
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7}
     search.on_trial_complete("b", {"loss": 0.3})
     search.suggest("c")
-    assert searcher.told == {LARGE: "error", SMALL: 0.7, 16: 0.3, 2048: 0.7}
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7, 16: 0.3, 2048: 0.7}
+
+
+class Waiting(ListSearcher):
+    """Proposes two widths, then waits for the results of both, as BayesOptSearch does in its random phase."""
+
+    def suggest(self, trial_id: str) -> Any:
+        return None if len(self.suggested) - len(self.told) >= 2 else super().suggest(trial_id)
+
+
+def test_a_searcher_that_waits_for_what_does_not_fit_is_told_an_error_when_nothing_runs() -> None:
+    searcher = Waiting([LARGE, 2048, SMALL])
+    assert guarded(searcher).suggest("a") == {"width": SMALL}
+    assert searcher.told == {LARGE: "error", 2048: "error"}
+
+
+def test_a_searcher_that_waits_for_a_result_gets_it_from_what_runs() -> None:
+    searcher = Waiting([SMALL, LARGE, 16])
+    search = guarded(searcher)
+    search.suggest("a")
+    assert search.suggest("b") is None
+    assert searcher.told == {}
+    search.on_trial_complete("a", {"loss": 0.7})
+    assert searcher.told == {SMALL: 0.7, LARGE: 0.7}
+    assert search.suggest("b") == {"width": 16}
+
+
+def test_a_searcher_that_waits_for_ever_because_nothing_fits_ends_and_says_so() -> None:
+    class WaitingForEver(Waiting):
+        def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+            if not error:
+                super().on_trial_complete(trial_id, result)
+
+    with pytest.warns(NothingFeasibleWarning, match="WaitingForEver waits for the results of proposals none of which fits"):
+        assert guarded(WaitingForEver([LARGE, 2048, SMALL])).suggest("a") == Searcher.FINISHED
+
+
+def test_a_limiter_of_a_batch_is_not_blocked_by_what_does_not_fit() -> None:
+    searcher = ListSearcher([LARGE, SMALL, 2048, 16, 32])
+    search = guarded(ConcurrencyLimiter(searcher, max_concurrent=2, batch=True))
+    assert [search.suggest(name) for name in "abc"] == [{"width": SMALL}, {"width": 16}, None]
+    search.on_trial_complete("a", {"loss": 0.7})
+    assert search.suggest("c") is None, "the batch is not complete"
+    search.on_trial_complete("b", {"loss": 0.3})
+    assert searcher.told == {LARGE: 0.7, 2048: 0.7, SMALL: 0.7, 16: 0.3}
+    assert search.suggest("c") == {"width": 32}
+
+
+def test_with_an_older_ray_the_import_says_what_to_install() -> None:
+    code = "import ray; ray.__version__ = '2.9.3'\nimport perfguard_ray"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: perfguard_ray needs Ray 2.43 or newer, but 2.9.3 is installed: pip install --upgrade" in done.stderr
 
 
 def test_optuna_is_told_a_pruned_trial_and_how_far_each_one_is_from_feasible() -> None:
@@ -218,6 +278,14 @@ def test_a_guard_that_breaks_launches_unguarded_and_warns_once(monkeypatch: pyte
     assert len(caught) == 1
 
 
+def test_a_log_whose_server_does_not_answer_is_named_at_once_and_the_guard_goes_on() -> None:
+    with pytest.warns(LogWarning, match=r"postgresql\+psycopg://nobody:\*\*\*@localhost:1/none cannot be used now") as caught:
+        search = guarded(ListSearcher([LARGE, SMALL]), log="postgresql+psycopg://nobody:secret@localhost:1/none")
+    assert search.suggest("a") == {"width": SMALL}
+    assert len(caught) == 1
+    assert "secret" not in str(caught[0].message)
+
+
 def test_an_object_in_the_space_is_named_as_what_cannot_be_judged() -> None:
     class Placeholders(ListSearcher):
         def suggest(self, trial_id: str) -> Any:
@@ -258,6 +326,78 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
     rows = search.ledger.guard.log.decisions()
     assert [row.action for row in rows].count("launch") == 5
     assert "prune" in {row.action for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_hyperopt_searches_a_real_run_and_learns_from_what_was_turned_down(tmp_path: Path) -> None:
+    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=3)
+    search = guarded(searcher)
+    results = make_tuner(search, tmp_path, {"width": WIDTHS, "lr": tune.loguniform(1e-4, 1e-1)}, 8, max_concurrent_trials=2).fit()
+    assert results.num_errors == 0
+    assert len(results) == 8
+    assert set(widths_of(results)) <= {SMALL, 16}
+    actions = [row.action for row in search.ledger.guard.log.decisions()]
+    assert (actions.count("launch"), actions.count("prune")) == (8, search.ledger.num_rejected)
+    outcomes = [trial["result"] for trial in searcher._hpopt_trials.trials]
+    assert [outcome["status"] for outcome in outcomes] == ["ok"] * len(actions), "each proposal has a score"
+    assert search.ledger.num_rejected > 0
+
+
+def build_rounded(config: Mapping[str, Any]) -> Workload:
+    return build({"width": round(config["width"])})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_bayesopt_whose_first_proposals_do_not_fit_gets_out_of_its_random_phase(tmp_path: Path) -> None:
+    pytest.importorskip("bayes_opt", reason="bayesian-optimization 1.4 is not installed")
+    from ray.tune.search.bayesopt import BayesOptSearch
+
+    searcher: Any = BayesOptSearch(random_search_steps=5, random_state=0, patience=50)
+    search = guarded(searcher, build=build_rounded)
+    results = make_tuner(search, tmp_path, {"width": tune.uniform(1, 3000)}, 8).fit()
+    assert results.num_errors == 0
+    assert len(results) == 8
+    assert search.ledger.num_rejected > 0
+    assert len(searcher.optimizer.res) == len(search.ledger.guard.log.decisions()) > 8
+
+
+def train_repaired(config: dict[str, Any]) -> None:
+    """Trains with what the guard says, and reports which batch it used."""
+    repair = perfguard_ray.repair_of(config)
+    batch_size = repair.micro_batch_size or config["width"]
+    with perfguard_ray.measure():
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(repair.accumulation):
+            (model(torch.ones(batch_size, 64)).mean() / repair.accumulation).backward()
+        optimizer.step()
+        tune.report({"loss": 0.0, "batch_size": batch_size, "passes": repair.accumulation})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("kind", ["searcher", "generator"])
+def test_what_is_repaired_reaches_the_training_function_and_the_log(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "build": build_batch,
+        "memory_budget": "160KiB",
+        "on_violation": "repair",
+        "log": str(tmp_path / "log.db"),
+    }
+    widths = [256, SMALL]
+    search: Any = guarded(ListSearcher(widths), **options) if kind == "searcher" else guarded_generator(**options)
+    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
+    results = make_tuner(search, tmp_path, space, 2 if kind == "searcher" else 1, trainable=train_repaired).fit()
+    assert results.num_errors == 0
+    metrics: dict[int, Any] = {(result.config or {})["width"]: result.metrics for result in map(results.__getitem__, range(2))}
+    assert metrics[256]["batch_size"] * metrics[256]["passes"] == 256
+    assert metrics[256]["passes"] > 1
+    assert (metrics[SMALL]["batch_size"], metrics[SMALL]["passes"]) == (SMALL, 1)
+    logged = {row.params["width"]: row for row in search.ledger.guard.log.decisions()}
+    assert {width: (row.action, row.status) for width, row in logged.items()} == {256: ("repair", "ok"), SMALL: ("launch", "ok")}
+    assert f"micro-batch {metrics[256]['batch_size']} accumulated {metrics[256]['passes']} times" in logged[256].reason
 
 
 @pytest.mark.slow

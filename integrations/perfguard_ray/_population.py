@@ -1,0 +1,81 @@
+"""PerfGuardPopulationBasedTraining: population based training whose changes of running trials fit."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import PopulationBasedTraining
+
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard_ray._callback import ledger_of
+from perfguard_ray._ledger import REPAIR_KEY
+
+if TYPE_CHECKING:
+    from ray.tune.execution.tune_controller import TuneController
+
+_MAX_PERTURBATIONS = 100
+
+
+class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
+    """Tune's population based training: what it makes of a configuration has to fit, too.
+
+    Three lines that a Tune user adds::
+
+        search = PerfGuardVariantGenerator(gpu="a100", build=build, memory_budget="38GiB")
+        scheduler = PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128, 256]})
+        with perfguard_ray.measure():  # in the training function, around its body
+
+    A trial that takes over another's state gets that one's configuration, with changes that no search sees. Here a change that
+    does not fit is logged, and another one is made of the same configuration. Where ``max_perturbations`` of them do not fit, the
+    trial goes on with the configuration as it is, which runs already. (A ``custom_explore_fn`` sees only what came out, so it
+    could do neither; yours is called as ever.)
+
+    .. note::
+        A trial keeps the resources that it asked for at its start. Where a hyperparameter that decides memory is changed, give
+        each trial a whole device rather than :func:`perfguard_ray.resources`. PB2 is not guarded: its changes are logged.
+
+    Args:
+        search: the PerfGuardVariantGenerator of the run; Tune allows no searcher beside population based training.
+        max_perturbations: how many changes in a row may be turned down.
+        settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
+
+    Raises:
+        ConfigurationError: for a ``search`` without a guard.
+    """
+
+    def __init__(self, search: Any, *, max_perturbations: int = _MAX_PERTURBATIONS, **settings: Any) -> None:
+        if max_perturbations < 1:
+            raise ConfigurationError(f"max_perturbations must be at least 1, but got {max_perturbations!r}.")
+        super().__init__(**settings)
+        self.ledger = ledger_of(search, who="PerfGuardPopulationBasedTraining")
+        self.max_perturbations = max_perturbations
+
+    def on_trial_add(self, tune_controller: TuneController, trial: Trial) -> None:
+        missing = sorted(set(self._hyperparam_mutations) - set(trial.config))
+        if missing:
+            self.ledger.warn_once(
+                "mutations",
+                UnguardedTrialWarning,
+                f"{', '.join(missing)} of hyperparam_mutations is missing in param_space, so its first value is chosen after the "
+                f"guard has judged the trial. Put it in param_space too, for instance as tune.choice([...]).",
+            )
+        super().on_trial_add(tune_controller, trial)
+
+    def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""
+        turned_down: set[str] = set()
+        for _ in range(self.max_perturbations):
+            config, operations = super()._get_new_config(trial, trial_to_clone)
+            config.pop(REPAIR_KEY, None)  # that of the other configuration
+            if repr(config) in turned_down:
+                continue
+            entry = self.ledger.judge(config)
+            if entry is None:
+                return config, operations
+            if entry.decision.verdict.action != "prune":
+                self.ledger.changes[trial.trial_id] = entry
+                return dict(entry.config), operations
+            turned_down.add(repr(config))
+        return copy.deepcopy(trial_to_clone.config), {}
