@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.command == "learn":
             from perfguard.cli._learn import learn
 
-            learn(arguments)
+            learn(arguments, own_process=argv is None)
         elif arguments.command == "weights":
             from perfguard.cli._learn import run_weights_command
 

@@ -39,33 +39,43 @@ def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
 
 
-def learn(arguments: argparse.Namespace) -> None:
+def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
     """One update of the log's weights, or with --watch one whenever there are new runs, until SIGTERM or Ctrl-C.
+
+    Args:
+        arguments: the words.
+        own_process: whether the process is here for nothing else; then it stays in the background of the machine.
 
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
     """
     every_s = parse_seconds(arguments.every, what="--every")
-    with suppress(OSError, AttributeError):  # Windows has none
-        os.nice(_NICENESS)
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    if own_process:
+        _stay_in_the_background()
     holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     with open_log(arguments.log, must_exist=True) as log:
-        trainer = OnlineTrainer(log, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
         try:
             if arguments.watch:
-                _watch(log, trainer, holder, every_s)
-            elif log.lease(LEASE, holder, seconds=_LEASE_S):
-                generation = trainer.update(may_promote=lambda: log.lease(LEASE, holder, seconds=_LEASE_S))
+                _watch(log, _trainer(log, arguments), holder, every_s)
+            elif log.lease(LEASE, holder, seconds=_LEASE_S):  # before anything heavy is imported: many workers may ask
+                generation = _trainer(log, arguments).update(may_promote=lambda: log.lease(LEASE, holder, seconds=_LEASE_S))
                 print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.", flush=True)
             else:
                 print("Another learner is at work on this log; nothing was done.", flush=True)
         finally:
             with suppress(LogError):
                 log.release(LEASE, holder)
+
+
+def _trainer(log: MeasurementStore, arguments: argparse.Namespace) -> OnlineTrainer:
+    return OnlineTrainer(log, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
+
+
+def _stay_in_the_background() -> None:
+    with suppress(OSError, AttributeError):  # Windows has none
+        os.nice(_NICENESS)
+    os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch and scikit-learn are not imported yet
+    signal.signal(signal.SIGTERM, _as_interrupt)
 
 
 def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
