@@ -34,7 +34,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
         Exception: whatever the exporter or ONNX Runtime raise for a network that they cannot take.
     """
     import onnx
-    import onnxruntime  # type: ignore[import-untyped]
+    import onnxruntime
 
     if isinstance(inputs, dict):
         raise ValueError("only networks with positional inputs are exported")
