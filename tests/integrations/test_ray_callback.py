@@ -28,8 +28,6 @@ from perfguard_ray._measure import measurement_in, metrics_of
 from tests.doubles import ReplayPredictor
 
 MIB = 2**20
-# The steps of these trials take a millisecond: on a busy machine some readings of them are beyond belief, which is said once.
-pytestmark = pytest.mark.filterwarnings("ignore:A reading is not believed", "ignore:Runs on .* are not what they were")
 
 
 class RoughPredictor(ReplayPredictor):
