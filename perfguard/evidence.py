@@ -27,7 +27,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from perfguard.predictor import TARGETS, Estimate, Observation, Target
+from perfguard.predictor import COVERAGE, HALF_INTERVAL, TARGETS, Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 NO_NUMBER = "{} was {}"
 """How the log notes a reading that is NaN or infinite."""
-COVERAGE = 0.9
-_Z = 1.6448536269514722
-"""Half of the central 90% of a normal distribution."""
 _GAMMA = 0.2
 """A scatter that doubles overnight costs ln 2 / 0.2 = 3.5 misses too many, of the twenty that 200 runs may have."""
 _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
@@ -103,12 +100,12 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
     widening: dict[Target, float] = {}
     masked = list(observations)
     shifts: dict[int, Drift] = {}
+    own = [index for index in range(len(observations)) if _is_of(observations[index], predictor)]
     for target in TARGETS:
         believed, refused = _believed(observations, target)
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        own = [index for index in range(len(observations)) if _is_of(observations[index], predictor)]
         widening[target] = _widening([observations[index] for index in own], target)
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
@@ -167,7 +164,6 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     suspects: dict[int, str] = {}
     far: set[int] = set()
     counted: list[int] = []
-    kinds: dict[int, Hashable] = {}
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
     for index, observation in enumerate(observations):
@@ -178,10 +174,11 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         if value is None or reason is not None:
             continue
         counted.append(index)
-        estimate = observation.predicted.get(target)
-        if observation.measurement.status != "ok" or estimate is None:
+        score = _score(observation, target)
+        if score is None:
             continue
-        scores[index] = score = math.log(value / estimate.median)
+        scores[index] = score
+        estimate = observation.predicted[target]
         if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
             continue
         far.add(index)
@@ -189,10 +186,8 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
         released = [*agreeing, index] if agreeing else []
-        for other in counted:
-            if other not in kinds:
-                kinds[other] = _kind_of(observations[other].graph)
-        alike = [other for other in counted if kinds[other] == kinds[index]]
+        kind = _kind_of(observation.graph)
+        alike = [other for other in counted if _kind_of(observations[other].graph) == kind]
         for recent in (counted[-_RECENT:], alike[-_RECENT:]):
             if sum(other in far for other in recent) >= _ENOUGH:  # those that were released count too
                 released += recent
@@ -248,12 +243,18 @@ def _is_of(observation: Observation, predictor: str) -> bool:
     return not (predictor and observation.predicted_by) or observation.predicted_by.rstrip("+") == predictor.rstrip("+")
 
 
-def _z(observation: Observation, target: Target) -> float | None:
-    """How far a complete run was from its prediction; None if there is nothing to compare."""
+def _score(observation: Observation, target: Target) -> float | None:
+    """How far a complete run was from its prediction, as a logarithm; None if there is nothing to compare."""
     value, estimate = observation.measured(target), observation.predicted.get(target)
     if observation.measurement.status != "ok" or value is None or estimate is None:
         return None
-    return math.log(value / estimate.median) / estimate.log_sigma
+    return math.log(value / estimate.median)
+
+
+def _z(observation: Observation, target: Target) -> float | None:
+    """The same in standard deviations of the prediction."""
+    score = _score(observation, target)
+    return None if score is None else score / observation.predicted[target].log_sigma
 
 
 def _widening(observations: Sequence[Observation], target: Target) -> float:
@@ -263,7 +264,7 @@ def _widening(observations: Sequence[Observation], target: Target) -> float:
         z = _z(observation, target)
         if z is not None and _impossible(observation, target) is None:
             width = math.exp(log_width) / observation.widening.get(target, 1.0)
-            log_width += _GAMMA * ((abs(z) > _Z * width) - (1 - COVERAGE))
+            log_width += _GAMMA * ((abs(z) > HALF_INTERVAL * width) - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
     return math.exp(log_width)
 
@@ -297,10 +298,6 @@ def _shifts(observations: Sequence[Observation], target: Target, believed: Seque
 
 
 def _shifted(observations: Sequence[Observation], target: Target, indices: Sequence[int]) -> str:
-    scores = []
-    for index in indices:
-        value, estimate = observations[index].measured(target), observations[index].predicted[target]
-        assert value is not None
-        scores.append(math.log(value / estimate.median))
+    scores = [score for index in indices if (score := _score(observations[index], target)) is not None]
     what = "peaks of memory" if target == "memory" else "step times"
     return f"{what} are {math.exp(statistics.median(scores)):.2f} times what was predicted ({len(scores)} runs in a row)"

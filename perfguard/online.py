@@ -306,7 +306,7 @@ class LearnerProcess:
         self._num_new = 0
         quiet = subprocess.DEVNULL
         command = [sys.executable, "-m", "perfguard.cli", "learn", "--once", "--predictor", self._predictor]
-        environment = os.environ | {"PERFGUARD_LOG": self._url, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"PERFGUARD_LOG": self._url, "CUDA_VISIBLE_DEVICES": ""}
         self._child = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,6 +21,10 @@ DEFAULT_PREDICTOR = "guardnet"
 Target = Literal["memory", "time"]
 """What runs teach: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
+COVERAGE = 0.9
+"""Of the intervals that are spoken of."""
+HALF_INTERVAL = 1.6448536269514722
+"""Half of the width of that central interval, in standard deviations of a normal distribution."""
 _NORMAL = NormalDist()
 
 
@@ -53,7 +57,7 @@ class Estimate:
         """The chance that the quantity is above ``limit``, a positive number in the same unit."""
         return 1.0 - _NORMAL.cdf((math.log(limit) - math.log(self.median)) / self.log_sigma)
 
-    def interval(self, coverage: float = 0.9) -> tuple[float, float]:
+    def interval(self, coverage: float = COVERAGE) -> tuple[float, float]:
         """The central interval that holds the quantity with probability ``coverage``, in (0, 1)."""
         return self.quantile((1 - coverage) / 2), self.quantile((1 + coverage) / 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -16,6 +18,17 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
     parser.addoption("--fuzz-files", type=int, default=500, help="damaged ONNX files to read (default: 500)")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of PyTorch, for tensors so small that threads would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 from perfguard import Device, Estimate, Observation, OpGraph, Prediction
 
+TOY_CPU = Device(
+    id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
+    boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
+)  # fmt: skip
+
 
 class ReplayPredictor:
     """A double: memory is the replay's peak and a step takes 10 ms, both known to 1%. Keeps what it was given to learn from."""

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-COVERAGE = 0.9
-_Z = 1.6448536269514722
+from perfguard.predictor import COVERAGE, HALF_INTERVAL
+
 _FEWEST = 100
 _LOWEST_FLOOR = 0.01
 NEW_GPU = "new gpu"
@@ -88,4 +88,4 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
 def quantile_scale(scores: list[float]) -> float:
     """The conformal quantile of the scores, as standard deviations of a normal distribution."""
     rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * COVERAGE) - 1)
-    return sorted(scores)[rank] / _Z
+    return sorted(scores)[rank] / HALF_INTERVAL

@@ -17,7 +17,7 @@ from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph, roofline_s
-from perfguard.predictor import Estimate, Observation, Prediction
+from perfguard.predictor import TARGETS, Estimate, Observation, Prediction
 from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Run, share_of
 from perfguard_models.fusion import as_compiled
@@ -177,8 +177,8 @@ class Served:
         for row in observations:
             if row.measurement.status != "ok":
                 continue  # out of memory: a lower bound, no measurement of either
-            for target, value in (("memory", row.measurement.peak_memory_bytes), ("time", row.measurement.step_time_s)):
-                if value is not None and math.isfinite(value) and value > 0:
+            for target in TARGETS:
+                if value := row.measured(target):
                     residual = math.log(value) - self._raw(target, row.graph, row.device)[0]
                     residuals.setdefault((row.device.id, target), []).append(residual)
         for key, found in residuals.items():

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import parse_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from perfguard.collect import Space, Summary
 
 _STATUSES = ("ok", "oom", "timeout", "failed")
@@ -41,6 +39,9 @@ def collect_rows(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for arguments or a device that cannot be right.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     from perfguard.collect import collect, collecting_device
 
     for name in ("minutes", "rows"):
@@ -86,6 +87,8 @@ def spaces_of(text: str) -> list[Space]:
 
 def show_summary(summary: Summary, out: Path, console: Console) -> None:
     """Print what a sitting brought."""
+    from rich.table import Table
+
     pace = summary.num_rows / max(summary.seconds, 1e-9)
     table = Table(title=f"{summary.num_rows} rows in {summary.seconds:.0f} s, {pace:.2f} a second")
     for heading in ("space", *_STATUSES):

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from perfguard.cli._log import open_log
 from perfguard.exceptions import LogError
-from perfguard.online import LEASE, OnlineTrainer
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.quantities import parse_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from perfguard.online import OnlineTrainer
     from perfguard.store import LoggedWeights, MeasurementStore
 
 _LEASE_S = 120.0
@@ -49,16 +51,23 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
     """
+    from perfguard.online import LEASE
+
     every_s = parse_seconds(arguments.every, what="--every")
     if own_process:
         _stay_in_the_background()
     holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+    lease_s = max(_LEASE_S, 3 * every_s) if arguments.watch else _LEASE_S
     with open_log(arguments.log, must_exist=True) as log:
+
+        def hold() -> bool:
+            return log.lease(LEASE, holder, seconds=lease_s)
+
         try:
             if arguments.watch:
-                _watch(log, _trainer(log, arguments), holder, every_s)
-            elif log.lease(LEASE, holder, seconds=_LEASE_S):  # before anything heavy is imported: many workers may ask
-                generation = _trainer(log, arguments).update(may_promote=lambda: log.lease(LEASE, holder, seconds=_LEASE_S))
+                _watch(_trainer(log, arguments), hold, every_s)
+            elif hold():  # before anything heavy is imported: many workers may ask
+                generation = _trainer(log, arguments).update(may_promote=hold)
                 print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.", flush=True)
             else:
                 print("Another learner is at work on this log; nothing was done.", flush=True)
@@ -68,6 +77,8 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
 
 
 def _trainer(log: MeasurementStore, arguments: argparse.Namespace) -> OnlineTrainer:
+    from perfguard.online import OnlineTrainer
+
     return OnlineTrainer(log, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
 
 
@@ -82,12 +93,8 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _watch(log: MeasurementStore, trainer: OnlineTrainer, holder: str, every_s: float) -> None:
+def _watch(trainer: OnlineTrainer, hold: Callable[[], bool], every_s: float) -> None:
     said = ""
-
-    def hold() -> bool:
-        return log.lease(LEASE, holder, seconds=max(_LEASE_S, 3 * every_s))
-
     while True:
         try:
             if hold():

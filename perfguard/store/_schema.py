@@ -244,6 +244,12 @@ def select_decisions(study: str | None, newest: int | None = None) -> Select[Any
     return query.where(decisions.c.decision_id.in_(ids))
 
 
+def select_promoted(predictor: str) -> Select[Any]:
+    """The id of the generation in use: the newest, should an older PerfGuard's import have brought another."""
+    query = select(weights.c.weights_id).where(weights.c.predictor == predictor, weights.c.state == "promoted")
+    return query.order_by(weights.c.state_changed_at_ns.desc()).limit(1)
+
+
 def select_observations(device_id: str, limit: int) -> Select[Any]:
     """Newest first."""
     newest_first = measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc()

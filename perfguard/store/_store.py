@@ -326,11 +326,10 @@ class MeasurementStore:
             row = connection.execute(candidate.where(table.c.state == "candidate")).first()
             if row is None:
                 raise LogError(f"The measurement log {self._name} has no candidate {weights_id!r}.")
-            in_use = table.c.predictor == row.predictor, table.c.state == "promoted"
-            newest = select(table.c.weights_id).where(*in_use).order_by(table.c.state_changed_at_ns.desc()).limit(1)
-            is_unchanged = bool(connection.execute(newest).scalar() == row.parent_id)  # an import may have brought older ones
+            is_unchanged = bool(connection.execute(schema.select_promoted(row.predictor)).scalar() == row.parent_id)
             changed = update(table).values(state_changed_at_ns=now_ns)
             if is_unchanged:
+                in_use = table.c.predictor == row.predictor, table.c.state == "promoted"
                 connection.execute(changed.where(*in_use).values(state="superseded"))
             state = "promoted" if is_unchanged else "rejected"
             connection.execute(changed.where(table.c.weights_id == weights_id).values(state=state))
@@ -360,14 +359,11 @@ class MeasurementStore:
         Raises:
             LogError: if the log cannot be read now.
         """
-        table = schema.weights
-        query = select(table.c.weights_id).where(table.c.predictor == predictor, table.c.state == "promoted")
-        newest_first = query.order_by(table.c.state_changed_at_ns.desc()).limit(1)
         with self._lock:
             if time.monotonic() < self._retry_at_s:
                 raise LogError(f"The measurement log {self._name} was away a moment ago.")
             with self._writing(), self._engine.connect() as connection:
-                found = connection.execute(newest_first).scalar()
+                found = connection.execute(schema.select_promoted(predictor)).scalar()
         return None if found is None else str(found)
 
     def roll_back_weights(self, weights_id: str) -> str | None:

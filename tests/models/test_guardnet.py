@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -31,21 +31,10 @@ from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet
 from perfguard_models._network import GuardNetwork
 from perfguard_models.guardnet import GuardNet
+from tests.doubles import TOY_CPU as CPU
 
-CPU = Device(
-    id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
-    boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
-)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_thread")
 UNKNOWN = replace(resolve_device("a100"), id="made-up")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The tensors are so small that threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

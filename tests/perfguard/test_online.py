@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,21 +25,10 @@ from perfguard.online import LEASE, LearnerProcess, Lessons, OnlineTrainer
 from perfguard.store import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
+from tests.doubles import TOY_CPU as CPU
 from tests.doubles import ReplayPredictor
 
-CPU = Device(
-    id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
-    boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The matrices are so small that threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
