@@ -39,13 +39,25 @@ _last: WeakKeyDictionary[OpGraph, tuple[Device, npt.NDArray[np.float64]]] = Weak
 
 
 def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
-    flops = np.array([op.flops for op in graph.ops], dtype=np.float64)
+    flops, read, written = graph.costs
+    flops, num_bytes = flops.astype(np.float64), (read + written).astype(np.float64)
     if device.kind == "cpu":
         flops *= np.sqrt(np.prod(channel_padding(graph, device), axis=0))
-    num_bytes = np.array([op.bytes_read + op.bytes_written for op in graph.ops], dtype=np.float64)
-    rate = np.array([_rate(op.kind, op.dtype, device) for op in graph.ops], dtype=np.float64)
-    slower = np.maximum(flops / rate, num_bytes / device.bandwidth_bytes_per_s) if len(graph.ops) else flops
+    slower = np.maximum(flops / _rates(graph, device), num_bytes / device.bandwidth_bytes_per_s) if len(flops) else flops
     return np.maximum(slower, device.launch_overhead_s)
+
+
+def _rates(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+    """Peak FLOPs a second of each operator. Shape: (len(graph.ops),)."""
+    first = graph.twin or graph
+    known = _last_rates.get(first)
+    if known is None or known[0] is not device:
+        rates = np.array([_rate(op.kind, op.dtype, device) for op in first.ops], dtype=np.float64)
+        known = _last_rates[first] = device, rates
+    return known[1]
+
+
+_last_rates: WeakKeyDictionary[OpGraph, tuple[Device, npt.NDArray[np.float64]]] = WeakKeyDictionary()
 
 
 def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:

@@ -7,6 +7,10 @@ The fields and their legal values, once and for all:
                   it, -1 if it was there before the step. `death` is the index of the last operator before it is freed (the
                   storage is alive while `ops[death]` runs), `len(ops)` if it outlives the step.
     ops[i].inputs / outputs   indices into `storages`; an operator that writes in place has the same index in both.
+
+A study's graphs differ in their numbers alone (bytes, FLOPs, sizes) as long as it changes nothing but sizes. Such a graph is its
+`twin`, which was there before, and its `numbers`: operators and storages are made when somebody looks at them, and what does not
+depend on numbers is worked out for the twin, once.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
+_LARGEST = 2**62
+"""Of the numbers that are kept in 64 bits; with larger ones they are Python's own."""
 
 
 class Phase(IntEnum):
@@ -106,17 +113,83 @@ class OpGraph:
     unmodelled: tuple[str, ...] = field(default=())
     """What the trace could not account for, in words. Never empty in silence."""
 
+    @staticmethod
+    def alike(twin: OpGraph, numbers: npt.NDArray[Any]) -> OpGraph:
+        """``twin`` with other ``numbers``, in the order of :attr:`numbers`."""
+        graph = object.__new__(OpGraph)
+        settings = {name: getattr(twin, name) for name in ("mode", "precision", "layout", "options", "unmodelled")}
+        graph.__dict__.update(settings, twin=twin.twin or twin, numbers=numbers)
+        return graph
+
+    def __getattr__(self, name: str) -> Any:
+        """What :meth:`alike` left out. Shape: that of the twin."""
+        twin: OpGraph | None = self.__dict__.get("twin")
+        if twin is None or name not in ("ops", "storages"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        numbers = iter(self.numbers.tolist())
+        storages = tuple([Storage(next(numbers), *storage[1:]) for storage in twin.storages])
+        self.__dict__.update(storages=storages, ops=tuple([_with_numbers(op, numbers) for op in twin.ops]))
+        return self.__dict__[name]
+
+    @cached_property
+    def twin(self) -> OpGraph | None:
+        """A graph that differs from this one in its numbers alone; None: it is the first of its kind."""
+        return None
+
+    @cached_property
+    def numbers(self) -> npt.NDArray[Any]:
+        """Bytes of the storages; of each operator FLOPs, bytes read and written, and the sizes in its shape and attributes.
+
+        int64, or Python's integers where they are larger.
+        """
+        numbers = [storage.num_bytes for storage in self.storages]
+        for op in self.ops:
+            numbers += [op.flops, op.bytes_read, op.bytes_written, *op.shape]
+            for value in op.attributes.values():
+                if isinstance(value, tuple):
+                    numbers += value
+        return np.array(numbers, dtype=np.int64 if max(numbers, default=0) < _LARGEST else object)
+
+    @cached_property
+    def op_starts(self) -> npt.NDArray[np.int64]:
+        """Where the numbers of each operator begin, and where they end. Shape: (len(ops) + 1,)."""
+        if self.twin is not None:
+            return self.twin.op_starts
+        lengths = [
+            3 + len(op.shape) + sum([len(value) for value in op.attributes.values() if isinstance(value, tuple)]) for op in self.ops
+        ]
+        return np.cumsum([len(self.storages), *lengths])
+
+    @property
+    def storage_bytes(self) -> npt.NDArray[Any]:
+        """Of each storage. Shape: (len(storages),)."""
+        return np.asarray(self.numbers[: self.op_starts[0]])
+
+    @property
+    def costs(self) -> npt.NDArray[Any]:
+        """FLOPs, bytes read and bytes written of each operator. Shape: (3, len(ops))."""
+        return np.asarray(self.numbers[self.op_starts[:-1] + np.arange(3)[:, None]])
+
+    @cached_property
+    def lifetimes(self) -> npt.NDArray[np.int64]:
+        """Kind, birth and death of each storage. Shape: (3, len(storages))."""
+        if self.twin is not None:
+            return self.twin.lifetimes
+        columns = [(storage.kind, storage.birth, storage.death) for storage in self.storages]
+        return np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy()
+
     @cached_property
     def live_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes alive while each operator runs, its outputs included. Shape: (len(ops) + 1,).
 
         The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
         """
-        change = np.zeros(len(self.ops) + 3, dtype=np.int64)
-        num_bytes = [storage.num_bytes for storage in self.storages]
-        np.add.at(change, [storage.birth + 1 for storage in self.storages], num_bytes)
-        np.subtract.at(change, [storage.death + 2 for storage in self.storages], num_bytes)
-        return np.cumsum(change)[: len(self.ops) + 1]
+        num_ops = len(self.op_starts) - 1
+        change = np.zeros(num_ops + 3, dtype=np.int64)
+        _, births, deaths = self.lifetimes
+        np.add.at(change, births + 1, self.storage_bytes)
+        np.subtract.at(change, deaths + 2, self.storage_bytes)
+        return np.cumsum(change)[: num_ops + 1]
 
     @property
     def peak_index(self) -> int:
@@ -144,20 +217,20 @@ class OpGraph:
         return self._bytes_by_kind(self.peak_index)
 
     def _bytes_by_kind(self, index: int) -> dict[StorageKind, int]:
-        totals = dict.fromkeys(StorageKind, 0)
-        for storage in self.storages:
-            if storage.birth <= index <= storage.death:
-                totals[storage.kind] += storage.num_bytes
-        return totals
+        kinds, births, deaths = self.lifetimes
+        lives = (births <= index) & (index <= deaths)
+        return {kind: int(self.storage_bytes[lives & (kinds == kind)].sum()) for kind in StorageKind}
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the whole step."""
-        return sum(op.flops for op in self.ops)
+        return sum(self.costs[0].tolist())
 
     @cached_property
     def edges(self) -> npt.NDArray[np.int64]:
         """Data flow: pairs (producer, consumer) of operator indices. Shape: (2, num_edges)."""
+        if self.twin is not None:
+            return self.twin.edges
         writer: dict[int, int] = {}
         pairs: list[tuple[int, int]] = []
         for index, op in enumerate(self.ops):
@@ -253,12 +326,24 @@ class OpGraph:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Of its operators."""
+        if self.twin is not None:
+            return self.twin.kinds
         return frozenset(op.kind for op in self.ops)
 
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the graph's content, hexadecimal."""
         return hashlib.sha256(self._to_json()).hexdigest()
+
+
+def _with_numbers(op: Op, numbers: Iterator[int]) -> Op:
+    name, kind, phase, _, _, _, inputs, outputs, module, shape, dtype, attributes = op
+    flops, read, written, sizes = next(numbers), next(numbers), next(numbers), tuple(islice(numbers, len(shape)))
+    if attributes:
+        attributes = {
+            key: tuple(islice(numbers, len(value))) if isinstance(value, tuple) else value for key, value in attributes.items()
+        }
+    return Op(name, kind, phase, flops, read, written, inputs, outputs, module, sizes, dtype, attributes)
 
 
 def _op_from_json(row: list[Any]) -> Op:

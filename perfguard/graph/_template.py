@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap, joined
-from perfguard.graph._schema import Op, OpGraph, Storage
+from perfguard.graph._schema import OpGraph
 
 Sizes = tuple[int, ...]
 _Numbers = npt.NDArray[Any]
@@ -63,16 +62,10 @@ class Sample:
         )
         return ops, tuple(storage[1:] for storage in graph.storages), graph.unmodelled, self.step.gap
 
-    @cached_property
+    @property
     def numbers(self) -> _Numbers:
-        """Bytes of the storages; of each operator FLOPs, bytes, and the sizes in its shape and attributes."""
-        numbers = [storage.num_bytes for storage in self.step.graph.storages]
-        for op in self.step.graph.ops:
-            numbers += [op.flops, op.bytes_read, op.bytes_written, *op.shape]
-            for value in op.attributes.values():
-                if isinstance(value, tuple):
-                    numbers += value
-        return np.array(numbers, dtype=np.int64 if max(numbers) < _LARGEST else object)
+        """Those of its graph."""
+        return self.step.graph.numbers
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
@@ -217,52 +210,31 @@ class Template:
 
 
 class _Frame:
-    """A graph whose numbers are filled in, but for those of the optimizer's part."""
+    """A step with its optimizer's part, whose other numbers are filled in."""
 
     def __init__(self, step: StepWithGap, part: OptimizerPart | None) -> None:
-        gap = step.gap
+        gap, self._graph = step.gap, step.graph
+        self._given: _Numbers | None = None
+        """Which of the graph's numbers are filled in; None: all."""
         if part is None or gap is None:
-            self._graph, self._part_ops, self._part_storages = step.graph, range(0), frozenset[int]()
-        else:
-            self._graph = joined(step, part)
-            self._part_ops = range(gap.place, gap.place + len(part.ops))
-            start = gap.before_step + len(part.states)
-            self._part_storages = frozenset(range(gap.before_state, gap.before_state + len(part.states)))
-            self._part_storages |= set(range(start, start + len(part.temporaries)))
-        self._has_gap = gap is not None
-        self._attributes_have_numbers = [
-            any(isinstance(value, tuple) for value in op.attributes.values()) for op in self._graph.ops
-        ]
+            return
+        self._graph = joined(step, part)
+        starts, end = self._graph.op_starts, gap.before_step + len(part.states)
+        own = [(gap.before_state, gap.before_state + len(part.states)), (end, end + len(part.temporaries))]
+        own.append((starts[gap.place], starts[gap.place + len(part.ops)]))
+        self._given = np.ones(len(self._graph.numbers), dtype=np.bool_)
+        for first, last in own:
+            self._given[first:last] = False
+        start = step.graph.op_starts[gap.place]
+        self._of_gap = slice(start, start + _NUMBERS_OF_GAP)
 
     def filled(self, numbers: _Numbers) -> OpGraph:
-        """The graph with ``numbers``, in the order of :attr:`Sample.numbers`."""
-        graph, part_ops, part_storages, rest = self._graph, self._part_ops, self._part_storages, iter(numbers.tolist())
-        storages = tuple(
-            [
-                storage if index in part_storages else Storage(next(rest), *storage[1:])
-                for index, storage in enumerate(graph.storages)
-            ]
-        )
-        start = part_ops.start if self._has_gap else len(graph.ops)
-        ops = self._filled(slice(0, start), rest)
-        if self._has_gap:
-            for _ in range(_NUMBERS_OF_GAP):
-                next(rest)
-            ops += graph.ops[start : part_ops.stop]
-            ops += self._filled(slice(part_ops.stop, None), rest)
-        filled = OpGraph(tuple(ops), storages, graph.mode, graph.precision, graph.layout, graph.options, graph.unmodelled)
-        filled.__dict__["edges"] = graph.edges
-        return filled
-
-    def _filled(self, some: slice, numbers: Iterator[int]) -> list[Op]:
-        return [
-            Op(
-                op.name, op.kind, op.phase, next(numbers), next(numbers), next(numbers), op.inputs, op.outputs, op.module,
-                tuple(islice(numbers, len(op.shape))), op.dtype,
-                _with_numbers(op.attributes, numbers) if has_numbers else op.attributes,
-            )
-            for op, has_numbers in zip(self._graph.ops[some], self._attributes_have_numbers[some], strict=True)
-        ]  # fmt: skip
+        """The graph with ``numbers`` of the step without its optimizer."""
+        if self._given is not None:
+            given = np.delete(numbers, self._of_gap)
+            numbers = self._graph.numbers.astype(numbers.dtype)
+            numbers[self._given] = given
+        return OpGraph.alike(self._graph, numbers)
 
 
 def _point(sizes: Sizes, axes: Sequence[tuple[int, ...]]) -> _Point:
@@ -283,10 +255,6 @@ def _equal(numbers: _Numbers | None, others: _Numbers) -> bool:
 
 def _form_of(attributes: Mapping[str, Any]) -> Hashable:
     return tuple((key, len(value) if isinstance(value, tuple) else value) for key, value in attributes.items())
-
-
-def _with_numbers(attributes: Mapping[str, Any], numbers: Iterator[int]) -> dict[str, Any]:
-    return {key: tuple(islice(numbers, len(value))) if isinstance(value, tuple) else value for key, value in attributes.items()}
 
 
 def _independent(points: Sequence[_Point], terms: Sequence[_Term]) -> list[_Point] | None:
