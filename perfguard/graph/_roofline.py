@@ -50,14 +50,13 @@ def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
 def _rates(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     """Peak FLOPs a second of each operator. Shape: (len(graph.ops),)."""
     first = graph.twin or graph
-    known = _last_rates.get(first)
-    if known is None or known[0] is not device:
-        rates = np.array([_rate(op.kind, op.dtype, device) for op in first.ops], dtype=np.float64)
-        known = _last_rates[first] = device, rates
-    return known[1]
+    known = _known_rates.setdefault(first, {})
+    if device.id not in known or known[device.id][0] is not device:
+        known[device.id] = device, np.array([_rate(op.kind, op.dtype, device) for op in first.ops], dtype=np.float64)
+    return known[device.id][1]
 
 
-_last_rates: WeakKeyDictionary[OpGraph, tuple[Device, npt.NDArray[np.float64]]] = WeakKeyDictionary()
+_known_rates: WeakKeyDictionary[OpGraph, dict[str, tuple[Device, npt.NDArray[np.float64]]]] = WeakKeyDictionary()
 
 
 def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:

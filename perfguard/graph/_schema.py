@@ -204,9 +204,9 @@ class OpGraph:
     @cached_property
     def reserved_bytes(self) -> int:
         """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        from perfguard.graph._allocator import replay_allocator
+        from perfguard.graph._allocator import reserved_by_default
 
-        return replay_allocator(self).reserved_bytes
+        return reserved_by_default(self)
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
         """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
@@ -360,5 +360,5 @@ def _op_from_json(row: list[Any]) -> Op:
         module,
         tuple(shape),
         dtype,
-        dict(attributes),
+        {key: tuple(value) if isinstance(value, list) else value for key, value in attributes.items()},
     )
