@@ -20,8 +20,9 @@ from perfguard_models._network import Correction, GuardNetwork
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import share_of
 from perfguard_models.learner import predict_with_spread
+from perfguard_models.quick_views import quick_sums_of
 from perfguard_models.served import Trained, as_run, as_setting, group_of
-from perfguard_models.sums import SUMS, sums_of
+from perfguard_models.sums import SUMS
 from perfguard_models.weight_files import check_hash
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class GpuEngine:
         roofline = torch.from_numpy(roofline_s(graph, device)).float()
         unknown = [target for target in TARGETS if not _knows(target, graph)]
         if len(unknown) == len(TARGETS):  # nothing to ask
-            sums = sums_of(graph, device)
+            sums = quick_sums_of(graph, device)
             sigma = UNTRAINED_LOG_SIGMA
             value = dict.fromkeys(TARGETS, 0.0)
             shares: dict[str, float] = {}
@@ -251,7 +252,7 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
 
 
 def _knows(target: str, graph: OpGraph) -> bool:
-    if not any(op.kind in _CONVOLUTIONS for op in graph.ops):
+    if graph.kinds.isdisjoint(_CONVOLUTIONS):
         return True
     if target == "memory":
         return "cudnn_benchmark" in graph.options

@@ -109,7 +109,7 @@ class GuardNet:
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
         by_kind: dict[str, float] = {}
         scale = step_time.median / math.exp(answer.log_value["time"])
-        for op, seconds in zip(graph.ops, answer.op_time_s.tolist(), strict=True):
+        for op, seconds in zip((graph.twin or graph).ops, answer.op_time_s.tolist(), strict=True):
             by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds * scale
         return Prediction(
             peak_memory=memory,
