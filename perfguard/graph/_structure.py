@@ -7,8 +7,9 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,13 @@ from perfguard.workload import TensorSpec, Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
+_INTEGER = frozenset({int})
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
 _BARE = vars(nn.Module())
+_BARE_NAMES = list(_BARE)
+_HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
+"""Between the tensors and the submodules of a module that nobody has changed: mostly hooks that it does not have."""
+_BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
@@ -180,13 +186,21 @@ class _Describer:
             for name, tensor in state[kind].items()
         )
         rest: list[Hashable] = []
-        for key, item in state.items():
+        items: Iterable[tuple[str, Any]] = state.items()
+        if list(state)[: len(_BARE_NAMES)] == _BARE_NAMES:
+            hooks = list(state.values())[_HOOKS]
+            if not any(hooks) and list(map(type, hooks)) == _BARE_HOOKS:
+                items = [("training", module.training), ("_modules", state["_modules"])]
+                items += islice(state.items(), len(_BARE_NAMES), None)
+        for key, item in items:
             kind = type(item)
             bare = _BARE.get(key, state)
             if item is bare or (kind is type(bare) and kind in _COLLECTIONS and not item and not bare):
-                continue  # as every module begins: most are hooks that nobody registered
+                continue  # as every module begins
             if kind in _EXACTLY_PLAIN:
                 rest.append((key, kind, item))
+            elif kind is tuple and _INTEGER.issuperset(map(type, item)):
+                rest.append((key, item))
             elif (kind is dict or kind is OrderedDict) and not item:
                 rest.append((key, kind))
             elif key not in ("_parameters", "_buffers"):
@@ -240,4 +254,4 @@ class _Describer:
     def _tensor_key(self, value: torch.Tensor) -> Hashable:
         if value.grad_fn is not None or type(value) not in (torch.Tensor, nn.Parameter):
             raise _Indescribable
-        return type(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+        return type(value), value.shape, value.stride(), value.dtype, value.requires_grad
