@@ -3,7 +3,7 @@
 A study asks for the same network again and again, with another learning rate, batch size, image size or optimizer. Equal
 structures give the graph that was traced before. What another optimizer launches is found out by itself and joined with the step
 that is known (`_optimizer_part.py`, `_optimizer_pattern.py`); other sizes are computed from those that were traced, where that is
-exact (`_template.py`). All else is traced.
+exact (`_template.py`), and so are other precisions (`_precision.py`). All else is traced.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from perfguard.graph._optimizer_part import Gap, OptimizerPart, is_separable, joined, trace_part
 from perfguard.graph._optimizer_pattern import Pattern, find_pattern, has_pattern
+from perfguard.graph._precision import InAnotherPrecision, in_another_precision
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._structure import Structure, structure_of
 from perfguard.graph._target import Target, target_of
 from perfguard.graph._template import Sample, Sizes, Template, templates_through
 from perfguard.graph._trace import trace, traced_step, tracing
-from perfguard.workload import Workload
+from perfguard.workload import Precision, Workload
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -47,18 +48,18 @@ class TraceCache:
         if structure is None:
             return trace(workload, target=target)
         if workload.mode == "infer" or is_separable(workload):
-            family = self._family(structure.key)
+            family = self._family((structure.key, structure.precision))
             graph = self._graph(family, workload, structure, kind) if family.is_separable else None
             if graph is not None:
                 return graph
             family.is_separable = False
-        family = self._family((structure.key, structure.optimizer))
+        family = self._family((structure.key, structure.precision, structure.optimizer))
         family.is_separable = False
         graph = self._graph(family, workload, structure, kind)
         assert graph is not None
         return graph
 
-    def _family(self, key: Hashable) -> _Family:
+    def _family(self, key: tuple[Hashable, ...]) -> _Family:
         with self._lock:
             family = self._families.get(key) or _kept(self._families, key, _Family(key), _MOST_STRUCTURES)
             self._families.move_to_end(family.key)  # the same object: comparing two keys takes a millisecond
@@ -66,11 +67,11 @@ class TraceCache:
 
     def _graph(self, family: _Family, workload: Workload, structure: Structure, target: Target) -> OpGraph | None:
         """None: the optimizer cannot be told apart."""
-        _, optimizer, sizes = structure
+        optimizer, sizes = structure.optimizer, structure.sizes
         with self._lock:
             graph = family.graphs.get((sizes, optimizer))
             sample = family.samples.get(sizes)
-            template = None if sample is not None else family.template_for(sizes)
+            template = None if sample is not None or graph is not None else self._template_for(family, structure)
         if graph is not None:
             return graph
         if template is not None:
@@ -88,6 +89,17 @@ class TraceCache:
                     family.add(sizes, Sample(step))
         with self._lock:
             return _kept(family.graphs, (sizes, optimizer), graph)
+
+    def _template_for(self, family: _Family, structure: Structure) -> Template | InAnotherPrecision | None:
+        template = family.template_for(structure.sizes)
+        if template is not None or not family.samples:
+            return template
+        for precision in get_args(Precision):
+            other = self._families.get((structure.key, precision, *family.key[2:]))
+            template = None if other is None or other is family else other.template_for(structure.sizes)
+            if template is not None and (found := family.through(template)) is not None:
+                return found
+        return None
 
     def _part(
         self, family: _Family, workload: Workload, optimizer: Hashable, gap: Gap | None, target: Target
@@ -117,21 +129,31 @@ class TraceCache:
 class _Family:
     """What is known of one structure."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: tuple[Hashable, ...]) -> None:
         self.key = key
+        """The structure and the precision; with the optimizer, where it cannot be told apart."""
         self.is_separable = True
         """Whether its steps are traced without their optimizer; otherwise the optimizer is a part of the key."""
         self.graphs: OrderedDict[tuple[Sizes, Hashable], OpGraph] = OrderedDict()
         self.samples: OrderedDict[Sizes, Sample] = OrderedDict()
         self.parts: OrderedDict[Hashable, OptimizerPart] = OrderedDict()
         self._templates: list[Template] = []
+        self._in_other_precisions: OrderedDict[Template, InAnotherPrecision | None] = OrderedDict()
 
     def template_for(self, sizes: Sizes) -> Template | None:
         return next((template for template in self._templates if template.reaches(sizes)), None)
 
+    def through(self, template: Template) -> InAnotherPrecision | None:
+        """What ``template``, of another precision, says of this one."""
+        if template not in self._in_other_precisions:
+            found = (in_another_precision(sample.step, sizes, template) for sizes, sample in self.samples.items())
+            return _kept(self._in_other_precisions, template, next(filter(None, found), None))
+        return self._in_other_precisions[template]
+
     def add(self, sizes: Sizes, sample: Sample) -> None:
         _kept(self.samples, sizes, sample)
         self._templates = templates_through(self.samples)
+        self._in_other_precisions.clear()
 
 
 def _kept(known: OrderedDict[_K, _V], key: _K, value: _V, most: int = _MOST_OF_A_FAMILY) -> _V:

@@ -50,6 +50,11 @@ _FULL_PRECISION_RESULT = frozenset({"prod", "cumprod", "cumsum", "linalg_vector_
 _WIDEST = frozenset({"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put",
                      "tensordot", "scatter_add"})  # fmt: skip
 _OVERRIDABLE = ("torch.nn.functional", "torch.functional", "torch.autograd")
+_LOOKS = frozenset(
+    vars(torch._C.TensorBase)[name].__get__ for name in ("dtype", "itemsize", "nbytes")
+)
+_ASKS = frozenset({"element_size", "type", "result_type", "can_cast", "promote_types"})
+"""Attributes and functions that say what a tensor's dtype is."""
 _SOFTMAX = {"softmax": torch.ops.aten._softmax, "log_softmax": torch.ops.aten._log_softmax}
 
 
@@ -61,6 +66,8 @@ class DevicePaths(TorchFunctionMode):
         self._target = target
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
         self._expanding: set[Callable[..., Any]] = set()
+        self.reads_dtype = False
+        """Whether somebody looked at a tensor's dtype, or at what depends on it."""
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -87,6 +94,8 @@ class DevicePaths(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if (name == "__get__" and func in _LOOKS) or name in _ASKS:
+            self.reads_dtype = True
         if type(func) is types.FunctionType:
             if func is F.dropout and not self._target.is_cpu:
                 return self._dropout(func, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch import nn
 from perfguard.graph._device_paths import DevicePaths
 from perfguard.graph._meta import META
 from perfguard.graph._optimizers import OptimizerOnMeta, make_optimizer
-from perfguard.graph._recorder import Recorder
+from perfguard.graph._recorder import Elements, Recorder
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._target import Target
 from perfguard.workload import Workload
@@ -86,6 +86,9 @@ class StepWithGap(NamedTuple):
 
     graph: OpGraph
     gap: Gap | None
+    elements: Elements
+    reads_dtype: bool
+    """Whether code outside of PyTorch's operators looked at a tensor's dtype, or at what depends on it."""
 
 
 class OptimizerPart(NamedTuple):
@@ -119,7 +122,7 @@ def leave_gap(recorder: Recorder, model: nn.Module, reached: Set[int], before_st
     place, before_step = len(recorder.ops), recorder.num_storages
     with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
         parameters = tuple(_trained(recorder, name, parameter) for name, parameter in model.named_parameters())
-    recorder.ops.append(_GAP)
+    recorder.leave_gap(_GAP)
     storages = [trained.storage for trained in parameters]
     storages += [trained.gradient_storage for trained in parameters if trained.gradient_storage is not None]
     are_plain = all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters())
@@ -171,7 +174,7 @@ def trace_part(workload: Workload, target: Target, parameters: Sequence[Trained]
 
 def joined(step: StepWithGap, part: OptimizerPart) -> OpGraph:
     """The step with ``part`` in its gap, as if both had been traced in one."""
-    graph, gap = step
+    graph, gap = step.graph, step.gap
     assert gap is not None
     place, added = gap.place, len(part.ops) - 1
     num_states, num_temporaries, num_ops = len(part.states), len(part.temporaries), len(graph.ops) + added

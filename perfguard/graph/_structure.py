@@ -29,16 +29,18 @@ _HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
 """Between the tensors and the submodules of a module that nobody has changed: mostly hooks that it does not have."""
 _BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
+_APART = frozenset({"inputs", "targets", "optimizer", "precision"})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
 _MOST_VALUES = 200_000
 
 
 class Structure(NamedTuple):
-    """What decides a workload's graph, in three parts."""
+    """What decides a workload's graph, in four parts."""
 
     key: Hashable
-    """All that is not in the other two."""
+    """All that is not in the others."""
+    precision: str
     optimizer: Hashable
     """None for an inference."""
     sizes: tuple[int, ...]
@@ -59,10 +61,10 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
         sizes, batch = _batch_of(workload)
         parts: list[Hashable] = [target, describe(batch), _ambient()]
         for field in fields(workload):
-            if field.name not in ("inputs", "targets", "optimizer") and field.name not in _NOT_COST:
+            if field.name not in _APART and field.name not in _NOT_COST:
                 parts.append(describe(getattr(workload, field.name)))
         optimizer = _optimizer(workload.optimizer, describe) if workload.mode == "train" else None
-        return Structure(tuple(parts), optimizer, sizes)
+        return Structure(tuple(parts), workload.precision, optimizer, sizes)
     except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
         return None
 

@@ -42,7 +42,7 @@ _NUMBERS_OF_GAP = 3
 """FLOPs, bytes read and bytes written."""
 _FEWEST = 3
 """Samples of the shortest polynomial, and one to spare."""
-_LARGEST = 2**62
+LARGEST = 2**62
 """Of the products that fit 64 bits."""
 
 
@@ -57,15 +57,22 @@ class Sample:
         """All of the step but its numbers."""
         graph = self.step.graph
         ops = tuple(
-            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, _form_of(op.attributes))
+            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, form_of(op.attributes))
             for op in graph.ops
         )
-        return ops, tuple(storage[1:] for storage in graph.storages), graph.unmodelled, self.step.gap
+        elements = self.step.elements
+        moved = tuple([tensor[1:] for tensors in (*elements.read, *elements.written) for tensor in tensors])
+        storages = tuple(storage[1:] for storage in graph.storages)
+        return ops, storages, graph.unmodelled, self.step.gap, moved, elements[2:], self.step.reads_dtype
 
-    @property
+    @cached_property
     def numbers(self) -> _Numbers:
-        """Those of its graph."""
-        return self.step.graph.numbers
+        """Those of its graph, then the elements of each storage, and of what each operator reads and writes."""
+        graph, elements = self.step.graph, self.step.elements
+        counts = list(map(operator.floordiv, graph.storage_bytes.tolist(), elements.element_bytes))
+        for read, written in zip(elements.read, elements.written, strict=True):
+            counts += [tensor.count for tensor in (*read, *written)]
+        return np.concatenate([graph.numbers, np.array(counts, dtype=graph.numbers.dtype)])
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
@@ -151,7 +158,8 @@ class Template:
         self._strides = [math.gcd(*(value - values[0] for value in values)) for values in zip(*samples, strict=True)]
         self.step = samples[basis[0]].step
         """One of those that were traced."""
-        self._frames: dict[Hashable, _Frame] = {}
+        self._frames = Frames(self.step)
+        self._num_own = len(self.step.graph.numbers)
         further = [point for point in samples if point not in basis]
         self.agrees = all(_equal(self._numbers_at(point), samples[point].numbers) for point in further)
         """With all that were traced."""
@@ -182,12 +190,17 @@ class Template:
             optimizer: whose part it is; one optimizer has one part.
             part: what fills the gap. None: there is none.
         """
-        numbers = self._numbers_at(_point(sizes, self._axes))
-        if numbers is None:
-            return None
-        if optimizer not in self._frames:
-            self._frames[optimizer] = _Frame(self.step, part)
-        return self._frames[optimizer].filled(numbers)
+        numbers = self.numbers_at(sizes)
+        return None if numbers is None else self._frames.filled(numbers[: self._num_own], optimizer, part)
+
+    def numbers_at(self, sizes: Sizes) -> _Numbers | None:
+        """As :attr:`Sample.numbers`, of a trace for ``sizes``; None if they would not be whole."""
+        return self._numbers_at(_point(sizes, self._axes))
+
+    @cached_property
+    def is_constant(self) -> npt.NDArray[np.bool_]:
+        """Which of these numbers do not depend on the sizes."""
+        return np.asarray((self._numbers == self._numbers[0]).all(axis=0))
 
     def _weights_at(self, point: _Point) -> list[Fraction]:
         """How much each sample of the basis counts at ``point``."""
@@ -202,11 +215,25 @@ class Template:
         weights = self._weights_at(point)
         denominator = math.lcm(*(weight.denominator for weight in weights))
         factors = [int(weight * denominator) for weight in weights]
-        fits = self._largest * sum(map(abs, factors)) < _LARGEST
+        fits = self._largest * sum(map(abs, factors)) < LARGEST
         samples = self._numbers if fits else self._numbers.astype(object)
         total = np.array(factors, dtype=samples.dtype) @ samples
         whole, rest = total // denominator, total % denominator
         return None if rest.any() else whole
+
+
+class Frames:
+    """A step with the parts of several optimizers."""
+
+    def __init__(self, step: StepWithGap) -> None:
+        self._step = step
+        self._frames: dict[Hashable, _Frame] = {}
+
+    def filled(self, numbers: _Numbers, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph:
+        """The graph with ``numbers`` of the step and the optimizer's part; see :meth:`Template.at`."""
+        if optimizer not in self._frames:
+            self._frames[optimizer] = _Frame(self._step, part)
+        return self._frames[optimizer].filled(numbers)
 
 
 class _Frame:
@@ -253,7 +280,7 @@ def _equal(numbers: _Numbers | None, others: _Numbers) -> bool:
     return numbers is not None and np.array_equal(numbers, others)
 
 
-def _form_of(attributes: Mapping[str, Any]) -> Hashable:
+def form_of(attributes: Mapping[str, Any]) -> Hashable:
     return tuple((key, len(value) if isinstance(value, tuple) else value) for key, value in attributes.items())
 
 

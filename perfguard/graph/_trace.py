@@ -91,9 +91,8 @@ def traced_step(workload: Workload, target: Target, *, leaves_gap: bool = False)
     """As :func:`trace`, on request with a gap in the place of the optimizer's own step; None if it cannot be taken out."""
     leaves_gap = leaves_gap and workload.mode == "train"
     with tracing(target):
-        tracer = _Tracer(workload, target, leaves_gap=leaves_gap)
-        graph = tracer.run()
-    return StepWithGap(graph, tracer.gap) if tracer.gap or not leaves_gap else None
+        step = _Tracer(workload, target, leaves_gap=leaves_gap).run()
+    return step if step.gap or not leaves_gap else None
 
 
 @contextmanager
@@ -135,7 +134,7 @@ class _Tracer:
         self._reached: set[int] = set()
         """Ids of the parameters that got a gradient."""
 
-    def run(self) -> OpGraph:
+    def run(self) -> StepWithGap:
         model = self._model
         modes = {module: module.training for module in model.modules()}
         model.train(self._workload.mode == "train")
@@ -149,7 +148,7 @@ class _Tracer:
             for module, training in modes.items():
                 module.training = training
         workload = self._workload
-        return OpGraph(
+        graph = OpGraph(
             ops=tuple(self._recorder.ops),
             storages=self._recorder.storages(),
             mode=workload.mode,
@@ -158,6 +157,7 @@ class _Tracer:
             options=workload.options,
             unmodelled=tuple(_unmodelled(workload, self._target, {op.name for op in self._recorder.ops})),
         )
+        return StepWithGap(graph, self.gap, self._recorder.elements(), self._paths.reads_dtype)
 
     def _inference(self) -> None:
         inputs, _ = self._batch()
