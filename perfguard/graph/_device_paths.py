@@ -7,6 +7,7 @@ the call that the target would make instead, so that autograd keeps for the back
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,11 @@ _ASKS = frozenset({"element_size", "type", "result_type", "can_cast", "promote_t
 _SOFTMAX = {"softmax": torch.ops.aten._softmax, "log_softmax": torch.ops.aten._log_softmax}
 
 
+def _is_autograd(frame: types.FrameType) -> bool:
+    """Whether a backward pass begins there: PyTorch looks whether the loss can have a gradient."""
+    return frame.f_globals.get("__name__") == "torch.autograd"
+
+
 class DevicePaths(TorchFunctionMode):
     """Calls on meta tensors what ``target`` would run. Enter it around the whole step."""
 
@@ -94,7 +100,7 @@ class DevicePaths(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if (name == "__get__" and func in _LOOKS) or name in _ASKS:
+        if ((name == "__get__" and func in _LOOKS) or name in _ASKS) and not _is_autograd(sys._getframe(1)):
             self.reads_dtype = True
         if type(func) is types.FunctionType:
             if func is F.dropout and not self._target.is_cpu:
