@@ -89,6 +89,8 @@ class _Matching:
         moved = [len(read) + len(written) for read, written in zip(elements.read, elements.written, strict=True)]
         self._moved_at = np.cumsum([self._storage_counts_at + len(graph.storages), *moved]).tolist()
         self._my_births, self._their_births = _births_of(step), _births_of(self._theirs)
+        self._same_casts = _num_casts(step) == _num_casts(self._theirs)
+        self._columns = template.columns
         self._counts: dict[int, _Term] = {}
         """How many elements each storage of mine has."""
         self._rows: list[list[list[_Term]]] = []
@@ -101,7 +103,7 @@ class _Matching:
             return None
         their_at = 0
         for at, op in enumerate(mine.ops):
-            place = None if op.name == _CAST else self._place_of(at, their_at)
+            place = None if op.name == _CAST and not self._same_casts else self._place_of(at, their_at)
             if place is not None:
                 rows = self._matched(at, place)
                 their_at = place + 1
@@ -127,7 +129,8 @@ class _Matching:
             if self._is_same(my_at, at):
                 return at
             counts = range(self._moved_at[at], self._moved_at[at + 1])
-            if self._theirs.graph.ops[at].name != _CAST and not (counts and all(self._is_constant[c] for c in counts)):
+            is_cast = self._theirs.graph.ops[at].name == _CAST and not self._same_casts
+            if not is_cast and not (counts and all(self._is_constant[c] for c in counts)):
                 return None
         return None
 
@@ -195,10 +198,24 @@ class _Matching:
             starts = [at for at in range(len(self._sizes)) if self._sizes[at : at + len(shape)] == shape]
             first = len(self._known) + starts[0] if len(starts) == 1 else None
             return None if first is None else [[(first + index, 1)] for index in range(len(shape))]
-        if not 0 <= birth < len(self._rows) or self._mine.graph.ops[birth].shape != shape:
+        if not 0 <= birth < len(self._rows):
             return None
-        written = self._mine.elements.written[birth]
-        return self._rows[birth][3 : 3 + len(shape)] if written and written[0].storage == storage else None
+        made, written = self._mine.graph.ops[birth].shape, self._mine.elements.written[birth]
+        if sorted(made) != sorted(shape) or not written or written[0].storage != storage:
+            return None
+        by_size: dict[int, list[_Term]] = {}  # the same shape, or the same dimensions in another order
+        for size, row in zip(made, self._rows[birth][3:], strict=False):
+            if not self._is_same_everywhere(by_size.setdefault(size, row), row):
+                return None
+        return [by_size[size] for size in shape]
+
+    def _is_same_everywhere(self, some: list[_Term], other: list[_Term]) -> bool:
+        """Whether two sizes that are equal here are equal at all sizes."""
+        ((a, factor), (b, other_factor)) = some[0], other[0]
+        if some == other:
+            return True
+        in_known = max(a, b) < len(self._known) and factor == other_factor == 1
+        return in_known and bool((self._columns[:, a] == self._columns[:, b]).all())
 
     def _of_scalars(self, at: int) -> list[list[_Term]] | None:
         """What does not depend on sizes, such as GradScaler's: from scalars and whole storages that are constant, to the like."""
@@ -208,6 +225,10 @@ class _Matching:
             return None
         sizes = (op.flops, op.bytes_read, op.bytes_written, *op.shape)
         return [[(self._one, size)] for size in sizes]
+
+
+def _num_casts(step: StepWithGap) -> int:
+    return sum(op.name == _CAST for op in step.graph.ops)
 
 
 def _births_of(step: StepWithGap) -> dict[int, list[int]]:

@@ -197,6 +197,11 @@ class Template:
         """As :attr:`Sample.numbers`, of a trace for ``sizes``; None if they would not be whole."""
         return self._numbers_at(_point(sizes, self._axes))
 
+    @property
+    def columns(self) -> _Numbers:
+        """These numbers in the traces that determine the polynomials. Shape: (num_terms, num_numbers)."""
+        return self._numbers
+
     @cached_property
     def is_constant(self) -> npt.NDArray[np.bool_]:
         """Which of these numbers do not depend on the sizes."""
