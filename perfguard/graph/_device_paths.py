@@ -59,9 +59,9 @@ _ASKS = frozenset({"element_size", "type", "result_type", "can_cast", "promote_t
 _SOFTMAX = {"softmax": torch.ops.aten._softmax, "log_softmax": torch.ops.aten._log_softmax}
 
 
-def _is_autograd(frame: types.FrameType) -> bool:
-    """Whether a backward pass begins there: PyTorch looks whether the loss can have a gradient."""
-    return frame.f_globals.get("__name__") == "torch.autograd"
+def _is_pytorch(frame: types.FrameType) -> bool:
+    """Whether PyTorch's own modules look: whether dtypes agree with each other, and whether a loss can have a gradient."""
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(("torch.nn.", "torch.autograd."))
 
 
 class DevicePaths(TorchFunctionMode):
@@ -73,7 +73,7 @@ class DevicePaths(TorchFunctionMode):
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
         self._expanding: set[Callable[..., Any]] = set()
         self.reads_dtype = False
-        """Whether somebody looked at a tensor's dtype, or at what depends on it."""
+        """Whether the user's code looked at a tensor's dtype, or at what depends on it."""
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -100,7 +100,7 @@ class DevicePaths(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if ((name == "__get__" and func in _LOOKS) or name in _ASKS) and not _is_autograd(sys._getframe(1)):
+        if ((name == "__get__" and func in _LOOKS) or name in _ASKS) and not _is_pytorch(sys._getframe(1)):
             self.reads_dtype = True
         if type(func) is types.FunctionType:
             if func is F.dropout and not self._target.is_cpu:

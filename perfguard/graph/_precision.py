@@ -201,13 +201,38 @@ class _Matching:
         if not 0 <= birth < len(self._rows):
             return None
         made, written = self._mine.graph.ops[birth].shape, self._mine.elements.written[birth]
-        if sorted(made) != sorted(shape) or not written or written[0].storage != storage:
+        if not written or written[0].storage != storage:
             return None
-        by_size: dict[int, list[_Term]] = {}  # the same shape, or the same dimensions in another order
-        for size, row in zip(made, self._rows[birth][3:], strict=False):
+        rows = self._rows[birth][3 : 3 + len(made)]
+        return self._permuted(shape, made, rows) if sorted(made) == sorted(shape) else self._merged(shape, made, rows)
+
+    def _permuted(self, shape: Sequence[int], made: Sequence[int], rows: Sequence[list[_Term]]) -> list[list[_Term]] | None:
+        """The same shape, or the same dimensions in another order."""
+        by_size: dict[int, list[_Term]] = {}
+        for size, row in zip(made, rows, strict=True):
             if not self._is_same_everywhere(by_size.setdefault(size, row), row):
                 return None
         return [by_size[size] for size in shape]
+
+    def _merged(self, shape: Sequence[int], made: Sequence[int], rows: Sequence[list[_Term]]) -> list[list[_Term]] | None:
+        """Each dimension a product of neighbours, of which one at most varies."""
+        found: list[list[_Term]] = []
+        rest = list(zip(made, rows, strict=True))
+        for size in shape:
+            term, product = (self._one, 1), 1
+            while rest and (product < size or rest[0][0] == 1 or product == 0):
+                has, ((place, factor),) = rest.pop(0)
+                if self._is_constant[place]:
+                    term = term[0], term[1] * has
+                elif term[0] == self._one:
+                    term = place, term[1] * factor
+                else:
+                    return None
+                product *= has
+            if product != size:
+                return None
+            found.append([term])
+        return None if rest else found
 
     def _is_same_everywhere(self, some: list[_Term], other: list[_Term]) -> bool:
         """Whether two sizes that are equal here are equal at all sizes."""
