@@ -27,6 +27,7 @@ from perfguard.graph import OpGraph
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
@@ -44,6 +45,7 @@ _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
 
 
+@undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
     """GuardNet with the shipped weights: one set for CPUs, one for GPUs.
 
@@ -95,9 +97,10 @@ class GuardNet:
         """Name and version; "+" says that it is refined."""
         return self.lineage if self._refinement is None else f"{self.lineage}+"
 
+    @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer, compiled = self._answer(graph, device), as_compiled(graph, device)
+        answer, compiled = self._answer(graph, device), self._compiled(graph, device)
         launched = graph if compiled is None else compiled.graph
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
@@ -125,6 +128,7 @@ class GuardNet:
             unmodelled=launched.unmodelled,
         )
 
+    @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
@@ -142,6 +146,7 @@ class GuardNet:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
                 self._learn(device_id, target, self._residuals(ended_well, target), bounds)
 
+    @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
         """See :class:`perfguard.predictor.Refinable`."""
         refinement = None if data is None else Refinement.from_bytes(data)
@@ -151,6 +156,7 @@ class GuardNet:
         self._corrections = WeakKeyDictionary()
         self._posteriors.clear()
 
+    @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
         lessons: dict[Target, list[Lesson]] = {target: [] for target in TARGETS}
@@ -230,10 +236,14 @@ class GuardNet:
         of_graph = self._answers.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            engine, compiled = self._engines[device.kind], as_compiled(graph, device)
+            engine, compiled = self._engines[device.kind], self._compiled(graph, device)
             answer = engine.answer(graph if compiled is None else compiled.eager, device)
             of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
+
+    def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
+        """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
+        return None if self._engines[device.kind].knows_compiled(graph, device) else as_compiled(graph, device)
 
 
 def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
