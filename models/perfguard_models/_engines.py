@@ -109,7 +109,7 @@ class CpuEngine:
             )
         check_hash(data, card, name)
         try:
-            network = GuardNetwork(**card["network"])
+            network = GuardNetwork(**card["network"]).float()
             network.load_state_dict(load_tensors(data))
             self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
             self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}

@@ -472,3 +472,19 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
     net.fine_tune([*measured_rows, *[ran_out(NINTH, 1.3 * alone)] * 3])
     assert net.predict(NINTH, CPU).peak_memory.median > 1.05 * alone
     assert net.predict(NINTH, CPU).step_time.median > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_script_changes_nothing(net: GuardNet, weights: Path, dtype: torch.dtype) -> None:
+    devices = CPU, resolve_device("a100")
+    observations = half_as_much_again(net, EIGHT, CPU)
+    net.fine_tune(observations)
+    expected = [net.predict(NINTH, device) for device in devices]
+    torch.set_default_dtype(dtype)
+    try:
+        other = guardnet.load(weights)
+        other.fine_tune(observations)
+        found = [other.predict(NINTH, device) for device in devices]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected
