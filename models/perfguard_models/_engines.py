@@ -41,7 +41,7 @@ _UNTRAINED_TIME_FACTOR = 2.0
 _LEARNT_HALF = "amp-fp16"
 """The half precision that measured runs had."""
 _CONVOLUTIONS = ("conv", "conv_backward")
-_BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
+_BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
 _PHYSICS, _MOST_PHYSICS = 3.0, 0.5
@@ -55,6 +55,15 @@ _EMBEDDED = (
     ("train", 0.5, 0.5), ("half", 0.5, 0.5),
 )  # fmt: skip
 """Sums that the residual process sees: name, middle and width."""
+_SPENT = (
+    *(name for name in SUMS if name.startswith(("time_", "name_", "product_"))),
+    *(name for name in SUMS if name.startswith("conv_") and not name.startswith("conv_log_")),
+    "nhwc", "compiled", "launch_share", "traffic_share",
+)  # fmt: skip
+"""Shares of the roofline, and flags, by which the process tells neighbours."""
+_SPENT_INDEX = [SUMS.index(name) for name in _SPENT]
+_APART = 0.15
+"""How far two shares are apart that make a difference."""
 
 
 class Answer(NamedTuple):
@@ -63,6 +72,7 @@ class Answer(NamedTuple):
     log_value: dict[str, float]
     op_time_s: torch.Tensor  # shape: (num_ops,)
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
+    spent: torch.Tensor  # shape: (1, f)
     physics: dict[str, torch.Tensor]
     """How far physics is from the value, in several ways. Shapes: (1, e)"""
     prior: dict[str, ResidualPrior]
@@ -129,6 +139,7 @@ class CpuEngine:
             {"memory": float(correction.log_memory), "time": float(correction.log_time)},
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
+            torch.zeros((1, 0), dtype=torch.float64),
             dict.fromkeys(TARGETS, torch.zeros((1, 0), dtype=torch.float64)),
             self._priors,
             {},
@@ -242,6 +253,7 @@ class GpuEngine:
             value,
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
             dict.fromkeys(TARGETS, embedding_of(sums)),
+            spent_of(sums),
             {},
             {target: prior_of(sigma[target]) for target in TARGETS},
             shares,
@@ -301,6 +313,11 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
     columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
     return torch.tensor([columns], dtype=torch.float64)
+
+
+def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
+    """What a step spends its time on, in steps that make a difference. Shape: (1, len(_SPENT))."""
+    return torch.from_numpy(sums[_SPENT_INDEX].astype(np.float64))[None] / _APART
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:

@@ -25,13 +25,13 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of, spent_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
-from perfguard_models.sums import sums_of
+from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(Place(x, answer.physics[target], posterior.regime[None]))
+            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.physics[target], posterior.regime[None]))
             # The process has one prior; this graph may be harder or easier than the one that it was made for.
             mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
         scale = self._engines[device.kind].interval_scale(target)
@@ -252,7 +252,12 @@ def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
     saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
     log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
-    return answer._replace(log_value=log_value, op_time_s=op_time_s)
+    answer = answer._replace(log_value=log_value, op_time_s=op_time_s)
+    if answer.sums is None:
+        return answer
+    sums = answer.sums.copy()
+    sums[SUMS.index("compiled")] = 1.0
+    return answer._replace(sums=sums, spent=spent_of(sums))
 
 
 class _Residuals(NamedTuple):
@@ -272,6 +277,7 @@ def _residuals_of(
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
+        torch.cat([answer.spent for answer in answers]),
         torch.cat([answer.physics[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
     )
