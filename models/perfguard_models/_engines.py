@@ -39,8 +39,10 @@ _CARD_LOG_SIGMA = 0.1
 _CARDS_APART = 0.45
 """How far these two are apart by the roofline; the standard deviation grows with the distance."""
 _UNTRAINED_TIME_FACTOR = 2.0
+_LEARNT_HALF = "amp-fp16"
+"""The half precision that measured runs had."""
 _CONVOLUTIONS = ("conv", "conv_backward")
-_BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
+_BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
 _PHYSICS, _MOST_PHYSICS = 3.0, 0.5
@@ -54,6 +56,15 @@ _EMBEDDED = (
     ("train", 0.5, 0.5), ("half", 0.5, 0.5),
 )  # fmt: skip
 """Sums that the residual process sees: name, middle and width."""
+_SPENT = (
+    *(name for name in SUMS if name.startswith(("time_", "name_", "product_"))),
+    *(name for name in SUMS if name.startswith("conv_") and not name.startswith("conv_log_")),
+    "nhwc", "compiled", "launch_share", "traffic_share",
+)  # fmt: skip
+"""Shares of the roofline, and flags, by which the process tells neighbours."""
+_SPENT_INDEX = [SUMS.index(name) for name in _SPENT]
+_APART = 0.15
+"""How far two shares are apart that make a difference."""
 
 
 class Answer(NamedTuple):
@@ -62,6 +73,7 @@ class Answer(NamedTuple):
     log_value: dict[str, float]
     op_time_s: torch.Tensor  # shape: (num_ops,)
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
+    spent: torch.Tensor  # shape: (1, f)
     physics: dict[str, torch.Tensor]
     """How far physics is from the value, in several ways. Shapes: (1, e)"""
     prior: dict[str, ResidualPrior]
@@ -86,6 +98,9 @@ class Engine(Protocol):
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         """What they say."""
 
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        """Whether the weights have learnt from measured runs what compiling saves of such a graph."""
+
     def interval_scale(self, target: str) -> float:
         """By how much intervals are widened so that they hold."""
 
@@ -105,7 +120,7 @@ class CpuEngine:
             )
         check_hash(data, card, name)
         try:
-            network = GuardNetwork(**card["network"])
+            network = GuardNetwork(**card["network"]).float()
             network.load_state_dict(load_tensors(data))
             self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
             self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
@@ -125,6 +140,7 @@ class CpuEngine:
             {"memory": float(correction.log_memory), "time": float(correction.log_time)},
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
+            torch.zeros((1, 0), dtype=torch.float64),
             dict.fromkeys(TARGETS, torch.zeros((1, 0), dtype=torch.float64)),
             self._priors,
             {},
@@ -132,6 +148,9 @@ class CpuEngine:
             None,
         )
         return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
+
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        return False
 
     def interval_scale(self, target: str) -> float:
         return self._scales[target]
@@ -162,14 +181,31 @@ class GpuEngine:
         what networks and trees make of a card's data sheet: of 1,165 networks that were measured on both, the RTX 3090's factor
         alone gives the RTX 4090's inference to 8.5%; not having seen that card, they give it to 14%.
         """
-        if graph.precision == "fp32" or self._has_learnt(graph, device):
+        if graph.precision == "fp32" or self._learnt_as(graph, device) is not None:
             return None
         known = [resolve_device(name) for name in self._trained.card["trained_devices"]]
-        able = [other for other in known if other.kind == "cuda" and self._has_learnt(graph, other)]
+        able = [other for other in known if other.kind == "cuda" and self._learnt_as(graph, other) is not None]
         return min(able, key=lambda other: _apart(graph, device, other), default=None)
 
-    def _has_learnt(self, graph: OpGraph, device: Device) -> bool:
-        return f"time/{group_of(as_setting(graph, device))}" in self._trained.calibration.scale
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        is_half = graph.precision != "fp32"
+        return is_half and (self._learnt_as(graph, device) is not None or self._reference(graph, device) is not None)
+
+    def _learnt_as(self, graph: OpGraph, device: Device) -> str | None:
+        """As which group of runs the time of ``graph`` on ``device`` was learnt; None: as none.
+
+        Half precisions are one to the weights, and the networks with convolutions that they learnt from have transformers among
+        them; the roofline knows of the rates and casts in which they differ.
+        """
+        own = as_setting(graph, device)
+        alike = [own]
+        if graph.precision != "fp32":
+            alike.append(own._replace(variant=own.variant.replace(graph.precision, _LEARNT_HALF, 1)))
+            if own.table == "perceptron":
+                variant = alike[-1].variant.replace(_LEARNT_HALF, f"{_LEARNT_HALF} {graph.layout}", 1)
+                alike.append(own._replace(table="workload", variant=variant))
+        groups = (group_of(setting) for setting in alike)
+        return next((group for group in groups if f"time/{group}" in self._trained.calibration.scale), None)
 
     def _carried_over(self, own: Answer, graph: OpGraph, device: Device, reference: Device) -> Answer:
         """``own`` with the time that ``reference`` takes, times what the roofline says of both."""
@@ -178,6 +214,8 @@ class GpuEngine:
         factor = math.exp(theirs.log_value["time"]) / max(float(roofline_s(graph, reference).sum()), 1e-12)
         apart = max(1.0, _apart(graph, device, reference) / _CARDS_APART)
         sigma = math.hypot(theirs.prior["time"].bias / _BIAS, _CARD_LOG_SIGMA * apart)
+        if sigma > UNTRAINED_LOG_SIGMA["time"]:
+            return by_physics(own, graph, device, ["time"])
         return own._replace(
             log_value=own.log_value | {"time": math.log(max(float(roofline.sum()) * factor, 1e-12))},
             op_time_s=roofline * factor,
@@ -202,20 +240,21 @@ class GpuEngine:
             sums = run.view["sums"]
             logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
             shares = {name: share_of(logit) for name, logit in logits.items() if math.isfinite(logit)}
-            known_gpu, group = self.trained_on(device), group_of(run)
+            known_gpu, learnt_as = self.trained_on(device), self._learnt_as(graph, device)
+            group = learnt_as or group_of(run)
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
                 for target in TARGETS
             }
-            # On a card much faster than any that was learnt from, networks and trees took a B200 for slower than a P4 at
-            # inference, and said that they were not sure. In a setting that they never saw, physics answers where it is surer.
-            has_seen = known_gpu and f"time/{group}" in self._trained.calibration.scale
-            if graph.mode == "infer" and not has_seen and sigma["time"] > UNTRAINED_LOG_SIGMA["time"]:
+            # On a card much faster than any that was learnt from, networks and trees took a B200 for slower than a P4, and said
+            # that they were not sure. In a setting that they never saw, physics answers where it is surer.
+            if (not known_gpu or learnt_as is None) and sigma["time"] > UNTRAINED_LOG_SIGMA["time"]:
                 unknown = list({*unknown, "time"})
         answer = Answer(
             value,
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
             dict.fromkeys(TARGETS, embedding_of(sums)),
+            spent_of(sums),
             {},
             {target: prior_of(sigma[target]) for target in TARGETS},
             shares,
@@ -275,6 +314,11 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
     columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
     return torch.tensor([columns], dtype=torch.float64)
+
+
+def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
+    """What a step spends its time on, in steps that make a difference. Shape: (1, len(_SPENT))."""
+    return torch.from_numpy(sums[_SPENT_INDEX].astype(np.float64))[None] / _APART
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:

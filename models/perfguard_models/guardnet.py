@@ -25,12 +25,13 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of, spent_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
-from perfguard_models.sums import sums_of
+from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
 
 
+@undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
     """GuardNet with the shipped weights: one set for CPUs, one for GPUs.
 
@@ -95,9 +97,10 @@ class GuardNet:
         """Name and version; "+" says that it is refined."""
         return self.lineage if self._refinement is None else f"{self.lineage}+"
 
+    @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer, compiled = self._answer(graph, device), as_compiled(graph, device)
+        answer, compiled = self._answer(graph, device), self._compiled(graph, device)
         launched = graph if compiled is None else compiled.graph
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
@@ -125,6 +128,7 @@ class GuardNet:
             unmodelled=launched.unmodelled,
         )
 
+    @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
@@ -142,6 +146,7 @@ class GuardNet:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
                 self._learn(device_id, target, self._residuals(ended_well, target), bounds)
 
+    @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
         """See :class:`perfguard.predictor.Refinable`."""
         refinement = None if data is None else Refinement.from_bytes(data)
@@ -151,6 +156,7 @@ class GuardNet:
         self._corrections = WeakKeyDictionary()
         self._posteriors.clear()
 
+    @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
         lessons: dict[Target, list[Lesson]] = {target: [] for target in TARGETS}
@@ -220,7 +226,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(Place(x, answer.physics[target], posterior.regime[None]))
+            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.physics[target], posterior.regime[None]))
             # The process has one prior; this graph may be harder or easier than the one that it was made for.
             mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
         scale = self._engines[device.kind].interval_scale(target)
@@ -230,10 +236,14 @@ class GuardNet:
         of_graph = self._answers.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            engine, compiled = self._engines[device.kind], as_compiled(graph, device)
+            engine, compiled = self._engines[device.kind], self._compiled(graph, device)
             answer = engine.answer(graph if compiled is None else compiled.eager, device)
             of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
+
+    def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
+        """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
+        return None if self._engines[device.kind].knows_compiled(graph, device) else as_compiled(graph, device)
 
 
 def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
@@ -242,7 +252,12 @@ def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
     saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
     log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
-    return answer._replace(log_value=log_value, op_time_s=op_time_s)
+    answer = answer._replace(log_value=log_value, op_time_s=op_time_s)
+    if answer.sums is None:
+        return answer
+    sums = answer.sums.copy()
+    sums[SUMS.index("compiled")] = 1.0
+    return answer._replace(sums=sums, spent=spent_of(sums))
 
 
 class _Residuals(NamedTuple):
@@ -262,6 +277,7 @@ def _residuals_of(
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
+        torch.cat([answer.spent for answer in answers]),
         torch.cat([answer.physics[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
     )
