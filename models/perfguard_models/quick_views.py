@@ -342,9 +342,7 @@ def _time(graph: OpGraph, device: Device, form: _Form, roofline: npt.NDArray[np.
     }
 
 
-def _traits(
-    form: _Form, numbers: npt.NDArray[np.int64], roofline: npt.NDArray[np.float64], c: _Convolutions
-) -> dict[str, float]:
+def _traits(form: _Form, numbers: npt.NDArray[np.int64], roofline: npt.NDArray[np.float64], c: _Convolutions) -> dict[str, float]:
     total = max(float(roofline.sum()), 1e-9)
     seconds = roofline[form.convolutions]
     narrow_in, narrow_out = c.channels_in // c.groups, c.channels_out // c.groups

@@ -51,9 +51,7 @@ _FULL_PRECISION_RESULT = frozenset({"prod", "cumprod", "cumsum", "linalg_vector_
 _WIDEST = frozenset({"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put",
                      "tensordot", "scatter_add"})  # fmt: skip
 _OVERRIDABLE = ("torch.nn.functional", "torch.functional", "torch.autograd")
-_LOOKS = frozenset(
-    vars(torch._C.TensorBase)[name].__get__ for name in ("dtype", "itemsize", "nbytes")
-)
+_LOOKS = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("dtype", "itemsize", "nbytes"))
 _ASKS = frozenset({"element_size", "type", "result_type", "can_cast", "promote_types"})
 """Attributes and functions that say what a tensor's dtype is."""
 _SOFTMAX = {"softmax": torch.ops.aten._softmax, "log_softmax": torch.ops.aten._log_softmax}

@@ -141,7 +141,7 @@ class _Matching:
         read, written = self._moved(my_at)
         at, end = self._moved_at[their_at : their_at + 2]
         same_number = len(read) == len(self._theirs.elements.read[their_at]) and len(read) + len(written) == end - at
-        counts = [moved.count for moved in (*read, *written)]
+        counts = [moved.num_elements for moved in (*read, *written)]
         return same_number and counts == self._known[at:end] and form_of(mine.attributes) == form_of(theirs.attributes)
 
     def _moved(self, at: int) -> tuple[tuple[Moved, ...], tuple[Moved, ...]]:
@@ -174,13 +174,19 @@ class _Matching:
 
     def _whole(self, moved: Moved) -> _Term | None:
         """The elements of a tensor that is all of its storage; None: it may be a part."""
-        return self._count_of(moved.storage) if moved.count == self._elements_of(moved.storage) else None
+        return self._count_of(moved.storage) if moved.num_elements == self._elements_of(moved.storage) else None
 
     def _cast(self, at: int) -> list[list[_Term]] | None:
         """What is read is written, in another dtype."""
         op, (read, written), born = self._mine.graph.ops[at], self._moved(at), self._my_births.get(at, [])
         source = self._whole(read[0]) if len(read) == len(written) == 1 else None
-        if source is None or op.flops or op.attributes or read[0].count != written[0].count or born != [written[0].storage]:
+        if (
+            source is None
+            or op.flops
+            or op.attributes
+            or read[0].num_elements != written[0].num_elements
+            or born != [written[0].storage]
+        ):
             return None
         dimensions = self._dimensions(op.shape, read[0].storage, source)
         if dimensions is None:

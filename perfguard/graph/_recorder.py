@@ -30,8 +30,8 @@ class _Operator(NamedTuple):
 class Moved(NamedTuple):
     """A tensor that an operator reads or writes."""
 
-    count: int
-    """Elements that are moved; an expanded dimension costs nothing."""
+    num_elements: int
+    """Those that are moved; an expanded dimension costs nothing."""
     element_bytes: int
     storage: int
 

@@ -44,7 +44,7 @@ def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     if device.kind == "cpu":
         flops *= np.sqrt(np.prod(channel_padding(graph, device), axis=0))
     slower = np.maximum(flops / _rates(graph, device), num_bytes / device.bandwidth_bytes_per_s) if len(flops) else flops
-    return np.maximum(slower, device.launch_overhead_s)
+    return np.asarray(np.maximum(slower, device.launch_overhead_s), dtype=np.float64)
 
 
 def _rates(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:

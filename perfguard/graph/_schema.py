@@ -121,15 +121,17 @@ class OpGraph:
         graph.__dict__.update(settings, twin=twin.twin or twin, numbers=numbers)
         return graph
 
-    def __getattr__(self, name: str) -> Any:
-        """What :meth:`alike` left out. Shape: that of the twin."""
-        twin: OpGraph | None = self.__dict__.get("twin")
-        if twin is None or name not in ("ops", "storages"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        numbers = iter(self.numbers.tolist())
-        storages = tuple([Storage(next(numbers), *storage[1:]) for storage in twin.storages])
-        self.__dict__.update(storages=storages, ops=tuple([_with_numbers(op, numbers) for op in twin.ops]))
-        return self.__dict__[name]
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What :meth:`alike` left out."""
+            twin = self.__dict__.get("twin")
+            if twin is None or name not in ("ops", "storages"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            numbers = iter(self.numbers.tolist())
+            storages = tuple([Storage(next(numbers), *storage[1:]) for storage in twin.storages])
+            self.__dict__.update(storages=storages, ops=tuple([_with_numbers(op, numbers) for op in twin.ops]))
+            return self.__dict__[name]
 
     @cached_property
     def twin(self) -> OpGraph | None:
@@ -155,9 +157,8 @@ class OpGraph:
         """Where the numbers of each operator begin, and where they end. Shape: (len(ops) + 1,)."""
         if self.twin is not None:
             return self.twin.op_starts
-        lengths = [
-            3 + len(op.shape) + sum([len(value) for value in op.attributes.values() if isinstance(value, tuple)]) for op in self.ops
-        ]
+        sizes = [[op.shape, *(value for value in op.attributes.values() if isinstance(value, tuple))] for op in self.ops]
+        lengths = [3 + sum(map(len, some)) for some in sizes]
         return np.cumsum([len(self.storages), *lengths])
 
     @property

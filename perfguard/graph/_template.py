@@ -71,7 +71,7 @@ class Sample:
         graph, elements = self.step.graph, self.step.elements
         counts = list(map(operator.floordiv, graph.storage_bytes.tolist(), elements.element_bytes))
         for read, written in zip(elements.read, elements.written, strict=True):
-            counts += [tensor.count for tensor in (*read, *written)]
+            counts += [tensor.num_elements for tensor in (*read, *written)]
         return np.concatenate([graph.numbers, np.array(counts, dtype=graph.numbers.dtype)])
 
 
