@@ -4,8 +4,10 @@
 
 A ResNet-50's training step. Cold: nothing of its structure was seen before. Warm: the same network again with another learning
 rate; with a batch, or a batch and an image size, between those that were traced; with an optimizer that neither this network nor
-this process has seen before, and with one that it has. A precision is traced when it is first seen. And `Guard.max_batch_size`,
+this process has seen before, and with one that it has; in half precisions that were each traced once. And `Guard.max_batch_size`,
 with nothing known before. Medians of wall clock and of processor time, which does not count what others take meanwhile.
+
+Then whole studies from nothing: random batches, precisions, optimizers and learning rates, as a random search would ask.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ import argparse
 import datetime
 import functools
 import platform
+import random
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
 from perfguard import Guard, TensorSpec, Workload
-from perfguard.graph import TraceCache
+from perfguard.graph import TraceCache, _cache
 from perfguard.measure import PeakResidentSet
 from perfguard.tables import timm_model
 
@@ -34,6 +38,12 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRACED = ((129, 224), (33, 128), (65, 160), (97, 192), (73, 224), (41, 160), (129, 192))
 """Batch and image size of what the study ran before."""
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
+HALF = ("amp-bf16", "amp-fp16", "bf16", "fp16")
+STUDY = {
+    "batch": range(16, 257, 8),
+    "precision": ("fp32", "amp-fp16", "amp-bf16", "bf16"),
+    "optimizer": ("SGD", "Adam", "AdamW", "RMSprop"),
+}
 
 
 def workload(model: torch.nn.Module, batch: int, *, size: int = 224, optimizer: Any = SGD, precision: Any = "fp32") -> Workload:
@@ -66,12 +76,54 @@ def times(call: Callable[[Any], Any], values: Iterable[Any]) -> Times:
     return Times(statistics.median(walls) * 1e3, statistics.median(cpus) * 1e3)
 
 
+class Study(NamedTuple):
+    """Decisions of random searches: processor milliseconds, and whether a step was traced."""
+
+    cpu_ms: list[float]
+    traced: list[bool]
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Median and 90th percentile of all decisions, of those without a trace, and the share with one."""
+        warm = [ms for ms, traced in zip(self.cpu_ms, self.traced, strict=True) if not traced]
+        numbers = [np.percentile(some, share) for some in (self.cpu_ms, warm) for share in (50, 90)]
+        return *(f"{number:.1f}" for number in numbers), f"{np.mean(self.traced):.0%}"
+
+
+def searched(guard: Guard, model: torch.nn.Module, *, decisions: int, seeds: range) -> Study:
+    """Random searches, each from nothing."""
+    study, traced_step, number = Study([], []), _cache.traced_step, [0]
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        number[0] += 1
+        return traced_step(*arguments, **options)
+
+    _cache.traced_step = counting
+    try:
+        for seed in seeds:
+            rng = random.Random(seed)
+            guard._traces = TraceCache()
+            for _ in range(decisions):
+                drawn = {name: rng.choice(values) for name, values in STUDY.items()}
+                optimizer = functools.partial(getattr(torch.optim, drawn["optimizer"]), lr=10 ** rng.uniform(-4, -1))
+                asked = workload(model, drawn["batch"], precision=drawn["precision"], optimizer=optimizer)
+                before, cpu = number[0], time.process_time()
+                guard.check(asked)
+                study.cpu_ms.append((time.process_time() - cpu) * 1e3)
+                study.traced.append(number[0] > before)
+    finally:
+        _cache.traced_step = traced_step
+    return study
+
+
 def main() -> None:
     """Time the decisions and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--studies", type=int, default=5)
+    parser.add_argument("--decisions", type=int, default=60)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     model = timm_model(arguments.model)
@@ -90,7 +142,7 @@ def main() -> None:
     memory.start()
     rows = {"cold, batch 64": times(cold, [{}] * arguments.rounds)}
     own = memory.peak_bytes() / 2**20
-    half = [{"precision": precision} for precision in ("amp-bf16", "amp-fp16", "bf16", "fp16")]
+    half = [{"precision": precision} for precision in HALF]
     times(cold, half)  # what is loaded at first use
     rows["cold, half precision"] = times(cold, half * (arguments.rounds // 4))
     guard._traces = TraceCache()
@@ -116,6 +168,13 @@ def main() -> None:
     for batch in (32, 96, 64, 129):
         check({"batch": batch})
     rows["warm, another batch"] = times(check, [{"batch": 33 + index} for index in rounds])
+    for precision in HALF:
+        check({"batch": 64, "precision": precision})
+    rows["warm, another batch and half precision"] = times(
+        check, [{"batch": 33 + index, "precision": HALF[index % 4]} for index in range(4, 4 + len(rounds))]
+    )
+    others = [{"batch": 80, "precision": HALF[index % 4], "optimizer": kind} for index, kind in enumerate(kinds)]
+    rows["warm, another optimizer, batch and half precision"] = times(check, others)
 
     def largest(_round: int) -> None:
         guard._traces = TraceCache()
@@ -130,6 +189,12 @@ def main() -> None:
     table.add_column("processor ms", justify="right")
     for name, row in rows.items():
         table.add_row(name, f"{row.wall_ms:.1f}", f"{row.cpu_ms:.1f}")
+    Console().print(table)
+    study = searched(guard, model, decisions=arguments.decisions, seeds=range(arguments.studies))
+    table = Table(title=f"{arguments.studies} studies of {arguments.decisions} decisions, processor ms")
+    for name in ("median", "90%", "median without a trace", "90% without a trace", "traced"):
+        table.add_column(name, justify="right")
+    table.add_row(*study.row)
     Console().print(table)
     print(f"memory of its own: {own:.1f} MiB")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from perfguard.graph import AllocatorSettings, CachingAllocator, OpGraph, replay_allocator, trace
-from perfguard.graph._allocator import Block
+from perfguard.graph import AllocatorSettings, CachingAllocator, Op, OpGraph, Phase, Storage, StorageKind, replay_allocator, trace
+from perfguard.graph._allocator import Block, reserved_by_default
 from perfguard.workload import Workload
 
 KIB, MIB = 2**10, 2**20
@@ -156,3 +156,33 @@ def test_the_workspace_of_cublas_is_reserved_at_the_first_product() -> None:
         replay_allocator(graph, AllocatorSettings(cublas_workspace_bytes=size)).allocated_bytes for size in (0, 32 * MIB)
     )
     assert with_it == without + 32 * MIB
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> OpGraph:
+    """Any births and deaths, of storages of every kind."""
+    num_ops = draw(st.integers(0, 12))
+    kinds = draw(st.lists(st.sampled_from(["add", "matmul"]), min_size=num_ops, max_size=num_ops))
+    first_update = draw(st.integers(0, num_ops))
+    ops = [
+        Op(kind, kind, Phase.OPTIMIZER if at >= first_update else Phase.FORWARD, 0, 0, 0, (), (), "", (), "float32", {})
+        for at, kind in enumerate(kinds)
+    ]
+    sizes = st.one_of(st.integers(0, 4096), st.integers(0, 3 * MIB), st.integers(0, 80 * MIB))
+    moments = st.integers(-1, num_ops)
+    storage = st.builds(Storage, sizes, st.sampled_from(StorageKind), moments, moments, st.just(""))
+    storages = draw(st.lists(storage, max_size=60))
+    return OpGraph(tuple(ops), tuple(storages), "train", "fp32", "nchw")
+
+
+@settings(max_examples=300)
+@given(graphs())
+def test_the_replay_that_is_written_out_reserves_what_the_allocator_does(graph: OpGraph) -> None:
+    assert reserved_by_default(graph) == replay_allocator(graph).reserved_bytes
+
+
+def test_a_graph_with_other_numbers_reserves_what_it_would_on_its_own() -> None:
+    graph = step(300, 3, 64)
+    larger = OpGraph.alike(graph, graph.numbers * 7)
+    alone = OpGraph(larger.ops, larger.storages, graph.mode, graph.precision, graph.layout)
+    assert larger.reserved_bytes == alone.reserved_bytes == replay_allocator(alone).reserved_bytes > graph.reserved_bytes
