@@ -19,7 +19,8 @@ from perfguard.graph import OpGraph, roofline_s
 from perfguard_models._network import Correction, GuardNetwork
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import share_of
-from perfguard_models.learner import predict_with_spread
+from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.learner import Learner, predict_with_spread
 from perfguard_models.quick_views import quick_sums_of
 from perfguard_models.served import Trained, as_run, as_setting, group_of
 from perfguard_models.sums import SUMS
@@ -162,6 +163,8 @@ class GpuEngine:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
+        self._without_shares = _without_shares(trained.learner)
+        """For what is no perceptron: half of the forests know shares alone."""
         self.version = int(trained.card.get("version", 1))
 
     def trained_on(self, device: Device) -> bool:
@@ -233,7 +236,8 @@ class GpuEngine:
             shares: dict[str, float] = {}
         else:
             run = as_run(self._trained.learner, graph, device)
-            predicted, spread = predict_with_spread(self._trained.learner, [run])
+            learner = self._trained.learner if run.table == "perceptron" else self._without_shares
+            predicted, spread = predict_with_spread(learner, [run])
             value = {target: float(predicted[target][0]) for target in TARGETS}
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
@@ -265,6 +269,14 @@ class GpuEngine:
 
     def interval_scale(self, target: str) -> float:
         return 1.0
+
+
+def _without_shares(learner: Learner) -> Learner:
+    """The same, but that it does not say what nobody asks."""
+    if not isinstance(learner, GuardEnsemble):
+        return learner
+    tensors, settings = learner.state()
+    return GuardEnsemble.from_state({key: value for key, value in tensors.items() if not key.startswith(_SHARES)}, settings)
 
 
 def _apart(graph: OpGraph, device: Device, other: Device) -> float:

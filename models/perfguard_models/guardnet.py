@@ -243,7 +243,9 @@ class GuardNet:
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
         """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
-        return None if self._engines[device.kind].knows_compiled(graph, device) else as_compiled(graph, device)
+        if "compiled" not in graph.options or self._engines[device.kind].knows_compiled(graph, device):
+            return None
+        return as_compiled(graph, device)
 
 
 def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:

@@ -8,6 +8,7 @@ what the columns mean. They are what predictors are trained on, and what these f
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, roofline_s
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind, are_sizes, roofline_s
 from perfguard_models import operators, sums
 from perfguard_models.operators import COLUMNS, NAMES
 from perfguard_models.sums import SUMS
@@ -80,7 +81,7 @@ class _Form:
     """What graphs have in common that differ in their numbers alone."""
 
     def __init__(self, graph: OpGraph) -> None:
-        self._graph = graph
+        self._reference = weakref.ref(graph)  # forms are kept by their graphs
         columns = list(zip(*graph.ops, strict=True)) or [()] * len(Op._fields)
         names, kinds, phases, attributes = columns[0], columns[1], columns[2], columns[-1]
         self.number = len(graph.ops)
@@ -101,6 +102,12 @@ class _Form:
         batch = next((index for index, op in enumerate(graph.ops) if len(op.shape) > 1), None)
         self.batch_at = None if batch is None else int(self.starts[batch]) + 3
 
+    @property
+    def _graph(self) -> OpGraph:
+        graph = self._reference()
+        assert graph is not None
+        return graph
+
     def extended(self, graph: OpGraph) -> npt.NDArray[np.int64]:
         """The numbers of ``graph``, then a one and a zero."""
         return np.concatenate([graph.numbers, (1, 0)])
@@ -110,7 +117,7 @@ class _Form:
         op, at = self._graph.ops[index], int(self.starts[index]) + 3 + len(self._graph.ops[index].shape)
         found = {}
         for key, value in op.attributes.items():
-            if isinstance(value, tuple):
+            if are_sizes(value):
                 found[key] = at
                 at += len(value)
         return found

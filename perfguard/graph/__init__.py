@@ -6,7 +6,7 @@ from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import KIND_INDEX, OP_KINDS
 from perfguard.graph._opaque import opaque
 from perfguard.graph._roofline import channel_padding, roofline_s
-from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind, are_sizes
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
 
@@ -25,6 +25,7 @@ __all__ = [
     "Storage",
     "StorageKind",
     "TraceCache",
+    "are_sizes",
     "bytes_by_module",
     "channel_padding",
     "cost_by_operator",

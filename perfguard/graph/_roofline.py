@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -27,15 +28,21 @@ def roofline_s(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     """Seconds of each operator at the device's peak rates, never less than one launch. Shape: (len(graph.ops),).
 
     On a CPU a convolution computes whole blocks of channels, so it is charged for the lanes that it leaves empty: 17 channels
-    take as long as 32. A decision asks several times, so the last answer for each graph is kept; do not write into it.
+    take as long as 32. A decision asks several times, so the answers for each graph are kept; do not write into them.
     """
-    known = _last.get(graph)
-    if known is None or known[0] is not device:
-        known = _last[graph] = device, _computed(graph, device)
-    return known[1]
+    return _kept(_known_times, graph, device, lambda: _computed(graph, device))
 
 
-_last: WeakKeyDictionary[OpGraph, tuple[Device, npt.NDArray[np.float64]]] = WeakKeyDictionary()
+_Kept = WeakKeyDictionary[OpGraph, dict[str, tuple["Device", npt.NDArray[np.float64]]]]
+_known_times: _Kept = WeakKeyDictionary()
+_known_rates: _Kept = WeakKeyDictionary()
+
+
+def _kept(known: _Kept, graph: OpGraph, device: Device, make: Callable[[], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    by_device = known.setdefault(graph, {})
+    if device.id not in by_device or by_device[device.id][0] is not device:
+        by_device[device.id] = device, make()
+    return by_device[device.id][1]
 
 
 def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
@@ -50,13 +57,11 @@ def _computed(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
 def _rates(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     """Peak FLOPs a second of each operator. Shape: (len(graph.ops),)."""
     first = graph.twin or graph
-    known = _known_rates.setdefault(first, {})
-    if device.id not in known or known[device.id][0] is not device:
-        known[device.id] = device, np.array([_rate(op.kind, op.dtype, device) for op in first.ops], dtype=np.float64)
-    return known[device.id][1]
 
+    def rates() -> npt.NDArray[np.float64]:
+        return np.array([_rate(op.kind, op.dtype, device) for op in first.ops], dtype=np.float64)
 
-_known_rates: WeakKeyDictionary[OpGraph, dict[str, tuple[Device, npt.NDArray[np.float64]]]] = WeakKeyDictionary()
+    return _kept(_known_rates, first, device, rates)
 
 
 def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:

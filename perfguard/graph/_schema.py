@@ -148,7 +148,7 @@ class OpGraph:
         for op in self.ops:
             numbers += [op.flops, op.bytes_read, op.bytes_written, *op.shape]
             for value in op.attributes.values():
-                if isinstance(value, tuple):
+                if are_sizes(value):
                     numbers += value
         return np.array(numbers, dtype=np.int64 if max(numbers, default=0) < _LARGEST else object)
 
@@ -157,7 +157,7 @@ class OpGraph:
         """Where the numbers of each operator begin, and where they end. Shape: (len(ops) + 1,)."""
         if self.twin is not None:
             return self.twin.op_starts
-        sizes = [[op.shape, *(value for value in op.attributes.values() if isinstance(value, tuple))] for op in self.ops]
+        sizes = [[op.shape, *(value for value in op.attributes.values() if are_sizes(value))] for op in self.ops]
         lengths = [3 + sum(map(len, some)) for some in sizes]
         return np.cumsum([len(self.storages), *lengths])
 
@@ -337,13 +337,16 @@ class OpGraph:
         return hashlib.sha256(self._to_json()).hexdigest()
 
 
+def are_sizes(value: Any) -> bool:
+    """Whether an attribute is made of sizes, not of names as those of a fused kernel."""
+    return isinstance(value, tuple) and not any(isinstance(item, str) for item in value)
+
+
 def _with_numbers(op: Op, numbers: Iterator[int]) -> Op:
     name, kind, phase, _, _, _, inputs, outputs, module, shape, dtype, attributes = op
     flops, read, written, sizes = next(numbers), next(numbers), next(numbers), tuple(islice(numbers, len(shape)))
     if attributes:
-        attributes = {
-            key: tuple(islice(numbers, len(value))) if isinstance(value, tuple) else value for key, value in attributes.items()
-        }
+        attributes = {key: tuple(islice(numbers, len(value))) if are_sizes(value) else value for key, value in attributes.items()}
     return Op(name, kind, phase, flops, read, written, inputs, outputs, module, sizes, dtype, attributes)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap, joined
-from perfguard.graph._schema import OpGraph
+from perfguard.graph._schema import OpGraph, are_sizes
 
 Sizes = tuple[int, ...]
 _Numbers = npt.NDArray[Any]
@@ -164,7 +164,9 @@ class Template:
         self.agrees = all(_equal(self._numbers_at(point), samples[point].numbers) for point in further)
         """With all that were traced."""
         left_out = [term for term in _TERMS if term not in terms]
-        self._hidden = [term for term in left_out if all(self._foretells(term, point) for point in further)]
+        self._hidden = [
+            term for term in left_out if all(self._foretells(term, point, self._weights_at(point)) for point in further)
+        ]
         """Terms that would not have shown."""
 
     def reaches(self, sizes: Sizes) -> bool:
@@ -180,7 +182,10 @@ class Template:
             for x, start, stride in zip(point, self._points[0], self._strides, strict=True)
         ):
             return False
-        return _is_between(point, self._points) and all(self._foretells(term, point) for term in self._hidden)
+        if not _is_between(point, self._points):
+            return False
+        weights = self._weights_at(point)
+        return all(self._foretells(term, point, weights) for term in self._hidden)
 
     def at(self, sizes: Sizes, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph | None:
         """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole.
@@ -212,8 +217,7 @@ class Template:
         values = _values(point, self._terms)
         return [sum((x * row[at] for x, row in zip(values, self._inverse, strict=True)), Fraction()) for at in range(len(values))]
 
-    def _foretells(self, term: _Term, point: _Point) -> bool:
-        weights = self._weights_at(point)
+    def _foretells(self, term: _Term, point: _Point, weights: Sequence[Fraction]) -> bool:
         return sum(w * _value(at, term) for w, at in zip(weights, self._basis, strict=True)) == _value(point, term)
 
     def _numbers_at(self, point: _Point) -> _Numbers | None:
@@ -286,7 +290,7 @@ def _equal(numbers: _Numbers | None, others: _Numbers) -> bool:
 
 
 def form_of(attributes: Mapping[str, Any]) -> Hashable:
-    return tuple((key, len(value) if isinstance(value, tuple) else value) for key, value in attributes.items())
+    return tuple((key, len(value) if are_sizes(value) else value) for key, value in attributes.items())
 
 
 def _independent(points: Sequence[_Point], terms: Sequence[_Term]) -> list[_Point] | None:

@@ -36,7 +36,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "one and three": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Unflatten(1, (2, 2, 2)), nn.Conv3d(2, 2, 1)), (4, 40)),
     "sequences": (sequences, (16, 32)),
     "a perceptron": (lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), (8,)),
-    "nothing but elementwise": (lambda: nn.PReLU(), (8,)),
+    "nothing but elementwise": (nn.PReLU, (8,)),
 }
 
 
