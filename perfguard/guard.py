@@ -220,8 +220,15 @@ class Guard:
 
         Raises:
             WorkloadError: if the workload cannot be traced, or nobody can tell what its batch is.
+            ConfigurationError: if it was traced elsewhere: that is one graph, of one batch.
         """
-        return largest_batch(self._fits, as_workload(model, inputs, **fields), at_most=at_most)
+        workload = as_workload(model, inputs, **fields)
+        if isinstance(workload, TracedWorkload):
+            raise ConfigurationError(
+                "max_batch_size needs a model to trace at other batches, but got a TracedWorkload, whose graph is of one batch. "
+                "Ask where the model's package is installed, with the Workload itself."
+            )
+        return largest_batch(self._fits, workload, at_most=at_most)
 
     def _fits(self, workload: Workload) -> bool:
         return self._judge(workload, threshold=self.risk).action == "launch"
