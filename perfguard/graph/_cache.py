@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from perfguard.graph._optimizer_part import Gap, OptimizerPart, is_separable, joined, trace_part
+from perfguard.graph._optimizer_part import Gap, OptimizerPart, is_separable, trace_part
 from perfguard.graph._optimizer_pattern import Pattern, find_pattern, has_pattern
 from perfguard.graph._precision import InAnotherPrecision, in_another_precision
 from perfguard.graph._schema import OpGraph
@@ -79,14 +80,17 @@ class TraceCache:
             with self._lock:
                 graph = template.at(sizes, optimizer, part)
         if graph is None:
-            step = sample.step if sample else traced_step(workload, target, leaves_gap=family.is_separable)
-            if step is None:
-                return None
-            part = self._part(family, workload, optimizer, step.gap, target)
-            graph = step.graph if part is None else joined(step, part)
             if sample is None:
+                step = traced_step(workload, target, leaves_gap=family.is_separable)
+                if step is None:
+                    return None
+                sample = Sample(step)
                 with self._lock:
-                    family.add(sizes, Sample(step))
+                    family.add(sizes, sample)
+            step = sample.step
+            part = self._part(family, workload, optimizer, step.gap, target)
+            with self._lock:
+                graph = step.graph if part is None else sample.frames.filled(step.graph.numbers, optimizer, part)
         with self._lock:
             return _kept(family.graphs, (sizes, optimizer), graph)
 
@@ -146,14 +150,19 @@ class _Family:
     def through(self, template: Template) -> InAnotherPrecision | None:
         """What ``template``, of another precision, says of this one."""
         if template not in self._in_other_precisions:
-            found = (in_another_precision(sample.step, sizes, template) for sizes, sample in self.samples.items())
+            known = filter(None, reversed(self._in_other_precisions.values()))
+            found = chain(
+                (other.through(template) for other in known),
+                (in_another_precision(sample, sizes, template) for sizes, sample in self.samples.items()),
+            )
             return _kept(self._in_other_precisions, template, next(filter(None, found), None))
         return self._in_other_precisions[template]
 
     def add(self, sizes: Sizes, sample: Sample) -> None:
         _kept(self.samples, sizes, sample)
         self._templates = templates_through(self.samples)
-        self._in_other_precisions.clear()
+        for template in [template for template, found in self._in_other_precisions.items() if found is None]:
+            del self._in_other_precisions[template]  # the new sample may be what it needs
 
 
 def _kept(known: OrderedDict[_K, _V], key: _K, value: _V, most: int = _MOST_OF_A_FAMILY) -> _V:

@@ -9,6 +9,7 @@ trace. A model that looks at a dtype may do another thing at another size in one
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap
 from perfguard.graph._recorder import Moved
 from perfguard.graph._schema import OpGraph, StorageKind
-from perfguard.graph._template import LARGEST, Frames, Sizes, Template, form_of
+from perfguard.graph._template import LARGEST, Sample, Sizes, Template, form_of
 
 _CAST = "_to_copy"
 _Term = tuple[int, int]
@@ -29,17 +30,36 @@ class InAnotherPrecision:
     """A step whose numbers follow from those of a template in another precision.
 
     Args:
-        step: traced in this precision.
+        sample: traced in this precision.
+        sizes: of the sample.
         template: of another.
         terms: what each number of the step is the sum of.
     """
 
-    def __init__(self, step: StepWithGap, template: Template, terms: Sequence[Sequence[_Term]]) -> None:
-        self.step = step
+    def __init__(self, sample: Sample, sizes: Sizes, template: Template, terms: Sequence[Sequence[_Term]]) -> None:
+        self.step = sample.step
+        self._sample = sample
+        self._sizes = sizes
         self._template = template
         self._places, self._factors = np.array([term for row in terms for term in row], dtype=np.int64).T
         self._starts = np.cumsum([0, *map(len, terms)])[:-1]
-        self._frames = Frames(step)
+
+    @property
+    def agrees(self) -> bool:
+        """With what was traced."""
+        numbers = self.numbers_at(self._sizes)
+        return numbers is not None and np.array_equal(numbers, self.step.graph.numbers)
+
+    def through(self, template: Template) -> InAnotherPrecision | None:
+        """The same by another template of the same step, through more traces; None if it has to be matched again."""
+        mine = self._template
+        if template.step is not mine.step or not template.reaches(self._sizes):
+            return None
+        if not np.array_equal(template.is_constant, mine.is_constant):
+            return None
+        found = copy.copy(self)
+        found._template = template
+        return found if found.agrees else None
 
     def reaches(self, sizes: Sizes) -> bool:
         """As of :class:`Template`."""
@@ -48,7 +68,7 @@ class InAnotherPrecision:
     def at(self, sizes: Sizes, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph | None:
         """As of :class:`Template`."""
         numbers = self.numbers_at(sizes)
-        return None if numbers is None else self._frames.filled(numbers, optimizer, part)
+        return None if numbers is None else self._sample.frames.filled(numbers, optimizer, part)
 
     def numbers_at(self, sizes: Sizes) -> npt.NDArray[Any] | None:
         """Of the step at ``sizes``; None if they would not be whole."""
@@ -62,16 +82,15 @@ class InAnotherPrecision:
         return np.asarray(np.add.reduceat(values * self._factors, self._starts))
 
 
-def in_another_precision(step: StepWithGap, sizes: Sizes, template: Template) -> InAnotherPrecision | None:
-    """What ``template``, of another precision, says of ``step``, traced at ``sizes``; None if it cannot say it for sure."""
+def in_another_precision(sample: Sample, sizes: Sizes, template: Template) -> InAnotherPrecision | None:
+    """What ``template``, of another precision, says of ``sample``, traced at ``sizes``; None if it cannot say it for sure."""
+    step = sample.step
     if step.reads_dtype or template.step.reads_dtype or not template.reaches(sizes):
         return None
     known = template.numbers_at(sizes)
     terms = None if known is None else _Matching(step, sizes, template, known).terms()
-    if terms is None:
-        return None
-    found = InAnotherPrecision(step, template, terms)
-    return found if np.array_equal(found.numbers_at(sizes), step.graph.numbers) else None  # type: ignore[arg-type]
+    found = None if terms is None else InAnotherPrecision(sample, sizes, template, terms)
+    return found if found is not None and found.agrees else None
 
 
 class _Matching:

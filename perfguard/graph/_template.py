@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -40,6 +41,8 @@ _TERMS = tuple((b, s) for b in range(4) for s in range(5))
 """Those that may be left out."""
 _NUMBERS_OF_GAP = 3
 """FLOPs, bytes read and bytes written."""
+_MOST_FRAMES = 16
+"""Optimizers of a step that are kept."""
 _FEWEST = 3
 """Samples of the shortest polynomial, and one to spare."""
 LARGEST = 2**62
@@ -51,6 +54,7 @@ class Sample:
 
     def __init__(self, step: StepWithGap) -> None:
         self.step = step
+        self.frames = Frames(step)
 
     @cached_property
     def form(self) -> Hashable:
@@ -158,7 +162,7 @@ class Template:
         self._strides = [math.gcd(*(value - values[0] for value in values)) for values in zip(*samples, strict=True)]
         self.step = samples[basis[0]].step
         """One of those that were traced."""
-        self._frames = Frames(self.step)
+        self._frames = samples[basis[0]].frames
         self._num_own = len(self.step.graph.numbers)
         further = [point for point in samples if point not in basis]
         self.agrees = all(_equal(self._numbers_at(point), samples[point].numbers) for point in further)
@@ -236,12 +240,14 @@ class Frames:
 
     def __init__(self, step: StepWithGap) -> None:
         self._step = step
-        self._frames: dict[Hashable, _Frame] = {}
+        self._frames: OrderedDict[Hashable, _Frame] = OrderedDict()
 
     def filled(self, numbers: _Numbers, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph:
         """The graph with ``numbers`` of the step and the optimizer's part; see :meth:`Template.at`."""
         if optimizer not in self._frames:
             self._frames[optimizer] = _Frame(self._step, part)
+            if len(self._frames) > _MOST_FRAMES:
+                self._frames.popitem(last=False)
         return self._frames[optimizer].filled(numbers)
 
 
