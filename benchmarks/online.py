@@ -118,7 +118,7 @@ class HeldOut:
         return 1.0
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
-        return self._rows[graph.storages[0].num_bytes - 1].answer
+        return self._rows[graph.storages[0].num_bytes - 1].answer._replace(op_time_s=torch.zeros(0))
 
 
 def graph_of(index: int) -> OpGraph:
