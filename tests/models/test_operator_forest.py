@@ -100,7 +100,7 @@ def test_one_factor_is_learnt_from_whole_steps(forest: OperatorForest, streaming
     assert float(taught.predict(steps)["time"][0]) == pytest.approx(before + 0.3, abs=1e-6)
 
 
-@pytest.mark.parametrize(("gpu", "asked"), [("h100-sxm-80gb", True), ("t4", False)])
+@pytest.mark.parametrize(("gpu", "asked"), [("h100-sxm-80gb", True), ("rtx4090", True), ("t4", False)])
 def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
     gpu: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,7 @@ def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
     assert bool(calls) == asked
     peak_s = 2 * 4096**3 / device.flops_per_s("fp32")
     assert peak_s < seconds.median < 4 * peak_s
+    assert seconds.log_sigma <= _engines.UNTRAINED_LOG_SIGMA["time"] + 1e-6
 
 
 def test_what_nobody_taught_it_is_left_to_who_knows() -> None:
