@@ -117,7 +117,7 @@ def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
     assert bool(calls) == asked
     peak_s = 2 * 4096**3 / device.flops_per_s("fp32")
     assert peak_s < seconds.median < 4 * peak_s
-    assert seconds.log_sigma <= _engines.UNTRAINED_LOG_SIGMA["time"] + 1e-6
+    assert seconds.log_sigma < 1.2 * _engines.UNTRAINED_LOG_SIGMA["time"]  # a fifth more for how far physics is from the value
 
 
 def test_what_nobody_taught_it_is_left_to_who_knows() -> None:
