@@ -26,7 +26,7 @@ from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
-from perfguard_models import layers, operators, sums
+from perfguard_models import kernel_shapes, layers, operators, sums
 from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_groups
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -70,6 +70,7 @@ class View(NamedTuple):
 
 
 VIEWS = {
+    "kernel_shapes": View("kernel_shapes", kernel_shapes.kernel_shapes_of, kernel_shapes),
     "layers": View("layers", lambda graph, device: layers.layers_of(graph, device)._asdict(), layers),
     "operators": View("operators", operators.operators_of, operators),
     "sums": View("sums", lambda graph, device: {"sums": sums.sums_of(graph, device)}, sums),
