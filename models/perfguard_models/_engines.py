@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,11 +20,13 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.graph import OpGraph, roofline_s
 from perfguard_models._network import Correction, GuardNetwork
 from perfguard_models._residual import ResidualPrior
+from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import share_of
 from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.kernel_shapes import TAUGHT
 from perfguard_models.learner import Learner, predict_with_spread
 from perfguard_models.quick_views import quick_sums_of
-from perfguard_models.served import Trained, as_run, as_setting, group_of
+from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
 from perfguard_models.sums import SUMS
 from perfguard_models.weight_files import check_hash
 
@@ -172,6 +176,8 @@ class GpuEngine:
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         own = self._answer(graph, device)
+        if graph.precision == "fp32" and device.id not in _timed_in_float32():
+            own = by_operators(own, graph, device)
         reference = self._reference(graph, device)
         answer = own if reference is None else self._carried_over(own, graph, device, reference)
         assert answer.sums is not None
@@ -300,6 +306,45 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
             known=answer.known | {target: False},
         )
     return answer
+
+
+def by_operators(answer: Answer, graph: OpGraph, device: Device) -> Answer:
+    """``answer`` with the time from trees on single operators, which cross to GPUs without a measured float32 step of their own.
+
+    Where most of the roofline is in operators that nobody taught them (convolutions, recurrent cells), the answer stays. The
+    interval is the one of single operators on a GPU that was left out: too few whole steps were measured to calibrate on, and
+    the errors of a sum are smaller.
+    """
+    forest = _operator_forest()
+    run = as_run(forest.learner, graph, device)
+    seconds = run.view["kernel_count"] * run.view["kernel_roofline"]
+    if 2 * seconds[run.view["kernel_kind"] == len(TAUGHT)].sum() >= seconds.sum():
+        return answer
+    predicted, spread = predict_with_spread(forest.learner, [run])
+    value = float(predicted["time"][0])
+    sigma = forest.calibration.log_sigma("time", OPERATOR, float(spread["time"][0]), known_gpu=False)
+    sigma = min(sigma, UNTRAINED_LOG_SIGMA["time"])  # members apart do not make it less sure than bare physics is
+    roofline = torch.from_numpy(roofline_s(graph, device)).float()
+    return answer._replace(
+        log_value=answer.log_value | {"time": value},
+        op_time_s=roofline * (math.exp(value) / max(float(roofline.sum()), 1e-12)),
+        prior=answer.prior | {"time": prior_of(sigma)},
+        known=answer.known | {"time": True},
+    )
+
+
+@functools.cache
+def _operator_forest() -> Trained:
+    """The weights that come with the package."""
+    folder = files("perfguard_models") / "weights"
+    return read_trained(folder / "operator-forest.safetensors", folder / "operator-forest.json", "operator-forest")
+
+
+@functools.cache
+def _timed_in_float32() -> frozenset[str]:
+    """GPUs whose float32 operators were measured. Of others in the tables there are convolutions or half precision alone."""
+    floors = _operator_forest().learner.state()[1]["floors"]
+    return frozenset(gpu for key in floors if (gpu := key.partition(" ")[2]))
 
 
 def _knows(target: str, graph: OpGraph) -> bool:

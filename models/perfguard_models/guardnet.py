@@ -43,6 +43,10 @@ _ON_CPU, _ON_GPU = "guardnet_cpu", "guardnet"
 _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
+_POWER_PRIOR_ROWS = 3.0
+_POWER_LOG_SIGMA = 0.3
+"""How far the powers of two workloads on one card are apart, before a few were measured: from waiting to its limit is a factor of
+three."""
 
 
 @undisturbed
@@ -77,6 +81,7 @@ class GuardNet:
         self._engines = engines
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
+        self._powers: dict[str, tuple[float, float]] = {}
         self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
@@ -110,6 +115,8 @@ class GuardNet:
         step_time = self._estimate("time", answer, correction["time"], device)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
+        power = self._powers.get(device.id)
+        energy = None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1])
         by_kind: dict[str, float] = {}
         scale = step_time.median / math.exp(answer.log_value["time"])
         for op, seconds in zip((graph.twin or graph).ops, answer.op_time_s.tolist(), strict=True):
@@ -125,6 +132,7 @@ class GuardNet:
             time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
             gpu_util=answer.shares.get("gpu_util"),
             sm_active=answer.shares.get("sm_active"),
+            energy=energy,
             unmodelled=launched.unmodelled,
         )
 
@@ -142,6 +150,10 @@ class GuardNet:
             ended_well = [row for row in rows if row.measurement.status == "ok"]
             out_of_memory = [row for row in rows if row.measurement.status == "oom"]
             self._overheads[device_id] = _overhead_of(ended_well)
+            if (power := _power_of(ended_well)) is not None:
+                self._powers[device_id] = power
+            else:
+                self._powers.pop(device_id, None)
             for target in TARGETS:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
                 self._learn(device_id, target, self._residuals(ended_well, target), bounds)
@@ -305,6 +317,23 @@ def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor
     z = (bound - mean) / sigma
     log_tail = torch.special.log_ndtr(-z)
     return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
+
+
+def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
+    """Mean and standard deviation of the logarithm of the watts that the newest runs drew; None: nobody measured energy."""
+    powers = [
+        math.log(energy_j / row.measurement.total_time_s)
+        for row in rows
+        if (energy_j := row.measurement.energy_j) is not None
+        and 0 < energy_j < math.inf
+        and 0 < row.measurement.total_time_s < math.inf
+    ][-_OVERHEAD_ROWS:]
+    if not powers:
+        return None
+    median = statistics.median(powers)
+    spread = statistics.median(abs(power - median) for power in powers) * 1.4826
+    weight = len(powers) / (len(powers) + _POWER_PRIOR_ROWS)
+    return median, math.sqrt(weight * spread**2 + (1 - weight) * _POWER_LOG_SIGMA**2)
 
 
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:

@@ -66,9 +66,10 @@ def write_trained(out: Path, name: str, learner: Learner, card: dict[str, Any], 
 
 def columns_of(learner: Learner) -> str:
     """A hash of the names of all columns that the learner reads: weights for others would read nonsense."""
-    from perfguard_models import layers, operators, sums
+    from perfguard_models import kernel_shapes, layers, operators, sums
 
     columns: dict[str, Any] = {
+        "kernel_shapes": (kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES),
         "layers": (layers.NODE_COLUMNS, layers.EDGE_COLUMNS, layers.GLOBAL_COLUMNS),
         "operators": (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS),
         "sums": sums.SUMS,

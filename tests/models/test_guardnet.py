@@ -441,6 +441,22 @@ def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
     assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0
 
 
+def test_what_a_card_draws_is_learnt_from_the_driver_s_counter(net: GuardNet) -> None:
+    device = resolve_device("a100")
+    assert net.predict(NINTH, device).energy is None
+    observations = [
+        replace(row, measurement=replace(row.measurement, energy_j=watts * row.measurement.total_time_s))
+        for row, watts in zip(half_as_much_again(net, EIGHT, device), [190, 210, 200, 195, 205, 2e4, 200, math.nan], strict=True)
+    ]
+    net.fine_tune(observations)
+    prediction = net.predict(NINTH, device)
+    assert prediction.energy is not None
+    assert prediction.energy.median == pytest.approx(200 * prediction.step_time.median, rel=0.03)
+    assert prediction.step_time.log_sigma < prediction.energy.log_sigma < prediction.step_time.log_sigma + 0.2
+    net.fine_tune(half_as_much_again(net, EIGHT, device))
+    assert net.predict(NINTH, device).energy is None
+
+
 def ran_out(graph: OpGraph, at_least_bytes: float) -> Observation:
     measurement = Measurement("oom", CPU.id, CPU.name, int(at_least_bytes), None, 1.0, 0, "made up", "torch")
     return Observation(graph, CPU, measurement)
