@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perfguard.graph import Op, OpGraph, roofline_s
+from perfguard.graph import Op, OpGraph, SizedGraphs, roofline_s
 from perfguard.predictor import Estimate
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ def sums_by_kind(graph: OpGraph, device: Device) -> Sums:
         before, calls = sums.get(kind, (0.0, 0))
         sums[kind] = before + seconds, calls + 1
     return sums
+
+
+def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
+    """The same for each of ``graphs``."""
+    return [sums_by_kind(graph, device) for graph in graphs]
 
 
 def _kind(op: Op) -> str:
@@ -82,6 +87,10 @@ class KindRates:
         if known < (1 - _UNKNOWN_SHARE) * total or predicted <= 0:
             return None
         return Estimate(predicted, self.log_sigma)
+
+    def seconds_of_all(self, graphs: SizedGraphs, device: Device) -> list[Estimate | None]:
+        """Of each of ``graphs``."""
+        return [self.seconds_of(sums) for sums in sums_by_kind_of_all(graphs, device)]
 
     def _row(self, sums: Sums) -> npt.NDArray[np.float64]:
         """Seconds of each kind, then calls of each kind."""

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
 
 _MIN_BLOCK = 512
@@ -201,10 +204,23 @@ def _segment_size(size: int) -> int:
     return -(-size // _ROUND_LARGE) * _ROUND_LARGE
 
 
-def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
-    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
-    settings = settings or AllocatorSettings()
-    allocator = CachingAllocator(settings)
+class _Plan(NamedTuple):
+    """When the storages of a step are made and freed, as indices; sizes are no part of it."""
+
+    lasting: list[int]
+    inputs: list[int]
+    state: list[int]
+    leftover: list[int]
+    births: list[list[int]]
+    """Of each operator, and after the last one."""
+    deaths: list[list[int]]
+    dies_unused: frozenset[int]
+    """Freed before an operator used it."""
+    first_update: int
+    first_product: int | None
+
+
+def _plan_of(graph: OpGraph) -> _Plan:
     storages = graph.storages
     end = len(graph.ops)
     births: list[list[int]] = [[] for _ in range(end + 1)]
@@ -224,14 +240,35 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
             deaths[storage.death].append(index)
         elif storage.birth >= 0:
             leftover.append(index)
-    first_update = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end)
-    first_product = next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), None)
+    return _Plan(
+        lasting,
+        inputs,
+        state,
+        leftover,
+        births,
+        deaths,
+        frozenset(index for index, storage in enumerate(storages) if storage.death < storage.birth),
+        next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end),
+        next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), None),
+    )
+
+
+def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
+    sizes = [storage.num_bytes for storage in graph.storages]
+    return _replayed(_plan_of(graph), sizes, settings or AllocatorSettings())
+
+
+def _replayed(plan: _Plan, sizes: Sequence[int], settings: AllocatorSettings) -> AllocatorReplay:
+    """The replay of a step whose storages have ``sizes``."""
+    allocator = CachingAllocator(settings)
     blocks: dict[int, Block | None] = {}
+    end = len(plan.births) - 1
 
     def allocate(indices: Sequence[int]) -> None:
         for index in indices:
-            blocks[index] = allocator.malloc(storages[index].num_bytes)
-            if storages[index].death < storages[index].birth:  # freed before an operator used it
+            blocks[index] = allocator.malloc(sizes[index])
+            if index in plan.dies_unused:
                 allocator.free(blocks.pop(index))
 
     def release(indices: Sequence[int]) -> None:
@@ -239,22 +276,33 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
             if index in blocks:
                 allocator.free(blocks.pop(index))
 
-    allocate(lasting)
+    allocate(plan.lasting)
     for step in range(_MOST_STEPS):
         reserved = allocator.reserved_bytes
-        before = [blocks.pop(index) for index in inputs if index in blocks]
-        allocate(inputs)  # the next batch is there before the name of the last one is bound to it
+        before = [blocks.pop(index) for index in plan.inputs if index in blocks]
+        allocate(plan.inputs)  # the next batch is there before the name of the last one is bound to it
         for block in before:
             allocator.free(block)
-        release(leftover)
+        release(plan.leftover)
         for i in range(end):
-            if step == 0 and i == first_product:
+            if step == 0 and i == plan.first_product:
                 allocator.malloc(settings.cublas_workspace_bytes)
-            if step == 0 and i == first_update:
-                allocate(state)
-            allocate(births[i])
-            release(deaths[i])
-        allocate(births[end])
+            if step == 0 and i == plan.first_update:
+                allocate(plan.state)
+            allocate(plan.births[i])
+            release(plan.deaths[i])
+        allocate(plan.births[end])
         if step and allocator.reserved_bytes == reserved:
             break
     return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)
+
+
+def reserved_bytes_of(form: OpGraph, storage_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The reserved bytes of graphs of one form, with the default settings.
+
+    Args:
+        form: any graph of the form.
+        storage_bytes: of each graph the bytes of its storages. Shape: (C, S).
+    """
+    plan = _plan_of(form)
+    return np.array([_replayed(plan, sizes.tolist(), AllocatorSettings()).reserved_bytes for sizes in storage_bytes], dtype=float)
