@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,8 +15,9 @@ from safetensors.torch import load as load_tensors
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
 from perfguard.features import FEATURE_VERSION, featurize
-from perfguard.graph import OpGraph, roofline_s
-from perfguard_models._network import Correction, GuardNetwork
+from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
+from perfguard.sized_features import featurize_all
+from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import share_of
 from perfguard_models.learner import predict_with_spread
@@ -74,6 +75,21 @@ class Answer(NamedTuple):
     """What :func:`perfguard_models.sums.sums_of` sees of the graph; None: nobody looked."""
 
 
+class Answers(NamedTuple):
+    """An :class:`Answer` for each of C graphs of one form."""
+
+    log_value: dict[str, npt.NDArray[np.float64]]  # shapes: (C,)
+    op_time_s: npt.NDArray[np.float64]  # shape: (C, num_ops)
+    embedding: dict[str, torch.Tensor]  # shapes: (C, d)
+    physics: dict[str, torch.Tensor]  # shapes: (C, e)
+    prior: dict[str, ResidualPrior]
+    prior_scale: dict[str, npt.NDArray[np.float64]]
+    """What the standard deviations of ``prior`` are multiplied by. Shapes: (C,)"""
+    shares: dict[str, npt.NDArray[np.float64]]  # shapes: (C,)
+    known: dict[str, npt.NDArray[np.bool_]]  # shapes: (C,)
+    sums: npt.NDArray[np.float32] | None  # shape: (C, len(SUMS))
+
+
 class Engine(Protocol):
     """Weights for one kind of device."""
 
@@ -84,6 +100,9 @@ class Engine(Protocol):
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         """What they say."""
+
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        """What they say of each; None: ask one by one."""
 
     def interval_scale(self, target: str) -> float:
         """By how much intervals are widened so that they hold."""
@@ -132,6 +151,29 @@ class CpuEngine:
         )
         return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
 
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        features = featurize_all(graphs, device)
+        with torch.inference_mode():
+            parts = [self._network(batch) for batch in batches_of(features, graphs.form)]
+        found = [torch.cat(values) for values in zip(*parts, strict=True)]
+        log_memory, log_time, op_time_s, memory_embedding, time_embedding = found
+        number = len(graphs)
+        answers = Answers(
+            {"memory": log_memory.double().numpy(), "time": log_time.double().numpy()},
+            op_time_s.double().numpy().reshape(number, -1),
+            {"memory": memory_embedding.double(), "time": time_embedding.double()},
+            dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
+            self._priors,
+            dict.fromkeys(TARGETS, np.ones(number)),
+            {},
+            dict.fromkeys(TARGETS, np.ones(number, dtype=bool)),
+            None,
+        )
+        if self.trained_on(device):
+            return answers
+        everywhere = np.ones(number, dtype=bool)
+        return by_physics_of_all(answers, graphs, device, dict.fromkeys(TARGETS, everywhere))
+
     def interval_scale(self, target: str) -> float:
         return self._scales[target]
 
@@ -153,6 +195,12 @@ class GpuEngine:
         answer = own if reference is None else self._carried_over(own, graph, device, reference)
         assert answer.sums is not None
         return answer._replace(physics={target: physics_of(target, answer.sums, answer.log_value[target]) for target in TARGETS})
+
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        form = graphs.form
+        if form.precision != "fp32" and not self._has_learnt(form, device):
+            return None  # each may be carried over from another card
+        return None
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
         """The GPU whose time for ``graph`` was learnt in this setting and is nearest by the roofline.
@@ -248,6 +296,32 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
             known=answer.known | {target: False},
         )
     return answer
+
+
+def by_physics_of_all(
+    answers: Answers, graphs: SizedGraphs, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
+) -> Answers:
+    """:func:`by_physics` where ``rows`` (C,) of a target says so. The other priors must be :func:`prior_of` then, or there be none."""
+    for target, chosen in rows.items():
+        if not chosen.any():
+            continue
+        op_time_s = answers.op_time_s
+        if target == "memory":
+            num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
+            value = np.log(np.maximum(num_bytes, 1) + device.context_bytes)
+        else:
+            bare = (roofline_of_all(graphs, device) * _UNTRAINED_TIME_FACTOR).astype(np.float32).astype(np.float64)
+            value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
+            op_time_s = np.where(chosen[:, None], bare, op_time_s)
+        sigma = np.where(chosen, UNTRAINED_LOG_SIGMA[target], answers.prior_scale[target])
+        answers = answers._replace(
+            log_value=answers.log_value | {target: np.where(chosen, value, answers.log_value[target])},
+            op_time_s=op_time_s,
+            prior=answers.prior | {target: prior_of(1.0)},
+            prior_scale=answers.prior_scale | {target: sigma},
+            known=answers.known | {target: answers.known[target] & ~chosen},
+        )
+    return answers
 
 
 def _knows(target: str, graph: OpGraph) -> bool:

@@ -23,13 +23,14 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph
+from perfguard.graph import OpGraph, SizedGraphs, StorageKind
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
+from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import sums_of
 from perfguard_models.weight_files import read_pair
 
@@ -124,6 +125,62 @@ class GuardNet:
             sm_active=answer.shares.get("sm_active"),
             unmodelled=launched.unmodelled,
         )
+
+    def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
+        """See :class:`perfguard.predictor.BatchPredictor`."""
+        form, engine = graphs.form, self._engines[device.kind]
+        answers = engine.answer_all(graphs, device) if as_compiled(form, device) is None else None
+        if answers is None:
+            return [self.predict(graph, device) for graph in graphs]
+        memory, step_time = (self._estimates(target, answers, graphs, device) for target in TARGETS)
+        overhead_known = (device.id, "memory") in self._posteriors
+        trained = np.logical_and.reduce(list(answers.known.values())) & engine.trained_on(device)
+        kinds = sorted(form.kinds)
+        of_kind = np.array([[op.kind == kind for kind in kinds] for op in form.ops], dtype=np.float64)
+        scale = [estimate.median for estimate in step_time] / np.exp(answers.log_value["time"])
+        by_kind = (answers.op_time_s @ of_kind.reshape(len(form.ops), len(kinds)) * scale[:, None]).tolist()
+        at_peak = graphs.bytes_by_kind.astype(np.int64).tolist()
+        shares = [dict(zip(answers.shares, row, strict=True)) for row in np.array([*answers.shares.values()]).T.tolist()]
+        return [
+            Prediction(
+                peak_memory=memory[at],
+                step_time=step_time[at],
+                total_time=None,
+                predictor=self.name,
+                device_id=device.id,
+                trained_on_device=overhead_known or bool(trained[at]),
+                bytes_at_peak={kind.name.lower(): held for kind, held in zip(StorageKind, at_peak[at], strict=True) if held},
+                time_by_kind_s=dict(sorted(zip(kinds, by_kind[at], strict=True), key=lambda item: -item[1])),
+                gpu_util=shares[at].get("gpu_util") if shares else None,
+                sm_active=shares[at].get("sm_active") if shares else None,
+                unmodelled=form.unmodelled,
+            )
+            for at in range(len(graphs))
+        ]
+
+    def _estimates(self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device) -> list[Estimate]:
+        """:meth:`_estimate` for each of ``graphs``."""
+        x, prior, prior_scale = answers.embedding[target], answers.prior[target], answers.prior_scale[target]
+        posterior = self._posteriors.get((device.id, target))
+        if posterior is None:
+            mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
+        else:
+            means, log_sigmas = posterior.at(Place(x, answers.physics[target], posterior.regime.expand(len(x))))
+            mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.noise * prior_scale / posterior.prior.noise)
+        log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
+        median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
+        return list(map(Estimate, median.tolist(), log_sigma.tolist()))
+
+    def _corrections_of_all(
+        self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device
+    ) -> npt.NDArray[np.float64]:
+        """What the refinement adds to each. Shape: (C,)."""
+        if self._refinement is None:
+            return np.zeros(len(graphs))
+        values = answers.log_value[target].tolist()
+        sums = sums_of_all(graphs, device) if answers.sums is None else answers.sums
+        rows = [row_of(row, physics_of(target, row, value), value) for row, value in zip(sums, values, strict=True)]
+        return np.array([self._refinement.correction(target, device.id, row) for row in rows])
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.

@@ -6,7 +6,7 @@ from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import KIND_INDEX, OP_KINDS
 from perfguard.graph._elastic import ElasticGraph
 from perfguard.graph._opaque import opaque
-from perfguard.graph._roofline import channel_padding, roofline_s
+from perfguard.graph._roofline import channel_padding, channel_padding_of_all, roofline_of_all, roofline_s
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._sized import SizedGraphs
@@ -31,9 +31,11 @@ __all__ = [
     "TraceCache",
     "bytes_by_module",
     "channel_padding",
+    "channel_padding_of_all",
     "cost_by_operator",
     "opaque",
     "replay_allocator",
+    "roofline_of_all",
     "roofline_s",
     "timeline",
     "trace",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._allocator import reserved_bytes_of
-from perfguard.graph._schema import Op, OpGraph, Storage
+from perfguard.graph._schema import Op, OpGraph, Storage, StorageKind
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -141,17 +141,34 @@ class SizedGraphs:
         """Shape: (C,)."""
         return np.asarray(self.live_bytes.max(axis=1))
 
-    def at_peak(self, weights: Floats) -> Floats:
-        """The sum of what is alive at each graph's peak, each storage's bytes times its row of ``weights`` (S, d). Shape: (C, d)."""
+    def at_peak(self, weights: Floats, *, smaller_than: int | None = None) -> Floats:
+        """What is alive at each graph's peak: the sum over the storages of bytes times weights.
+
+        Args:
+            weights: of each storage. Shape: (S, d).
+            smaller_than: others count nothing.
+
+        Returns:
+            Shape: (C, d).
+        """
         found = np.zeros((len(self), weights.shape[1]))
+        values = self._values.astype(np.float64)
+        if smaller_than is not None:
+            values[values >= smaller_than] = 0
         births, deaths = (np.array([getattr(storage, name) for storage in self.form.storages]) for name in ("birth", "death"))
         for at in np.unique(self.peak_index).tolist():
             rows = self.peak_index == at
             alive = (births <= at) & (at <= deaths)
-            summed = np.zeros((self._values.shape[1], weights.shape[1]))
+            summed = np.zeros((values.shape[1], weights.shape[1]))
             np.add.at(summed, self._storage_columns[alive], weights[alive])
-            found[rows] = self._values[rows].astype(np.float64) @ summed
+            found[rows] = values[rows] @ summed
         return found
+
+    @cached_property
+    def bytes_by_kind(self) -> Floats:
+        """What is alive at each graph's peak. Shape: (C, len(StorageKind))."""
+        kinds = np.array([storage.kind for storage in self.form.storages], dtype=np.int64)
+        return self.at_peak(np.eye(len(StorageKind))[kinds])
 
     @cached_property
     def reserved_bytes(self) -> Floats:
