@@ -22,6 +22,8 @@ from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import share_of
 from perfguard_models.learner import predict_with_spread
 from perfguard_models.served import Trained, as_run, as_setting, group_of
+from perfguard_models.sized_operators import operators_of_all
+from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import check_hash
 
@@ -200,7 +202,48 @@ class GpuEngine:
         form = graphs.form
         if form.precision != "fp32" and not self._has_learnt(form, device):
             return None  # each may be carried over from another card
-        return None
+        number = len(graphs)
+        roofline = roofline_of_all(graphs, device).astype(np.float32).astype(np.float64)
+        unknown = {target: np.full(number, not _knows(target, form)) for target in TARGETS}
+        value = {target: np.zeros(number) for target in TARGETS}
+        sigma = {target: np.full(number, UNTRAINED_LOG_SIGMA[target]) for target in TARGETS}
+        shares: dict[str, npt.NDArray[np.float64]] = {}
+        sums = sums_of_all(graphs, device)
+        if not all(rows.all() for rows in unknown.values()):
+            setting, known_gpu = as_setting(form, device), self.trained_on(device)
+            views = operators_of_all(graphs, device)
+            runs = [setting._replace(view=view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
+            predicted, spread = predict_with_spread(self._trained.learner, runs)
+            for target in TARGETS:
+                unknown[target] |= ~np.isfinite(predicted[target])
+                value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
+                calibrated = self._trained.calibration.log_sigma
+                group = group_of(setting)
+                sigma[target] = np.array([calibrated(target, group, one, known_gpu=known_gpu) for one in spread[target].tolist()])
+            if setting.table == "perceptron":
+                shares = {name: predicted[name] for name in _SHARES if np.isfinite(predicted[name]).all()}
+                shares = {name: np.array([share_of(logit) for logit in logits]) for name, logits in shares.items()}
+            has_seen = known_gpu and f"time/{group_of(setting)}" in self._trained.calibration.scale
+            if form.mode == "infer" and not has_seen:
+                unknown["time"] |= sigma["time"] > UNTRAINED_LOG_SIGMA["time"]
+        total_s = np.maximum(roofline.sum(axis=1), 1e-12)
+        answers = Answers(
+            value,
+            roofline * (np.exp(value["time"]) / total_s)[:, None],
+            dict.fromkeys(TARGETS, torch.cat([embedding_of(row) for row in sums])),
+            {},
+            dict.fromkeys(TARGETS, prior_of(1.0)),
+            sigma,
+            shares,
+            {target: np.ones(number, dtype=bool) for target in TARGETS},
+            sums,
+        )
+        answers = by_physics_of_all(answers, graphs, device, unknown)
+        physics = {
+            target: torch.cat([physics_of(target, row, one) for row, one in zip(sums, answers.log_value[target].tolist(), strict=True)])
+            for target in TARGETS
+        }
+        return answers._replace(physics=physics)
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
         """The GPU whose time for ``graph`` was learnt in this setting and is nearest by the roofline.
