@@ -139,6 +139,7 @@ class ElasticGraph:
 
     def _explore(self) -> None:
         points, graphs = self._one_at_a_time()
+        self.num_ops = max(len(graphs[0].ops), 1)
         self._form, self._key = graphs[0], form_of(graphs[0])
         keys = [self._key]
         keys += [self._key if (key := form_of(graph)) == self._key else key for graph in graphs[1:]]

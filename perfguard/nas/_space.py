@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from perfguard.guard import Verdict
     from perfguard.predictor import Prediction
 
-_AT_ONCE = 256
-"""Candidates whose arrays are in memory at the same time."""
+_OPERATORS_AT_ONCE = 300_000
+"""Of all candidates whose arrays are in memory at the same time."""
 _MOST_WIDTHS = 64
 _LARGEST_WIDTH = 2**20
 _W = TypeVar("_W", bound=Mapping[str, int])
@@ -82,8 +82,9 @@ class ElasticSpace:
         """What one inference of each candidate costs."""
         points = self._points(candidates)
         found: list[Prediction] = []
-        for start in range(0, len(points), _AT_ONCE):
-            found += self._predicted(points[start : start + _AT_ONCE])
+        at_once = max(_OPERATORS_AT_ONCE // self._graphs.num_ops, 1)
+        for start in range(0, len(points), at_once):
+            found += self._predicted(points[start : start + at_once])
         return found
 
     def seconds(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
