@@ -45,6 +45,8 @@ _MODULUS = 16
 """Kernels pad to multiples of 8 and 16 (tensor cores, rows of attention's masks, `make_divisible` of mobile networks)."""
 _LARGEST = 2**53
 """Numbers below are exact in double precision too."""
+_FEW = 24
+"""Candidates of a whole space, which are traced when they are asked for."""
 _MOST_KEPT = 64
 """Graphs of candidates that had to be traced."""
 Bools = npt.NDArray[np.bool_]
@@ -68,7 +70,12 @@ class ElasticGraph:
         self._different: list[Widths] = []
         """Traced, and not on the polynomials."""
         self._rng = random.Random(0)
-        self._explore()
+        self.num_ops = 1
+        """Of the first graph that was traced."""
+        if (number := math.prod(map(len, values))) <= _FEW:
+            self.why_traced = f"there are only {number} candidates"
+        else:
+            self._explore()
 
     def at(self, points: Ints) -> tuple[SizedGraphs | None, Ints, dict[int, OpGraph]]:
         """The graphs for ``points`` (C, K).
@@ -135,7 +142,7 @@ class ElasticGraph:
         """How many circumstances of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
         values, whole = self._polynomials.at(points)
         outside = (points < self._low) | (points > self._high)
-        return self._circumstances.num_unknown(points, values) + outside.sum(axis=1) + ~whole
+        return (self._circumstances.unknown(points, values) >= 0).sum(axis=1) + outside.sum(axis=1) + ~whole
 
     def _explore(self) -> None:
         points, graphs = self._one_at_a_time()
@@ -215,11 +222,29 @@ class ElasticGraph:
             pool = list(dict.fromkeys(point for point in self._few_valued() if point not in known))
             if not pool:
                 return
-            unknown = self._unknown(np.array(pool, dtype=np.int64))
-            best = int(np.argmax(unknown))
-            if not unknown[best]:
+            gain = self._gain(np.array(pool, dtype=np.int64))
+            best = int(np.argmax(gain))
+            if not gain[best]:
                 return
             self._graph(pool[best])
+
+    def _gain(self, points: Ints) -> Ints:
+        """How much a trace of each of ``points`` is expected to teach. Shape: (C,).
+
+        What was there in a trace that was different may be why, so points without any of that come first, then those that test
+        one of these circumstances alone; what was found guilty in that way is not tried again.
+        """
+        values, _ = self._polynomials.at(points)
+        unknown = self._circumstances.unknown(points, values)
+        different = np.array(self._different, dtype=np.int64).reshape(-1, len(self._values))
+        suspected = self._circumstances.unknown(different, self._polynomials.at(different)[0])
+        found = [set(row[row >= 0].tolist()) for row in suspected]
+        guilty = np.array(sorted(set().union(*(some for some in found if len(some) == 1))), dtype=np.int64)
+        suspects = np.array(sorted(set().union(*found)), dtype=np.int64)
+        num_unknown = (unknown >= 0).sum(axis=1)
+        num_suspects = np.isin(unknown, suspects).sum(axis=1)
+        gain = np.where(num_suspects == 0, 2 * num_unknown, np.where(num_suspects == 1, 1, 0))
+        return np.where(np.isin(unknown, guilty).any(axis=1), 0, gain)
 
     def _few_valued(self) -> Iterable[Widths]:
         """Points of few different values, at which many sizes are equal, and plain random ones."""
@@ -386,9 +411,10 @@ class _Circumstances:
         """Those of ``points`` are harmless."""
         self._known[self._of(points, values)] = True
 
-    def num_unknown(self, points: Ints, values: Ints) -> Ints:
-        """Shape: (C,)."""
-        return np.asarray((~self._known[self._of(points, values)]).sum(axis=1))
+    def unknown(self, points: Ints, values: Ints) -> Ints:
+        """The circumstances of each of ``points`` that nothing is known of, by their numbers; -1 elsewhere. Shape: (C, pairs + K)."""
+        found = self._of(points, values)
+        return np.where(self._known[found], -1, found)
 
     def _of(self, points: Ints, values: Ints) -> Ints:
         """Shape: (C, pairs + K)."""
