@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 Floats = npt.NDArray[np.float64]
+_FLAGS = ("transposed", "winograd", "fft")
 
 
 class SizedFeatures(NamedTuple):
@@ -58,8 +59,7 @@ def featurize_all(graphs: SizedGraphs, device: Device) -> SizedFeatures:
             made[index, storage.birth] = 1
     flags = np.array(
         [
-            [*(op.phase == phase for phase in Phase), *(bool(op.attributes.get(name)) for name in ("transposed", "winograd", "fft"))]
-            + [op.dtype in HALF]
+            [*(op.phase == phase for phase in Phase), *(bool(op.attributes.get(name)) for name in _FLAGS), op.dtype in HALF]
             for op in ops
         ],
         dtype=np.float64,

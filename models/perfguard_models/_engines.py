@@ -217,9 +217,9 @@ class GpuEngine:
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
-                calibrated = self._trained.calibration.log_sigma
-                group = group_of(setting)
-                sigma[target] = np.array([calibrated(target, group, one, known_gpu=known_gpu) for one in spread[target].tolist()])
+                calibration, group = self._trained.calibration, group_of(setting)
+                spreads = spread[target].tolist()
+                sigma[target] = np.array([calibration.log_sigma(target, group, s, known_gpu=known_gpu) for s in spreads])
             if setting.table == "perceptron":
                 shares = {name: predicted[name] for name in _SHARES if np.isfinite(predicted[name]).all()}
                 shares = {name: np.array([share_of(logit) for logit in logits]) for name, logits in shares.items()}
@@ -240,8 +240,8 @@ class GpuEngine:
         )
         answers = by_physics_of_all(answers, graphs, device, unknown)
         physics = {
-            target: torch.cat([physics_of(target, row, one) for row, one in zip(sums, answers.log_value[target].tolist(), strict=True)])
-            for target in TARGETS
+            target: torch.cat([physics_of(target, row, said) for row, said in zip(sums, said_of_all.tolist(), strict=True)])
+            for target, said_of_all in answers.log_value.items()
         }
         return answers._replace(physics=physics)
 
@@ -344,7 +344,7 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
 def by_physics_of_all(
     answers: Answers, graphs: SizedGraphs, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
 ) -> Answers:
-    """:func:`by_physics` where ``rows`` (C,) of a target says so. The other priors must be :func:`prior_of` then, or there be none."""
+    """:func:`by_physics` where ``rows`` (C,) of a target says so: everywhere, or the priors must be multiples of `prior_of`."""
     for target, chosen in rows.items():
         if not chosen.any():
             continue

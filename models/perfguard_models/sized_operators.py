@@ -122,14 +122,14 @@ def _varying_flags(graphs: SizedGraphs, roofline: Floats, device: Device) -> lis
 
 
 def _hashed(sizes: npt.NDArray[np.float16], varying: list[npt.NDArray[np.bool_]], kind: Ints) -> Ints:
-    """One number for each operator, equal where its whole row is, and otherwise different but by a chance of 2^-64. Shape: (C, N).
+    """One number for each operator, equal where its whole row is, and elsewhere only by a chance of about 2^-60. Shape: (C, N).
 
     A sum of products with odd random numbers, modulo 2^64 (Dietzfelbinger et al. 1997).
     """
     factors = np.random.default_rng(0).integers(-(2**62), 2**62, size=sizes.shape[-1] + 1) * 2 + 1
     columns = sizes.view(np.int16)
     flags = kind.astype(np.int64) << len(varying)
-    hashed = np.zeros(sizes.shape[:2], dtype=np.int64)
+    hashed: Ints = np.zeros(sizes.shape[:2], dtype=np.int64)
     for at, values in enumerate(varying):
         hashed |= values.astype(np.int64) << at
     hashed = (hashed + flags) * factors[-1]

@@ -22,8 +22,10 @@ from perfguard_models.sums import (
     _LARGEST_FFT,
     _NAMED,
     _PRODUCT_TRAITS,
-    SUMS,
     _TILE,
+    SUMS,
+)
+from perfguard_models.sums import (
     _setting as _setting_of_form,
 )
 
@@ -40,7 +42,7 @@ _MATRIX_KINDS = (*_CONVOLUTIONS, "matmul", "attention", "rnn")
 class _Convolutions(NamedTuple):
     """The convolutions of one number of spatial dimensions; sizes have the shape (C, V) or (C, V, d)."""
 
-    index: Ints  # shape: (V,)
+    place: Ints  # shape: (V,)
     batch: Ints
     channels_in: Ints
     channels_out: Ints
@@ -100,14 +102,14 @@ def _convolutions(graphs: SizedGraphs) -> Iterator[_Convolutions]:
         if op.kind in _CONVOLUTIONS:
             by_dimensions[len(op.attributes["in_shape"]) - 2].append(index)
     for dimensions, members in by_dimensions.items():
-        index = np.array(members)
+        place = np.array(members, dtype=np.int64)
         ops = [graphs.form.ops[at] for at in members]
 
-        def at(name: str, axis: int, index: Ints = index) -> Ints:
-            return graphs.attribute_at(name, axis, 1)[:, index]
+        def at(name: str, axis: int, place: Ints = place) -> Ints:
+            return graphs.attribute_at(name, axis, 1)[:, place]
 
-        def along(name: str, first: int, dimensions: int = dimensions, index: Ints = index) -> Ints:
-            return np.stack([graphs.attribute_at(name, first + axis, 1)[:, index] for axis in range(dimensions)], axis=-1)
+        def along(name: str, first: int, dimensions: int = dimensions, place: Ints = place) -> Ints:
+            return np.stack([graphs.attribute_at(name, first + axis, 1)[:, place] for axis in range(dimensions)], axis=-1)
 
         is_transposed = np.array([op.attributes["transposed"] for op in ops], dtype=bool)
         inputs, kernel = along("in_shape", 2), along("weight_shape", 2)
@@ -120,7 +122,7 @@ def _convolutions(graphs: SizedGraphs) -> Iterator[_Convolutions]:
         )
         groups = at("groups", 0)
         yield _Convolutions(
-            index,
+            place,
             at("in_shape", 0),
             at("in_shape", 1),
             np.where(is_transposed, at("weight_shape", 1) * groups, at("weight_shape", 0)),
@@ -138,7 +140,7 @@ def _workspaces(graphs: SizedGraphs, convolutions: list[_Convolutions]) -> Colum
     peak = np.maximum(graphs.peak_live_bytes, 1)
     highest, largest = ({name: np.zeros(len(graphs)) for name in _ALGORITHMS} for _ in range(2))
     for shapes in convolutions:
-        live = graphs.live_bytes[:, shapes.index + 1]
+        live = graphs.live_bytes[:, shapes.place + 1]
         for algorithm, num_bytes in _workspace_bytes(shapes).items():
             possible = num_bytes > 0
             highest[algorithm] = np.maximum(highest[algorithm], np.where(possible, live + num_bytes, 0).max(axis=1))
@@ -171,7 +173,7 @@ def _workspace_bytes(shapes: _Convolutions) -> dict[str, Floats]:
         largest_tap = kernel.max(axis=-1)
         tiles = np.prod(-(-outputs // np.maximum(_TILE + 1 - kernel, 1)), axis=-1)
         tiled = (images[0] * tiles + images[1] + images[2] * tiles) * _TILE * (_TILE // 2 + 1) * 8
-        found["fft_tiling"] = np.where(plain & dense & (1 < largest_tap) & (largest_tap < _TILE), tiled, 0)
+        found["fft_tiling"] = np.where(plain & dense & (largest_tap > 1) & (largest_tap < _TILE), tiled, 0)
         square = (kernel[..., 0] == kernel[..., 1]) & ((kernel[..., 0] == 3) | (kernel[..., 0] == 5))
         tiles = np.prod(-(-outputs // 4), axis=-1)
         transformed = (3 + kernel[..., 0]) ** 2 * (images[0] * tiles + images[1] + images[2] * tiles) * 4
@@ -222,7 +224,7 @@ def _traits(graphs: SizedGraphs, roofline: Floats, convolutions: list[_Convoluti
     share = {name: np.zeros(len(graphs)) for name in (*(f"conv_{name}" for name in _CONVOLUTION_TRAITS), *_PRODUCTS)}
     weight, means = np.zeros(len(graphs)), np.zeros((3, len(graphs)))
     for shapes in convolutions:
-        seconds = roofline[:, shapes.index]
+        seconds = roofline[:, shapes.place]
         for name, holds in _convolution_traits(shapes).items():
             share[f"conv_{name}"] += (seconds * holds).sum(axis=1)
         weight += seconds.sum(axis=1)

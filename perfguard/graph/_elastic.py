@@ -20,7 +20,7 @@ import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ _SPARE = 2
 """Traces that must agree with each polynomial beyond those that determine it."""
 _DEGREES = (0, 1, 2, 3)
 """Of all widths together."""
+_TRIES = 3
+"""Values of a width that are tried until the same operators run."""
 _MOST_TO_FIT, _MOST_PROBES = 64, 24
 _FIRST, _ROUND = 6, 4
 """Points that are traced at once after one width at a time was changed, and when more are needed."""
@@ -70,6 +72,13 @@ class ElasticGraph:
         self._different: list[Widths] = []
         """Traced, and not on the polynomials."""
         self._rng = random.Random(0)
+        self._form: OpGraph
+        self._key: Hashable
+        self._columns: Ints
+        self._polynomials: Polynomials
+        self._low: Ints
+        self._high: Ints
+        self._circumstances: _Circumstances
         self.num_ops = 1
         """Of the first graph that was traced."""
         if (number := math.prod(map(len, values))) <= _FEW:
@@ -134,27 +143,19 @@ class ElasticGraph:
     def _check_different(self) -> None:
         for point in self._different:
             if not self._unknown(np.array([point], dtype=np.int64))[0]:
-                self.why_traced = (
-                    f"at {point} other operators run, or of other sizes, than the rest foretells, and nothing tells it from the rest"
-                )
+                self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
 
     def _unknown(self, points: Ints) -> Ints:
         """How many circumstances of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
         values, whole = self._polynomials.at(points)
         outside = (points < self._low) | (points > self._high)
-        return (self._circumstances.unknown(points, values) >= 0).sum(axis=1) + outside.sum(axis=1) + ~whole
+        unknown = self._circumstances.unknown(points, values) >= 0
+        return np.asarray(unknown.sum(axis=1) + outside.sum(axis=1) + ~whole)
 
     def _explore(self) -> None:
-        points, graphs = self._one_at_a_time()
-        self.num_ops = max(len(graphs[0].ops), 1)
-        self._form, self._key = graphs[0], form_of(graphs[0])
-        keys = [self._key]
-        keys += [self._key if (key := form_of(graph)) == self._key else key for graph in graphs[1:]]
-        odd = [point for point, key in zip(points, keys, strict=True) if key is not self._key]
-        if odd:
-            self.why_traced = f"other operators run at {odd[0]} than at {points[0]}"
+        points, numbers = self._one_at_a_time()
+        if self.why_traced is not None:
             return
-        numbers = [numbers_of(graph) for graph in graphs]
         supports = _supports(numbers)
         wanted = _FIRST
         while True:
@@ -183,18 +184,30 @@ class ElasticGraph:
         self._check_different()
         self._probe()
 
-    def _one_at_a_time(self) -> tuple[list[Widths], list[OpGraph]]:
-        """A point, and others that differ from it in one width."""
+    def _one_at_a_time(self) -> tuple[list[Widths], list[list[int]]]:
+        """A point, and others that differ from it in one width alone and run the same operators; and the numbers there."""
         pool = [tuple(self._rng.choice(values) for values in self._values) for _ in range(_POOL)]
         base = max(pool, key=lambda point: len(set(point)))
-        points = [base]
+        self._form = self._traced_once(base)
+        self._key = form_of(self._form)
+        self.num_ops = max(len(self._form.ops), 1)
+        points, numbers = [base], [numbers_of(self._form)]
         for at, values in enumerate(self._values):
             others = [value for value in values if value != base[at]]
-            if others:
-                fresh = [value for value in others if value not in base] or others
-                value = max(fresh, key=lambda value: abs(value - base[at]))
-                points.append((*base[:at], value, *base[at + 1 :]))
-        return points, [self._traced_once(point) for point in points]
+            self._rng.shuffle(others)
+            others.sort(key=lambda value: value in base)
+            for value in others[:_TRIES]:
+                point = (*base[:at], value, *base[at + 1 :])
+                graph = self._traced_once(point)
+                if form_of(graph) == self._key:
+                    points.append(point)
+                    numbers.append(numbers_of(graph))
+                    break
+                self._different.append(point)
+            else:
+                if others:
+                    self.why_traced = f"other operators run at {self._different[-1]} than at {base}"
+        return points, numbers
 
     def _spread(self, number: int, seen: Sequence[Widths]) -> list[Widths]:
         """Points that take all of each width's range (a Latin hypercube); fewer where there are no more."""
@@ -252,7 +265,8 @@ class ElasticGraph:
             most = (1, 2, 3, None)[at % 4]
             pick = None if most is None else self._rng.sample(sorted({v for vs in self._values for v in vs}), k=most)
             yield tuple(
-                self._rng.choice([value for value in values if pick is None or value in pick] or values) for values in self._values
+                self._rng.choice([value for value in values if pick is None or value in pick] or list(values))
+                for values in self._values
             )
 
 
@@ -302,7 +316,10 @@ def _supports(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _fitted(
-    points: Sequence[Widths], numbers: Sequence[Sequence[int]], supports: Sequence[tuple[int, ...]], values: Sequence[Sequence[int]]
+    points: Sequence[Widths],
+    numbers: Sequence[Sequence[int]],
+    supports: Sequence[tuple[int, ...]],
+    values: Sequence[Sequence[int]],
 ) -> tuple[Ints, Polynomials | int]:
     """The polynomials through all points, and where each number is among them; else how many points are missing (0: none
     would help)."""
@@ -327,9 +344,8 @@ def _fitted(
             if basis is None:
                 continue
             group = _through(points, basis, terms, different, left)
-            fits = (Polynomials([group._replace(columns=np.arange(len(left)))]).at(np.array(points))[0] == different[:, left]).all(
-                axis=0
-            )
+            found, _ = Polynomials([group._replace(columns=np.arange(len(left)))]).at(np.array(points))
+            fits = (found == different[:, left]).all(axis=0)
             groups.append(_Group(terms, group.numerators[:, fits], group.denominators[fits], left[fits]))
             left = left[~fits]
         else:
@@ -370,13 +386,13 @@ def _through(points: Sequence[Widths], basis: Sequence[int], terms: Ints, number
     weights = inverse(_monomials(np.array([points[at] for at in basis], dtype=np.int64), terms).tolist())
     denominator = math.lcm(*(weight.denominator for row in weights for weight in row))
     whole = np.array([[int(weight * denominator) for weight in row] for row in weights], dtype=object)
-    numerators = whole @ numbers[np.ix_(list(basis), columns)].astype(object)
+    numerators = whole @ numbers[np.array(basis)][:, columns].astype(object)
     common = [math.gcd(denominator, *column) for column in numerators.T.tolist()]
     numerators //= np.array(common, dtype=object)
     denominators = [denominator // divisor for divisor in common]
     fits = [max(map(abs, column)) < _LARGEST and rest < _LARGEST for column, rest in zip(numerators.T, denominators, strict=True)]
     numerators[:, ~np.array(fits)] = 0  # it will not agree with the points
-    return _Group(terms, numerators.astype(np.int64), np.array(denominators, dtype=object).clip(1, _LARGEST).astype(np.int64), columns)
+    return _Group(terms, numerators.astype(np.int64), np.array([min(rest, _LARGEST) for rest in denominators]), columns)
 
 
 def _overflows(group: _Group, values: Sequence[Sequence[int]]) -> bool:
@@ -412,7 +428,10 @@ class _Circumstances:
         self._known[self._of(points, values)] = True
 
     def unknown(self, points: Ints, values: Ints) -> Ints:
-        """The circumstances of each of ``points`` that nothing is known of, by their numbers; -1 elsewhere. Shape: (C, pairs + K)."""
+        """The circumstances of each of ``points`` that no trace on the polynomials had, by their numbers; -1 elsewhere.
+
+        Shape: (C, pairs + K).
+        """
         found = self._of(points, values)
         return np.where(self._known[found], -1, found)
 

@@ -83,7 +83,8 @@ def _computed_for_all(graphs: SizedGraphs, device: Device) -> npt.NDArray[np.flo
         flops *= np.sqrt(np.prod(channel_padding_of_all(graphs, device), axis=0))
     num_bytes = (graphs.op_numbers[1] + graphs.op_numbers[2]).astype(np.float64)
     rate = np.array([_rate(op.kind, op.dtype, device) for op in graphs.form.ops], dtype=np.float64)
-    return np.maximum(np.maximum(flops / rate, num_bytes / device.bandwidth_bytes_per_s), device.launch_overhead_s)
+    slower = np.maximum(flops / rate, num_bytes / device.bandwidth_bytes_per_s)
+    return np.asarray(np.maximum(slower, device.launch_overhead_s))
 
 
 def channel_padding_of_all(graphs: SizedGraphs, device: Device) -> npt.NDArray[np.float64]:

@@ -66,7 +66,8 @@ class SizedGraphs:
     @staticmethod
     def of(graphs: Sequence[OpGraph]) -> SizedGraphs:
         """Of graphs that have one form, at least one."""
-        values, columns = np.unique(np.array([numbers_of(graph) for graph in graphs], dtype=np.int64), axis=1, return_inverse=True)
+        numbers = np.array([numbers_of(graph) for graph in graphs], dtype=np.int64)
+        values, columns = np.unique(numbers, axis=1, return_inverse=True)
         return SizedGraphs(graphs[0], values, columns.reshape(-1))
 
     def __len__(self) -> int:
@@ -108,7 +109,7 @@ class SizedGraphs:
 
     def shape_product(self, first_axis: int) -> Ints:
         """The product of the sizes from ``first_axis`` on. Shape: (C, N)."""
-        return self._taken(self._places.all_of("shape", first_axis), 1).prod(axis=2)
+        return np.asarray(self._taken(self._places.all_of("shape", first_axis), 1).prod(axis=2))
 
     def attribute_at(self, name: str, axis: int, default: int) -> Ints:
         """A number among the attributes; ``default`` (0 or 1) where an operator has none. Shape: (C, N)."""
@@ -116,7 +117,7 @@ class SizedGraphs:
 
     def attribute_product(self, name: str, first_axis: int) -> Ints:
         """The product of an attribute's numbers from ``first_axis`` on; 1 without it. Shape: (C, N)."""
-        return self._taken(self._places.all_of(name, first_axis), 1).prod(axis=2)
+        return np.asarray(self._taken(self._places.all_of(name, first_axis), 1).prod(axis=2))
 
     def attribute_sizes(self, name: str, first_axis: int) -> Ints:
         """An attribute's numbers from ``first_axis`` on, filled up with ones. Shape: (C, N, most)."""
@@ -127,14 +128,15 @@ class SizedGraphs:
         """As :attr:`OpGraph.live_bytes`. Shape: (C, N + 1)."""
         graph = self.form
         change = np.zeros((self._values.shape[1], len(graph.ops) + 3))
-        np.add.at(change, (self._storage_columns, [storage.birth + 1 for storage in graph.storages]), 1)
-        np.subtract.at(change, (self._storage_columns, [storage.death + 2 for storage in graph.storages]), 1)
+        births, deaths = (np.array([getattr(storage, name) for storage in graph.storages]) for name in ("birth", "death"))
+        np.add.at(change, (self._storage_columns, births + 1), 1)
+        np.subtract.at(change, (self._storage_columns, deaths + 2), 1)
         return self._values.astype(np.float64) @ np.cumsum(change, axis=1)[:, : len(graph.ops) + 1]
 
     @cached_property
     def peak_index(self) -> Ints:
         """As :attr:`OpGraph.peak_index`. Shape: (C,)."""
-        return np.argmax(self.live_bytes, axis=1) - 1
+        return np.asarray(np.argmax(self.live_bytes, axis=1) - 1)
 
     @cached_property
     def peak_live_bytes(self) -> Floats:

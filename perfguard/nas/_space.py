@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from perfguard._random import random_numbers_kept
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
 from perfguard.nas._constraint import ConstrainedTrial, LatencyConstraint, tell
+from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     from perfguard._predict import Network
@@ -127,27 +129,25 @@ class ElasticSpace:
     def _points(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Shape: (n, K)."""
         if isinstance(candidates, Mapping):
-            raise ConfigurationError("Give a list of candidates, for instance verdicts([{...}, {...}]); one alone is space({...}).")
-        if isinstance(candidates, np.ndarray):
-            rows = candidates.tolist()
-        else:
-            rows = [self._row(candidate) for candidate in candidates]
+            raise ConfigurationError("Give a list of candidates, such as verdicts([{...}, {...}]); one alone is space({...}).")
+        rows = [self._row(candidate) for candidate in candidates]
         for row in rows:
             self._check(row)
         return np.array(rows, dtype=np.int64).reshape(len(rows), len(self.widths))
 
-    def _row(self, candidate: Mapping[str, int]) -> list[int]:
+    def _row(self, candidate: Mapping[str, int] | npt.NDArray[Any]) -> list[int]:
+        if isinstance(candidate, np.ndarray) and candidate.shape == (len(self.widths),):
+            return candidate.tolist()
         if not isinstance(candidate, Mapping):
-            raise ConfigurationError(f"A candidate must be widths by name, but got {candidate!r}.")
+            raise ConfigurationError(f"A candidate must be widths by name, or a row of an array, but got {candidate!r}.")
         if candidate.keys() != self.widths.keys():
             unknown, missing = sorted(map(str, candidate.keys() - self.widths)), sorted(self.widths.keys() - candidate.keys())
             words = [f"there is no width {name!r}" for name in unknown] + [f"{name!r} is missing" for name in missing]
-            raise ConfigurationError(f"A candidate must give {', '.join(self.widths)}; in {dict(candidate)!r} {', '.join(words)}.")
+            wanted = ", ".join(self.widths)
+            raise ConfigurationError(f"A candidate must give {wanted}; in {dict(candidate)!r} {', '.join(words)}.")
         return [candidate[name] for name in self.widths]
 
-    def _check(self, row: Any) -> None:
-        if not isinstance(row, list) or len(row) != len(self.widths):
-            raise ConfigurationError(f"An array of candidates must have a column for each of {', '.join(self.widths)}.")
+    def _check(self, row: list[Any]) -> None:
         for name, value, allowed in zip(self.widths, row, self._allowed, strict=True):
             if not _is_whole(value) or value not in allowed:
                 raise ConfigurationError(f"{name}={value!r} is not among the values that were declared for {name!r}.")
@@ -157,15 +157,20 @@ def _built(build: Callable[..., Network], named: Mapping[str, int], words: str) 
     """On the meta device where that works, as it stands where it does not."""
     import torch
 
+    from perfguard.graph import OpGraph
+
     with random_numbers_kept():
         try:
             with torch.device("meta"):
-                return build(**named)
+                model = build(**named)
         except Exception:  # some things cannot be built without memory
             try:
-                return build(**named)
+                model = build(**named)
             except Exception as error:
                 raise BuildError(f"build({words}) raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, (torch.nn.Module, Workload, OpGraph, str, os.PathLike)):
+        raise BuildError(f"build({words}) must return a module, a Workload or a graph, but returned {type(model).__name__}.")
+    return model
 
 
 def _checked(widths: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:

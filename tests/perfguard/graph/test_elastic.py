@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def assert_equal_to_traces(
 class Stack(nn.Module):
     """Any function of x as a network."""
 
-    def __init__(self, parts: dict[str, nn.Module], run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
@@ -75,15 +75,17 @@ def inverted(stem: int, hidden: int, ratio: int) -> nn.Module:
     """Depthwise convolutions, squeeze and excitation, a product of two widths."""
     inner = hidden * ratio
     parts = {
-        "stem": nn.Conv2d(3, stem, 3), "up": nn.Conv2d(stem, inner, 1), "deep": nn.Conv2d(inner, inner, 3, padding=1, groups=inner),
-        "squeeze": nn.Conv2d(inner, 4, 1), "excite": nn.Conv2d(4, inner, 1), "down": nn.Conv2d(inner, stem, 1),
+        "stem": nn.Conv2d(3, stem, 3), "up": nn.Conv2d(stem, inner, 1), "down": nn.Conv2d(inner, stem, 1),
+        "deep": nn.Conv2d(inner, inner, 3, padding=1, groups=inner),
+        "squeeze": nn.Conv2d(inner, 4, 1), "excite": nn.Conv2d(4, inner, 1),
     }  # fmt: skip
 
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         y = F.relu6(self.deep(F.relu6(self.up(x))))
         y = y * torch.sigmoid(self.excite(F.silu(self.squeeze(y.mean((2, 3), keepdim=True)))))
-        return x + self.down(y)
+        out: torch.Tensor = x + self.down(y)
+        return out
 
     return Stack(parts, run)
 
@@ -91,7 +93,8 @@ def inverted(stem: int, hidden: int, ratio: int) -> nn.Module:
 def branches(a: int, b: int, c: int, d: int) -> nn.Module:
     """Concatenation: sizes that are sums of widths."""
     parts = {
-        "a": nn.Conv2d(3, a, 1), "b": nn.Conv2d(3, b, 3, padding=1), "c": nn.Conv2d(3, c, 5, padding=2), "d": nn.Conv2d(a + b + c, d, 1)
+        "a": nn.Conv2d(3, a, 1), "b": nn.Conv2d(3, b, 3, padding=1), "c": nn.Conv2d(3, c, 5, padding=2),
+        "d": nn.Conv2d(a + b + c, d, 1),
     }  # fmt: skip
     return Stack(parts, lambda self, x: self.d(torch.cat([self.a(x), self.b(x), self.c(x)], 1)))
 
@@ -156,20 +159,20 @@ def padded_to_eight(width: int, other: int) -> nn.Module:
 
 
 def test_padding_is_computed_for_multiples_and_traced_for_others() -> None:
-    elastic, computed = assert_equal_to_traces(padded_to_eight, [range(8, 129, 8), range(4, 65)])
+    _, computed = assert_equal_to_traces(padded_to_eight, [range(8, 129, 8), range(4, 65)])
     assert computed > 6
     assert_equal_to_traces(padded_to_eight, [range(8, 65), range(4, 65)])
 
 
 def deeper_if_wide(width: int, other: int) -> nn.Module:
-    layers = [nn.Conv2d(3, width, 3), nn.ReLU()]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3), nn.ReLU()]
     if width > other:
         layers.append(nn.Conv2d(width, width, 1))
     return nn.Sequential(*layers, nn.Conv2d(width, other, 1))
 
 
 def left_out(width: int, other: int) -> nn.Module:
-    layers = [nn.Conv2d(3, other, 3)]
+    layers: list[nn.Module] = [nn.Conv2d(3, other, 3)]
     if width:
         layers += [nn.Conv2d(other, width, 1), nn.ReLU(), nn.Conv2d(width, other, 1)]
     return nn.Sequential(*layers)
@@ -200,7 +203,7 @@ def test_rounded_widths_are_traced_and_the_reason_is_given() -> None:
 def random_space(rng: random.Random) -> tuple[Callable[..., nn.Module], list[Sequence[int]]]:
     """A stack of random blocks of three to four widths, some of which look at how the widths compare."""
     number = rng.randint(2, 4)
-    choices = (range(4, 40), range(8, 65, 8), (8, 16, 24, 48), range(3, 20))
+    choices: tuple[Sequence[int], ...] = (range(4, 40), range(8, 65, 8), (8, 16, 24, 48), range(3, 20))
     values = [rng.choice(choices) for _ in range(number)]
     plan = [rng.choice(("plain", "depthwise", "branch", "around", "residual", "halved", "pooled")) for _ in range(number)]
     kernel = rng.choice((1, 3))
