@@ -137,7 +137,7 @@ class ElasticSpace:
 
     def _row(self, candidate: Mapping[str, int] | npt.NDArray[Any]) -> list[int]:
         if isinstance(candidate, np.ndarray) and candidate.shape == (len(self.widths),):
-            return candidate.tolist()
+            return list(candidate.tolist())
         if not isinstance(candidate, Mapping):
             raise ConfigurationError(f"A candidate must be widths by name, or a row of an array, but got {candidate!r}.")
         if candidate.keys() != self.widths.keys():
