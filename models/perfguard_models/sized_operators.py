@@ -5,12 +5,13 @@ Shapes: C graphs, N operators, R rows of all graphs together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import SizedGraphs, roofline_of_all
+from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all
 from perfguard.sized_features import operator_sizes_of_all
 from perfguard_models.operators import (
     _FLAGS,
@@ -39,15 +40,12 @@ def operators_of_all(graphs: SizedGraphs, device: Device) -> list[dict[str, npt.
     roofline = roofline_of_all(graphs, device)
     base = graphs.reserved_bytes + device.context_bytes
     sizes = _sizes(graphs, roofline, device).astype(np.float16)
-    name_index = {name: index for index, name in enumerate(NAMES)}
-    name = np.array([name_index.get(op.name, len(NAMES)) for op in form.ops], dtype=np.int16)
-    flags = _flags(form, np.zeros(num_ops), device)
-    flags[:, [_FLAGS.index(name) for name in _VARYING]] = 0
-    fixed = np.concatenate([flags, _surroundings(form)], axis=1).astype(np.float16)
-    _, kind = np.unique(np.concatenate([fixed.view(np.int16), name[:, None]], axis=1), axis=0, return_inverse=True)
+    if form not in _fixed:
+        _fixed[form] = _fixed_of(form, device)
+    fixed, name, kind = _fixed[form]
     varying = _varying_flags(graphs, roofline, device)
 
-    order, starts, count = _grouped(_hashed(sizes, varying, kind.reshape(-1)))
+    order, starts, count = _grouped(_hashed(sizes, varying, kind))
     first = order.ravel()[starts] + starts // num_ops * num_ops  # of each row, its place among all operators of all graphs
     live = (graphs.live_bytes[:, 1:] / base[:, None]).ravel()
     ordered = (order + num_ops * np.arange(number)[:, None]).ravel()
@@ -71,6 +69,27 @@ def operators_of_all(graphs: SizedGraphs, device: Device) -> list[dict[str, npt.
         {key: values[begin:end] for key, values in whole.items()} | {"device": of_device, "reserved": reserved[at]}
         for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
+
+
+class _Fixed(NamedTuple):
+    """What numbers do not change."""
+
+    columns: npt.NDArray[np.float16]  # shape: (N, len(COLUMNS) - len(_SIZES))
+    name: npt.NDArray[np.int16]  # shape: (N,)
+    kind: Ints  # shape: (N,), equal where the other two are
+
+
+_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
+
+
+def _fixed_of(form: OpGraph, device: Device) -> _Fixed:
+    name_index = {name: index for index, name in enumerate(NAMES)}
+    name = np.array([name_index.get(op.name, len(NAMES)) for op in form.ops], dtype=np.int16)
+    flags = _flags(form, np.zeros(len(form.ops)), device)
+    flags[:, [_FLAGS.index(name) for name in _VARYING]] = 0
+    columns = np.concatenate([flags, _surroundings(form)], axis=1).astype(np.float16)
+    _, kind = np.unique(np.concatenate([columns.view(np.int16), name[:, None]], axis=1), axis=0, return_inverse=True)
+    return _Fixed(columns, name, kind.reshape(-1))
 
 
 def _sizes(graphs: SizedGraphs, roofline: Floats, device: Device) -> Floats:

@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -307,18 +308,23 @@ def reserved_bytes_of(form: OpGraph, storage_bytes: npt.NDArray[np.int64]) -> np
     Returns:
         Shape: (C,).
     """
-    steps = _events_of(_plan_of(form), len(form.storages))
+    if form not in _events:
+        _events[form] = _events_of(_plan_of(form), len(form.storages))
     units = -(-storage_bytes // _MIN_BLOCK)
     workspace = np.full((len(units), 1), -(-AllocatorSettings().cublas_workspace_bytes // _MIN_BLOCK))
     sizes = np.concatenate([units, units, workspace], axis=1).T
     is_empty = sizes == 0
-    steps = [[event for event in events if not is_empty[max(event, ~event)].all()] for events in steps]
+    is_nothing = is_empty.all(axis=1).tolist()
+    steps = [[event for event in events if not is_nothing[max(event, ~event)]] for events in _events[form]]
     alike = not (is_empty.any(axis=1) & ~is_empty.all(axis=1)).any()
     if len(units) >= _MANY and alike and int(sizes.sum(axis=0).max()) < _ADDRESS // 64:
         found = _reserved_units_of_many(steps, sizes)
     else:
         found = np.array([_reserved_units(steps, row) for row in sizes.T.tolist()])
     return found.astype(np.float64) * _MIN_BLOCK
+
+
+_events: WeakKeyDictionary[OpGraph, list[list[int]]] = WeakKeyDictionary()
 
 
 def _events_of(plan: _Plan, num_storages: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +62,7 @@ class SizedGraphs:
         self._values = np.concatenate([values, np.zeros((len(values), 1), np.int64), np.ones((len(values), 1), np.int64)], axis=1)
         self._columns = columns
         self._storage_columns = columns[: len(graph.storages)]
-        self._places = _Places(graph)
+        self._places = _places_of(graph)
 
     @staticmethod
     def of(graphs: Sequence[OpGraph]) -> SizedGraphs:
@@ -203,24 +204,39 @@ class _Places:
             ranges.append(found)
         self.own = np.array(own, dtype=np.int64)
         self._ranges = ranges
+        self._known: dict[tuple[str, int], Ints] = {}
 
     def of(self, name: str, axis: int) -> Ints:
         """Shape: (N,)."""
-        ranges = (found.get(name, (0, 0)) for found in self._ranges)
-        return np.array([start + axis if axis < length else -1 for start, length in ranges], dtype=np.int64)
+        found = self.all_of(name, 0)
+        return found[:, axis] if axis < found.shape[1] else np.full(len(found), -1)
 
     def all_of(self, name: str, first: int) -> Ints:
         """Shape: (N, most)."""
+        if (name, first) not in self._known:
+            self._known[name, first] = self._found(name, first)
+        return self._known[name, first]
+
+    def _found(self, name: str, first: int) -> Ints:
         ranges = [found.get(name, (0, 0)) for found in self._ranges]
         most = max((length - first for _, length in ranges), default=0)
         rows = [[start + axis if axis < length else -1 for axis in range(first, first + most)] for start, length in ranges]
         return np.array(rows, dtype=np.int64).reshape(len(ranges), max(most, 0))
 
 
+_known_places: WeakKeyDictionary[OpGraph, _Places] = WeakKeyDictionary()
+
+
+def _places_of(graph: OpGraph) -> _Places:
+    if graph not in _known_places:
+        _known_places[graph] = _Places(graph)
+    return _known_places[graph]
+
+
 def dimensions_in(graph: OpGraph) -> Ints:
     """Which of :func:`numbers_of` are sizes of an operator, not its bytes or FLOPs: indices."""
     places = np.arange(len(numbers_of(graph)))
-    own = _Places(graph).own
+    own = _places_of(graph).own
     is_cost = np.isin(places, np.concatenate([own + at for at in range(_OWN)])) if len(own) else np.zeros(len(places), bool)
     return places[(places >= len(graph.storages)) & ~is_cost]
 
