@@ -39,8 +39,8 @@ _DEGREES = (0, 1, 2, 3)
 _TRIES = 3
 """Values of a width that are tried until the same operators run."""
 _MOST_TO_FIT, _MOST_PROBES = 64, 24
-_FIRST, _ROUND = 6, 4
-"""Points that are traced at once after one width at a time was changed, and when more are needed."""
+_FIRST, _ROUND, _FEWEST_RANDOM = 6, 4, 4
+"""Random points that are traced after one width at a time was changed, when more are needed, and that run the same operators."""
 _POOL = 512
 """Points from which a probe is chosen."""
 _MODULUS = 16
@@ -71,6 +71,8 @@ class ElasticGraph:
         self._traced: OrderedDict[Widths, OpGraph] = OrderedDict()
         self._different: list[Widths] = []
         """Traced, and not on the polynomials."""
+        self._num_agreeing = 0
+        """Traces on the polynomials since there are any."""
         self._rng = random.Random(0)
         self._form: OpGraph
         self._key: Hashable
@@ -95,10 +97,12 @@ class ElasticGraph:
         traced: dict[int, OpGraph] = {}
         waiting = np.arange(len(points)) if self.why_traced else self._first_unknown(points)
         while len(waiting) and self.why_traced is None:
-            row = int(waiting[0])
+            row, *rest = waiting.tolist()
+            before = self._num_agreeing
             traced[row] = self._graph(tuple(points[row].tolist()))
-            rest = waiting[1:]
-            waiting = rest[self._first_unknown(points[rest])]
+            waiting = np.array(rest, dtype=np.int64)
+            if self._num_agreeing > before:
+                waiting = waiting[self._first_unknown(points[waiting])]
         if self.why_traced is not None:
             return None, np.arange(0), {row: self._graph(tuple(point)) for row, point in enumerate(points.tolist())}
         rows = np.setdiff1d(np.arange(len(points)), list(traced))
@@ -136,14 +140,16 @@ class ElasticGraph:
         if agrees:
             self._low, self._high = np.minimum(self._low, at[0]), np.maximum(self._high, at[0])
             self._circumstances.know(at, values)
+            self._num_agreeing += 1
         else:
             self._different.append(point)
         self._check_different()
 
     def _check_different(self) -> None:
-        for point in self._different:
-            if not self._unknown(np.array([point], dtype=np.int64))[0]:
-                self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
+        different = np.array(self._different, dtype=np.int64).reshape(-1, len(self._values))
+        for row in np.flatnonzero(self._unknown(different) == 0).tolist():
+            point = self._different[row]
+            self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
 
     def _unknown(self, points: Ints) -> Ints:
         """How many circumstances of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
@@ -156,10 +162,10 @@ class ElasticGraph:
         points, numbers = self._one_at_a_time()
         if self.why_traced is not None:
             return
-        supports = _supports(numbers)
-        wanted = _FIRST
+        supports = _supports(points, numbers)
+        wanted, at_least = _FIRST, len(points) + _FEWEST_RANDOM
         while True:
-            for point in self._spread(wanted, points):
+            for point in self._fresh(wanted, points):
                 graph = self._traced_once(point)
                 if form_of(graph) == self._key:
                     points.append(point)
@@ -170,10 +176,10 @@ class ElasticGraph:
                 self.why_traced = "its numbers are too large"
                 return
             columns, fitted = _fitted(points, numbers, supports, self._values)
-            if isinstance(fitted, Polynomials):
+            if isinstance(fitted, Polynomials) and len(points) >= at_least:
                 break
-            wanted = min(fitted, _ROUND)
-            if not fitted or self.num_traces >= _MOST_TO_FIT + len(self._values) or not self._spread(1, points):
+            wanted = _ROUND
+            if fitted == 0 or self.num_traces >= _MOST_TO_FIT + 2 * len(self._values) or not self._fresh(1, points):
                 self.why_traced = "its sizes are no polynomials of the widths, as far as a few dozen traces can tell"
                 return
         self._columns, self._polynomials = columns, fitted
@@ -185,19 +191,19 @@ class ElasticGraph:
         self._probe()
 
     def _one_at_a_time(self) -> tuple[list[Widths], list[list[int]]]:
-        """A point, and others that differ from it in one width alone and run the same operators; and the numbers there."""
+        """A point, and others that differ from it in one width alone, which is as large or as small as can be, and run the same
+        operators; and the numbers there."""
         pool = [tuple(self._rng.choice(values) for values in self._values) for _ in range(_POOL)]
         base = max(pool, key=lambda point: len(set(point)))
         self._form = self._traced_once(base)
         self._key = form_of(self._form)
         self.num_ops = max(len(self._form.ops), 1)
         points, numbers = [base], [numbers_of(self._form)]
-        for at, values in enumerate(self._values):
-            others = [value for value in values if value != base[at]]
-            self._rng.shuffle(others)
-            others.sort(key=lambda value: value in base)
-            for value in others[:_TRIES]:
-                point = (*base[:at], value, *base[at + 1 :])
+        for at, end in itertools.product(range(len(base)), (-1, 0)):
+            values = self._values[at]
+            tried = (values[end], *self._rng.sample(values, min(len(values), _POOL)))
+            others = [(*base[:at], value, *base[at + 1 :]) for value in tried]
+            for point in [other for other in others if other not in points][:_TRIES]:
                 graph = self._traced_once(point)
                 if form_of(graph) == self._key:
                     points.append(point)
@@ -205,26 +211,14 @@ class ElasticGraph:
                     break
                 self._different.append(point)
             else:
-                if others:
+                if len(values) > 1 and not any(other in points[1:] for other in others):
                     self.why_traced = f"other operators run at {self._different[-1]} than at {base}"
         return points, numbers
 
-    def _spread(self, number: int, seen: Sequence[Widths]) -> list[Widths]:
-        """Points that take all of each width's range (a Latin hypercube); fewer where there are no more."""
-        rows = []
-        for values in self._values:
-            picked = [values[round(at * (len(values) - 1) / max(number - 1, 1))] for at in range(number)]
-            if number < _FIRST:
-                picked = [self._rng.choice(values) for _ in range(number)]
-            self._rng.shuffle(picked)
-            rows.append(picked)
-        known = {*seen, *self._different}
-        fresh = list(dict.fromkeys(point for point in zip(*rows, strict=True) if point not in known))
-        if len(fresh) == number:
-            return fresh
+    def _fresh(self, number: int, seen: Sequence[Widths]) -> list[Widths]:
+        """Random points that were not traced; fewer where there are no more."""
         drawn = (tuple(self._rng.choice(values) for values in self._values) for _ in range(_POOL))
-        fresh = list(dict.fromkeys([*fresh, *(point for point in drawn if point not in known)]))
-        return fresh[:number]
+        return list(dict.fromkeys(point for point in drawn if point not in {*seen, *self._different}))[:number]
 
     def _probe(self) -> None:
         """Trace the points that show most circumstances at once."""
@@ -241,11 +235,11 @@ class ElasticGraph:
                 return
             self._graph(pool[best])
 
-    def _gain(self, points: Ints) -> Ints:
+    def _gain(self, points: Ints) -> npt.NDArray[np.float64]:
         """How much a trace of each of ``points`` is expected to teach. Shape: (C,).
 
-        What was there in a trace that was different may be why, so points without any of that come first, then those that test
-        one of these circumstances alone; what was found guilty in that way is not tried again.
+        What was there in a trace that was different may be why, so points with little of that come first; what was found guilty,
+        because it was the only new circumstance of such a trace, is not tried again.
         """
         values, _ = self._polynomials.at(points)
         unknown = self._circumstances.unknown(points, values)
@@ -256,8 +250,7 @@ class ElasticGraph:
         suspects = np.array(sorted(set().union(*found)), dtype=np.int64)
         num_unknown = (unknown >= 0).sum(axis=1)
         num_suspects = np.isin(unknown, suspects).sum(axis=1)
-        gain = np.where(num_suspects == 0, 2 * num_unknown, np.where(num_suspects == 1, 1, 0))
-        return np.where(np.isin(unknown, guilty).any(axis=1), 0, gain)
+        return np.where(np.isin(unknown, guilty).any(axis=1), 0, num_unknown / (1 + num_suspects))
 
     def _few_valued(self) -> Iterable[Widths]:
         """Points of few different values, at which many sizes are equal, and plain random ones."""
@@ -308,11 +301,12 @@ def _monomials(points: Ints, terms: Ints) -> Ints:
     return out
 
 
-def _supports(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of each number the positions of the points after the first at which it is another than at the first."""
-    rows = np.array(numbers, dtype=object)
+def _supports(points: Sequence[Widths], numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Of each number the widths that it depends on: where a point that differs from the first in one of them has another."""
+    rows, at = np.array(numbers, dtype=object), np.array(points, dtype=np.int64)
+    width = np.argmax(at[1:] != at[0], axis=1)
     changes = rows[1:] != rows[0]
-    return [tuple(np.flatnonzero(column).tolist()) for column in changes.T] if len(rows) > 1 else [()] * rows.shape[1]
+    return [tuple(np.unique(width[column]).tolist()) for column in changes.T]
 
 
 def _fitted(
@@ -322,23 +316,28 @@ def _fitted(
     values: Sequence[Sequence[int]],
 ) -> tuple[Ints, Polynomials | int]:
     """The polynomials through all points, and where each number is among them; else how many points are missing (0: none
-    would help)."""
-    elastic = [at for at, allowed in enumerate(values) if len(allowed) > 1]
+    would help).
+
+    A polynomial counts as found if it agrees with all points, and these show more combinations of the widths that it depends on
+    than it has terms; or all that there are.
+    """
     rows = np.array(numbers, dtype=np.int64)
     different, columns = np.unique(rows, axis=1, return_inverse=True)
     columns = columns.reshape(-1)
     by_support: dict[tuple[int, ...], list[int]] = {}
     support_of = dict(zip(columns.tolist(), supports, strict=True))
     for column, support in support_of.items():
-        by_support.setdefault(tuple(elastic[at] for at in support), []).append(column)
+        by_support.setdefault(support, []).append(column)
     groups: list[_Group] = []
     missing = 0
     for support, members in by_support.items():
         left = np.array(members, dtype=np.int64)
+        seen = len({tuple(point[at] for at in support) for point in points})
+        most = math.prod(len(values[at]) for at in support)
         for degree in _DEGREES:
             terms = _terms(support, degree, values)
-            if len(left) and len(points) < len(terms) + _SPARE:
-                missing = max(missing, len(terms) + _SPARE - len(points))
+            if len(left) and seen < min(len(terms) + _SPARE, most):
+                missing = max(missing, len(terms) + _SPARE - seen)
                 break
             basis = _independent(points, terms) if len(left) else None
             if basis is None:
