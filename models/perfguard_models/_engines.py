@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,7 +21,8 @@ from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.dataset import share_of
-from perfguard_models.learner import predict_with_spread
+from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.learner import Learner, predict_with_spread
 from perfguard_models.served import Trained, as_run, as_setting, group_of
 from perfguard_models.sized_operators import operators_of_all
 from perfguard_models.sized_sums import sums_of_all
@@ -213,7 +215,9 @@ class GpuEngine:
             setting, known_gpu = as_setting(form, device), self.trained_on(device)
             views = operators_of_all(graphs, device)
             runs = [setting._replace(view=view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
-            predicted, spread = predict_with_spread(self._trained.learner, runs)
+            wanted = [target for target in TARGETS if not unknown[target].all()]
+            wanted += _SHARES if setting.table == "perceptron" else ()
+            predicted, spread = predict_with_spread(_asked_for(self._trained.learner, wanted), runs)
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
@@ -316,6 +320,15 @@ class GpuEngine:
 
     def interval_scale(self, target: str) -> float:
         return 1.0
+
+
+def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
+    """``learner`` without the forests that would answer for other targets than ``targets``: they are most of its time."""
+    if not isinstance(learner, GuardEnsemble) or "memory" in targets:  # memory has forests of several names
+        return learner
+    few = copy.copy(learner)
+    few._forests = {target: forests for target, forests in learner._forests.items() if target in targets}
+    return few
 
 
 def _apart(graph: OpGraph, device: Device, other: Device) -> float:
