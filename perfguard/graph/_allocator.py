@@ -317,9 +317,8 @@ def reserved_bytes_of(form: OpGraph, storage_bytes: npt.NDArray[np.int64]) -> np
     is_nothing = is_empty.all(axis=1).tolist()
     steps = [[event for event in events if not is_nothing[max(event, ~event)]] for events in _events[form]]
     alike = not (is_empty.any(axis=1) & ~is_empty.all(axis=1)).any()
-    if len(units) >= _MANY and alike and int(sizes.sum(axis=0).max()) < _ADDRESS // 64:
-        found = _reserved_units_of_many(steps, sizes)
-    else:
+    found = _reserved_units_of_many(steps, sizes) if len(units) >= _MANY and alike else None
+    if found is None:
         found = np.array([_reserved_units(steps, row) for row in sizes.T.tolist()])
     return found.astype(np.float64) * _MIN_BLOCK
 
@@ -370,6 +369,8 @@ def _events_of(plan: _Plan, num_storages: int) -> list[list[int]]:
     return found
 
 
+_WIDE = 60
+"""Bits of an address in :func:`_reserved_units`, whose integers have no end."""
 _SIZE_AT = 30
 _ADDRESS = (1 << _SIZE_AT) - 1
 _POOL_AT = 2 * _SIZE_AT
@@ -401,10 +402,10 @@ def _reserved_units(steps: Sequence[Sequence[int]], sizes: Sequence[int]) -> int
                     continue
                 is_small = size <= _SMALL_UNITS
                 free, size_from, start_to = small if is_small else large
-                at = find(free, size << _SIZE_AT)
+                at = find(free, size << _WIDE)
                 if at < len(free):
                     code = free.pop(at)
-                    have, address = code >> _SIZE_AT, code & _ADDRESS
+                    have, address = code >> _WIDE, code & ((1 << _WIDE) - 1)
                     del size_from[address], start_to[address + have]
                 else:
                     have, address = _segment_size(size * _MIN_BLOCK) // _MIN_BLOCK, next_address
@@ -413,7 +414,7 @@ def _reserved_units(steps: Sequence[Sequence[int]], sizes: Sequence[int]) -> int
                 rest = have - size
                 if rest > (0 if is_small else _SMALL_UNITS):
                     start = address + size
-                    insert(free, rest << _SIZE_AT | start)
+                    insert(free, rest << _WIDE | start)
                     size_from[start] = rest
                     start_to[address + have] = start
                     have = size
@@ -424,14 +425,14 @@ def _reserved_units(steps: Sequence[Sequence[int]], sizes: Sequence[int]) -> int
                 end = address + have
                 if end in size_from:
                     more = size_from.pop(end)
-                    del free[find(free, more << _SIZE_AT | end)], start_to[end + more]
+                    del free[find(free, more << _WIDE | end)], start_to[end + more]
                     have += more
                 if address in start_to:
                     start = start_to.pop(address)
                     more = size_from[start]
-                    del free[find(free, more << _SIZE_AT | start)]
+                    del free[find(free, more << _WIDE | start)]
                     address, have = start, have + more
-                insert(free, have << _SIZE_AT | address)
+                insert(free, have << _WIDE | address)
                 size_from[address] = have
                 start_to[address + have] = address
         if step > 1 and reserved == before:
@@ -471,8 +472,13 @@ class _FreeBlocks:
         self._codes = np.ascontiguousarray(self._codes[:, columns])
 
 
-def _reserved_units_of_many(steps: Sequence[Sequence[int]], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """:func:`_reserved_units` of C allocators at once. Shapes: (sizes, C) → (C,)."""
+def _reserved_units_of_many(steps: Sequence[Sequence[int]], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """:func:`_reserved_units` of C allocators at once; None for more than :class:`_FreeBlocks` can count (512 GiB).
+
+    Shapes: (sizes, C) → (C,).
+    """
+    if sizes.max(initial=0) >= _ADDRESS:
+        return None
     number = sizes.shape[1]
     found = np.zeros(number, dtype=np.int64)
     columns = np.arange(number)
@@ -509,6 +515,8 @@ def _reserved_units_of_many(steps: Sequence[Sequence[int]], sizes: npt.NDArray[n
             if not fits.all():
                 blocks.add(np.where(fits, _NO_BLOCK, left_over))
             held[event] = address, np.where(splits, size, have), pool
+        if next_address.max() >= _ADDRESS:
+            return None
         settled = reserved == before
         if step == len(steps) - 1 or (step > 1 and settled.any()):
             found[columns] = reserved
