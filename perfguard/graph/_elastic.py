@@ -22,7 +22,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ _FEW = 24
 _MOST_KEPT = 64
 """Graphs of candidates that had to be traced."""
 Bools = npt.NDArray[np.bool_]
+_T = TypeVar("_T")
 
 
 class ElasticGraph:
@@ -88,23 +89,29 @@ class ElasticGraph:
         else:
             self._explore()
 
-    def at(self, points: Ints) -> tuple[SizedGraphs | None, Ints, dict[int, OpGraph]]:
+    def at(self, points: Ints, use: Callable[[OpGraph], _T]) -> tuple[SizedGraphs | None, Ints, dict[int, _T]]:
         """The graphs for ``points`` (C, K).
 
+        Args:
+            points: the widths.
+            use: what becomes of a graph that is traced; thousands of them would not fit into memory.
+
         Returns:
-            Those that are computed, the rows of ``points`` that they belong to, and the traced ones by their rows.
+            Those that are computed, the rows of ``points`` that they belong to, and by its row what ``use`` made of each other one.
         """
-        traced: dict[int, OpGraph] = {}
+        traced: dict[int, _T] = {}
         waiting = np.arange(len(points)) if self.why_traced else self._first_unknown(points)
         while len(waiting) and self.why_traced is None:
             row, *rest = waiting.tolist()
             before = self._num_agreeing
-            traced[row] = self._graph(tuple(points[row].tolist()))
+            traced[row] = use(self._graph(tuple(points[row].tolist())))
             waiting = np.array(rest, dtype=np.int64)
             if self._num_agreeing > before:
                 waiting = waiting[self._first_unknown(points[waiting])]
         if self.why_traced is not None:
-            return None, np.arange(0), {row: self._graph(tuple(point)) for row, point in enumerate(points.tolist())}
+            rest = [row for row in range(len(points)) if row not in traced]
+            traced |= {row: use(self._graph(tuple(points[row].tolist()))) for row in rest}
+            return None, np.arange(0), traced
         rows = np.setdiff1d(np.arange(len(points)), list(traced))
         values, _ = self._polynomials.at(points[rows])
         return SizedGraphs(self._form, values, self._columns) if len(rows) else None, rows, traced

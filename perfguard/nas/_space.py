@@ -107,12 +107,11 @@ class ElasticSpace:
 
     def graph_of(self, candidate: Mapping[str, int]) -> OpGraph:
         """The operators of one inference of ``candidate``."""
-        computed, _, traced = self._graphs.at(self._points([candidate]))
+        computed, _, traced = self._graphs.at(self._points([candidate]), lambda graph: graph)
         return traced[0] if computed is None else computed[0]
 
     def _predicted(self, points: npt.NDArray[np.int64]) -> list[Prediction]:
-        computed, rows, traced = self._graphs.at(points)
-        found = {row: self.constraint.predict(graph) for row, graph in traced.items()}
+        computed, rows, found = self._graphs.at(points, self.constraint.predict)
         if computed is not None:
             found |= dict(zip(rows.tolist(), self.constraint.predict_all(computed), strict=True))
         return [found[row] for row in range(len(points))]

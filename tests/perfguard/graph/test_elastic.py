@@ -30,8 +30,7 @@ def tracer(build: Callable[..., nn.Module], inputs: tuple[int, ...] = INPUTS) ->
 
 def graphs_at(elastic: ElasticGraph, points: Sequence[Widths]) -> tuple[list[OpGraph], int]:
     """The graphs in the order of ``points``, and how many of them were computed."""
-    computed, rows, traced = elastic.at(np.array(points, dtype=np.int64))
-    found = dict(traced)
+    computed, rows, found = elastic.at(np.array(points, dtype=np.int64), lambda graph: graph)
     if computed is not None:
         found |= dict(zip(rows.tolist(), computed, strict=True))
     return [found[at] for at in range(len(points))], len(rows)
@@ -198,6 +197,25 @@ def test_rounded_widths_are_traced_and_the_reason_is_given() -> None:
     elastic, computed = assert_equal_to_traces(build, [range(8, 129), range(8, 65)], number=6)
     assert computed == 0
     assert "no polynomials" in str(elastic.why_traced)
+
+
+def deeper_at_twenty(width: int, other: int) -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3)]
+    if width == 20:
+        layers.append(nn.Sigmoid())
+    return nn.Sequential(*layers, nn.Conv2d(width, other, 1))
+
+
+def test_a_trace_that_nothing_tells_from_the_rest_ends_the_computing() -> None:
+    traced = tracer(deeper_at_twenty)
+    elastic = ElasticGraph([range(8, 41), range(50, 91)], traced)
+    graphs_at(elastic, [(36, other) for other in range(50, 91)])  # 36 and 20 leave the same by 16
+    elastic._graph((20, 61))
+    assert "nothing tells it from the rest" in str(elastic.why_traced)
+    points = [(20, 60), (21, 77), (20, 90)]
+    graphs, computed = graphs_at(elastic, points)
+    assert computed == 0
+    assert [graph.content_hash for graph in graphs] == [traced(point).content_hash for point in points]
 
 
 def random_space(rng: random.Random) -> tuple[Callable[..., nn.Module], list[Sequence[int]]]:
