@@ -97,7 +97,8 @@ class ElasticGraph:
             use: what becomes of a graph that is traced; thousands of them would not fit into memory.
 
         Returns:
-            Those that are computed, the rows of ``points`` that they belong to, and by its row what ``use`` made of each other one.
+            Those that are computed, the rows of ``points`` that they belong to, and what ``use`` made of the others, by their
+            rows.
         """
         traced: dict[int, _T] = {}
         waiting = np.arange(len(points)) if self.why_traced else self._first_unknown(points)
