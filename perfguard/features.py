@@ -80,8 +80,10 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         edge_index=torch.from_numpy(graph.edges),
         globals=torch.from_numpy(_globals(graph, device, roofline, launch_bound, working)[None].astype(np.float32)),
         roofline=torch.from_numpy(roofline.astype(np.float32)),
-        log_memory=torch.tensor([math.log(device.context_bytes + (peak if device.kind == "cpu" else graph.reserved_bytes))]),
-        log_time=torch.tensor([math.log(total_s)]),
+        log_memory=torch.tensor(
+            [math.log(device.context_bytes + (peak if device.kind == "cpu" else graph.reserved_bytes))], dtype=torch.float32
+        ),
+        log_time=torch.tensor([math.log(total_s)], dtype=torch.float32),
         num_nodes=len(ops),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from statistics import NormalDist
@@ -194,9 +196,24 @@ def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
     found = entry_points(group=ENTRY_POINT_GROUP)
     for entry_point in found:
         if entry_point.name == name:
-            predictor = entry_point.load()()
+            with _random_numbers_kept():
+                predictor = entry_point.load()()
             if not isinstance(predictor, Predictor):
                 raise PredictorError(f"The entry point {entry_point.value!r} of predictor {name!r} did not return a Predictor.")
             return predictor
     known = ", ".join(sorted({entry_point.name for entry_point in found})) or "none"
     raise PredictorError(f"No predictor is called {name!r}. Installed: {known}. Install the package that ships it.")
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Networks draw weights before they are filled, and libraries draw when they are imported: a seeded study is the same with a
+    guard as without."""
+    import torch
+
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,10 +22,13 @@ from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
 from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import ResidualPrior
+from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import share_of
 from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.kernel_shapes import TAUGHT
+from perfguard_models.kernel_shapes import _kind_of as kind_of
 from perfguard_models.learner import Learner, predict_with_spread
-from perfguard_models.served import Trained, as_run, as_setting, group_of
+from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
 from perfguard_models.sized_operators import operators_of_all
 from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import SUMS, sums_of
@@ -43,8 +48,10 @@ _CARD_LOG_SIGMA = 0.1
 _CARDS_APART = 0.45
 """How far these two are apart by the roofline; the standard deviation grows with the distance."""
 _UNTRAINED_TIME_FACTOR = 2.0
+_LEARNT_HALF = "amp-fp16"
+"""The half precision that measured runs had."""
 _CONVOLUTIONS = ("conv", "conv_backward")
-_BIAS, _LINEAR, _LOCAL, _NOISE = 0.75, 0.25, 0.5, 0.35
+_BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
 _PHYSICS, _MOST_PHYSICS = 3.0, 0.5
@@ -58,6 +65,15 @@ _EMBEDDED = (
     ("train", 0.5, 0.5), ("half", 0.5, 0.5),
 )  # fmt: skip
 """Sums that the residual process sees: name, middle and width."""
+_SPENT = (
+    *(name for name in SUMS if name.startswith(("time_", "name_", "product_"))),
+    *(name for name in SUMS if name.startswith("conv_") and not name.startswith("conv_log_")),
+    "nhwc", "compiled", "launch_share", "traffic_share",
+)  # fmt: skip
+"""Shares of the roofline, and flags, by which the process tells neighbours."""
+_SPENT_INDEX = [SUMS.index(name) for name in _SPENT]
+_APART = 0.15
+"""How far two shares are apart that make a difference."""
 
 
 class Answer(NamedTuple):
@@ -66,6 +82,7 @@ class Answer(NamedTuple):
     log_value: dict[str, float]
     op_time_s: torch.Tensor  # shape: (num_ops,)
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
+    spent: torch.Tensor  # shape: (1, f)
     physics: dict[str, torch.Tensor]
     """How far physics is from the value, in several ways. Shapes: (1, e)"""
     prior: dict[str, ResidualPrior]
@@ -85,6 +102,7 @@ class Answers(NamedTuple):
     log_value: dict[str, npt.NDArray[np.float64]]  # shapes: (C,)
     op_time_s: npt.NDArray[np.float64]  # shape: (C, num_ops)
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
+    spent: torch.Tensor  # shape: (C, f)
     physics: dict[str, torch.Tensor]  # shapes: (C, e)
     prior: dict[str, ResidualPrior]
     prior_scale: dict[str, npt.NDArray[np.float64]]
@@ -108,6 +126,9 @@ class Engine(Protocol):
     def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
         """What they say of each; None: ask one by one."""
 
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        """Whether the weights have learnt from measured runs what compiling saves of such a graph."""
+
     def interval_scale(self, target: str) -> float:
         """By how much intervals are widened so that they hold."""
 
@@ -127,7 +148,7 @@ class CpuEngine:
             )
         check_hash(data, card, name)
         try:
-            network = GuardNetwork(**card["network"])
+            network = GuardNetwork(**card["network"]).float()
             network.load_state_dict(load_tensors(data))
             self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
             self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
@@ -147,6 +168,7 @@ class CpuEngine:
             {"memory": float(correction.log_memory), "time": float(correction.log_time)},
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
+            torch.zeros((1, 0), dtype=torch.float64),
             dict.fromkeys(TARGETS, torch.zeros((1, 0), dtype=torch.float64)),
             self._priors,
             {},
@@ -166,6 +188,7 @@ class CpuEngine:
             {"memory": log_memory.double().numpy(), "time": log_time.double().numpy()},
             op_time_s.double().numpy().reshape(number, -1),
             {"memory": memory_embedding.double(), "time": time_embedding.double()},
+            torch.zeros((number, 0), dtype=torch.float64),
             dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
             self._priors,
             dict.fromkeys(TARGETS, np.ones(number)),
@@ -177,6 +200,9 @@ class CpuEngine:
             return answers
         everywhere = np.ones(number, dtype=bool)
         return by_physics_of_all(answers, graphs, device, dict.fromkeys(TARGETS, everywhere))
+
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        return False
 
     def interval_scale(self, target: str) -> float:
         return self._scales[target]
@@ -195,6 +221,8 @@ class GpuEngine:
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         own = self._answer(graph, device)
+        if graph.precision == "fp32" and device.id not in _timed_in_float32():
+            own = by_operators(own, graph, device)
         reference = self._reference(graph, device)
         answer = own if reference is None else self._carried_over(own, graph, device, reference)
         assert answer.sums is not None
@@ -202,8 +230,11 @@ class GpuEngine:
 
     def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
         form = graphs.form
-        if form.precision != "fp32" and not self._has_learnt(form, device):
+        learnt_as = self._learnt_as(form, device)
+        if form.precision != "fp32" and learnt_as is None:
             return None  # each may be carried over from another card
+        if form.precision == "fp32" and device.id not in _timed_in_float32() and not _are_untaught(graphs, device):
+            return None  # and each may be answered by its operators
         number = len(graphs)
         roofline = roofline_of_all(graphs, device).astype(np.float32).astype(np.float64)
         unknown = {target: np.full(number, not _knows(target, form)) for target in TARGETS}
@@ -221,20 +252,20 @@ class GpuEngine:
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
-                calibration, group = self._trained.calibration, group_of(setting)
+                calibration, group = self._trained.calibration, learnt_as or group_of(setting)
                 spreads = spread[target].tolist()
                 sigma[target] = np.array([calibration.log_sigma(target, group, s, known_gpu=known_gpu) for s in spreads])
             if setting.table == "perceptron":
                 shares = {name: predicted[name] for name in _SHARES if np.isfinite(predicted[name]).all()}
                 shares = {name: np.array([share_of(logit) for logit in logits]) for name, logits in shares.items()}
-            has_seen = known_gpu and f"time/{group_of(setting)}" in self._trained.calibration.scale
-            if form.mode == "infer" and not has_seen:
+            if not known_gpu or learnt_as is None:
                 unknown["time"] |= sigma["time"] > UNTRAINED_LOG_SIGMA["time"]
         total_s = np.maximum(roofline.sum(axis=1), 1e-12)
         answers = Answers(
             value,
             roofline * (np.exp(value["time"]) / total_s)[:, None],
             dict.fromkeys(TARGETS, torch.cat([embedding_of(row) for row in sums])),
+            torch.cat([spent_of(row) for row in sums]),
             {},
             dict.fromkeys(TARGETS, prior_of(1.0)),
             sigma,
@@ -256,14 +287,31 @@ class GpuEngine:
         what networks and trees make of a card's data sheet: of 1,165 networks that were measured on both, the RTX 3090's factor
         alone gives the RTX 4090's inference to 8.5%; not having seen that card, they give it to 14%.
         """
-        if graph.precision == "fp32" or self._has_learnt(graph, device):
+        if graph.precision == "fp32" or self._learnt_as(graph, device) is not None:
             return None
         known = [resolve_device(name) for name in self._trained.card["trained_devices"]]
-        able = [other for other in known if other.kind == "cuda" and self._has_learnt(graph, other)]
+        able = [other for other in known if other.kind == "cuda" and self._learnt_as(graph, other) is not None]
         return min(able, key=lambda other: _apart(graph, device, other), default=None)
 
-    def _has_learnt(self, graph: OpGraph, device: Device) -> bool:
-        return f"time/{group_of(as_setting(graph, device))}" in self._trained.calibration.scale
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        is_half = graph.precision != "fp32"
+        return is_half and (self._learnt_as(graph, device) is not None or self._reference(graph, device) is not None)
+
+    def _learnt_as(self, graph: OpGraph, device: Device) -> str | None:
+        """As which group of runs the time of ``graph`` on ``device`` was learnt; None: as none.
+
+        Half precisions are one to the weights, and the networks with convolutions that they learnt from have transformers among
+        them; the roofline knows of the rates and casts in which they differ.
+        """
+        own = as_setting(graph, device)
+        alike = [own]
+        if graph.precision != "fp32":
+            alike.append(own._replace(variant=own.variant.replace(graph.precision, _LEARNT_HALF, 1)))
+            if own.table == "perceptron":
+                variant = alike[-1].variant.replace(_LEARNT_HALF, f"{_LEARNT_HALF} {graph.layout}", 1)
+                alike.append(own._replace(table="workload", variant=variant))
+        groups = (group_of(setting) for setting in alike)
+        return next((group for group in groups if f"time/{group}" in self._trained.calibration.scale), None)
 
     def _carried_over(self, own: Answer, graph: OpGraph, device: Device, reference: Device) -> Answer:
         """``own`` with the time that ``reference`` takes, times what the roofline says of both."""
@@ -272,6 +320,8 @@ class GpuEngine:
         factor = math.exp(theirs.log_value["time"]) / max(float(roofline_s(graph, reference).sum()), 1e-12)
         apart = max(1.0, _apart(graph, device, reference) / _CARDS_APART)
         sigma = math.hypot(theirs.prior["time"].bias / _BIAS, _CARD_LOG_SIGMA * apart)
+        if sigma > UNTRAINED_LOG_SIGMA["time"]:
+            return by_physics(own, graph, device, ["time"])
         return own._replace(
             log_value=own.log_value | {"time": math.log(max(float(roofline.sum()) * factor, 1e-12))},
             op_time_s=roofline * factor,
@@ -296,20 +346,21 @@ class GpuEngine:
             sums = run.view["sums"]
             logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
             shares = {name: share_of(logit) for name, logit in logits.items() if math.isfinite(logit)}
-            known_gpu, group = self.trained_on(device), group_of(run)
+            known_gpu, learnt_as = self.trained_on(device), self._learnt_as(graph, device)
+            group = learnt_as or group_of(run)
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
                 for target in TARGETS
             }
-            # On a card much faster than any that was learnt from, networks and trees took a B200 for slower than a P4 at
-            # inference, and said that they were not sure. In a setting that they never saw, physics answers where it is surer.
-            has_seen = known_gpu and f"time/{group}" in self._trained.calibration.scale
-            if graph.mode == "infer" and not has_seen and sigma["time"] > UNTRAINED_LOG_SIGMA["time"]:
+            # On a card much faster than any that was learnt from, networks and trees took a B200 for slower than a P4, and said
+            # that they were not sure. In a setting that they never saw, physics answers where it is surer.
+            if (not known_gpu or learnt_as is None) and sigma["time"] > UNTRAINED_LOG_SIGMA["time"]:
                 unknown = list({*unknown, "time"})
         answer = Answer(
             value,
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
             dict.fromkeys(TARGETS, embedding_of(sums)),
+            spent_of(sums),
             {},
             {target: prior_of(sigma[target]) for target in TARGETS},
             shares,
@@ -380,6 +431,53 @@ def by_physics_of_all(
     return answers
 
 
+def by_operators(answer: Answer, graph: OpGraph, device: Device) -> Answer:
+    """``answer`` with the time from trees on single operators, which cross to GPUs without a measured float32 step of their own.
+
+    Where most of the roofline is in operators that nobody taught them (convolutions, recurrent cells), the answer stays. The
+    interval is the one of single operators on a GPU that was left out: too few whole steps were measured to calibrate on, and
+    the errors of a sum are smaller.
+    """
+    forest = _operator_forest()
+    run = as_run(forest.learner, graph, device)
+    seconds = run.view["kernel_count"] * run.view["kernel_roofline"]
+    if 2 * seconds[run.view["kernel_kind"] == len(TAUGHT)].sum() >= seconds.sum():
+        return answer
+    predicted, spread = predict_with_spread(forest.learner, [run])
+    value = float(predicted["time"][0])
+    sigma = forest.calibration.log_sigma("time", OPERATOR, float(spread["time"][0]), known_gpu=False)
+    sigma = min(sigma, UNTRAINED_LOG_SIGMA["time"])  # members apart do not make it less sure than bare physics is
+    roofline = torch.from_numpy(roofline_s(graph, device)).float()
+    return answer._replace(
+        log_value=answer.log_value | {"time": value},
+        op_time_s=roofline * (math.exp(value) / max(float(roofline.sum()), 1e-12)),
+        prior=answer.prior | {"time": prior_of(sigma)},
+        known=answer.known | {"time": True},
+    )
+
+
+def _are_untaught(graphs: SizedGraphs, device: Device) -> bool:
+    """Whether :func:`by_operators` would leave the answer for each of ``graphs`` as it is."""
+    kinds = [kind_of(op.name, op.kind, op.attributes.get("product")) for op in graphs.form.ops]
+    seconds = roofline_of_all(graphs, device)
+    untaught_s = seconds[:, np.array(kinds, dtype=np.int64) == len(TAUGHT)].sum(axis=1)
+    return bool((2 * untaught_s >= seconds.sum(axis=1)).all())
+
+
+@functools.cache
+def _operator_forest() -> Trained:
+    """The weights that come with the package."""
+    folder = files("perfguard_models") / "weights"
+    return read_trained(folder / "operator-forest.safetensors", folder / "operator-forest.json", "operator-forest")
+
+
+@functools.cache
+def _timed_in_float32() -> frozenset[str]:
+    """GPUs whose float32 operators were measured. Of others in the tables there are convolutions or half precision alone."""
+    floors = _operator_forest().learner.state()[1]["floors"]
+    return frozenset(gpu for key in floors if (gpu := key.partition(" ")[2]))
+
+
 def _knows(target: str, graph: OpGraph) -> bool:
     if not any(op.kind in _CONVOLUTIONS for op in graph.ops):
         return True
@@ -404,6 +502,11 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
     columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
     return torch.tensor([columns], dtype=torch.float64)
+
+
+def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
+    """What a step spends its time on, in steps that make a difference. Shape: (1, len(_SPENT))."""
+    return torch.from_numpy(sums[_SPENT_INDEX].astype(np.float64))[None] / _APART
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelihood):
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
-    P  (n, e)  how far physics is from the network    r  (n,)  regimes: runs under equal conditions have equal numbers
-    K  = bias² (1 - s + s [r = r']) + linear² · X Xᵀ / d + local² · exp(-‖x - x'‖² / (2 d · length²)) + physics² · P Pᵀ
+    Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
+    P  (n, e)  how far physics is from the network
+    K  = bias² (1 - s + s [r = r']) + linear² · X Xᵀ / d + physics² · P Pᵀ
+         + local² · exp(-(‖x - x'‖² / d + ‖z - z'‖² / f) / (2 · length²))
     W  = diag(noise² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
          reading moves nothing.
 The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
-(another driver); a trend (wider networks suffer more); neighbours (the sampler comes back to a region); and whether physics is
-right where the network is not (far outside of its data).
+(another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
+back to a region, the machine has a slow kernel); and whether physics is right where the network is not (far outside of its data).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Place(NamedTuple):
     """Where n runs are in the process."""
 
     x: torch.Tensor  # shape: (n, d)
+    z: torch.Tensor  # shape: (n, f)
     physics: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
 
@@ -38,8 +41,9 @@ def joined(places: list[Place]) -> Place:
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
-    """Runs at ``x`` (n, d) of one regime, of which physics says nothing."""
-    return Place(x, x.new_zeros((len(x), 0)), x.new_zeros(len(x)))
+    """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
+    nothing = x.new_zeros((len(x), 0))
+    return Place(x, nothing, nothing, x.new_zeros(len(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class ResidualPrior:
     def kernel(self, a: Place, b: Place) -> torch.Tensor:
         """Covariance of the residual between n and m runs. Shape: (n, m)."""
         width = a.x.shape[1]
-        distance = torch.cdist(a.x, b.x).square() / width
+        distance = torch.cdist(a.x, b.x).square() / width + torch.cdist(a.z, b.z).square() / max(a.z.shape[1], 1)
         same = (a.regime[:, None] == b.regime[None, :]).to(a.x.dtype)
         bias = self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same)
         linear = self.linear**2 * (a.x @ b.x.T) / width

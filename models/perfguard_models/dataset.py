@@ -13,7 +13,7 @@ import inspect
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
-from perfguard_models import layers, operators, sums
+from perfguard_models import kernel_shapes, layers, operators, sums
 from perfguard_models.graphs import Group, groups_of, mapped, read_group, trace_groups
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -70,6 +70,7 @@ class View(NamedTuple):
 
 
 VIEWS = {
+    "kernel_shapes": View("kernel_shapes", kernel_shapes.kernel_shapes_of, kernel_shapes),
     "layers": View("layers", lambda graph, device: layers.layers_of(graph, device)._asdict(), layers),
     "operators": View("operators", operators.operators_of, operators),
     "sums": View("sums", lambda graph, device: {"sums": sums.sums_of(graph, device)}, sums),
@@ -111,32 +112,57 @@ def dataset_of(
     rejected: list[str] = []
     names = (view,) if isinstance(view, str) else tuple(view)
     for table in tables:
-        columns, raw = read_table(table)
-        parse = parser_of(columns, table)
-        rows: list[MeasuredRow] = []
-        seen: set[str] = set()
-        for item in raw:
-            try:
-                row = parse(item)
-            except PerfGuardError as error:
-                rejected.append(str(error))
-                continue
-            text = repr(row)
-            if text in seen:
-                rejected.append("the same row twice")
-            elif row.status not in _STATUSES:
-                rejected.append(f"status {row.status!r}")
-            elif row.status == "ok" and (reason := _absurd(row)):
-                rejected.append(reason)
-            else:
-                seen.add(text)
-                rows.append(row)
-        if "op" in columns and len(rows) > most_operators:
-            rows = random.Random(seed).sample(rows, most_operators)
-        found = _seen(kind_of_table(columns), rows, names, cache, jobs)
+        read = _read(table, most_operators, seed)
+        found = _seen(read.kind, read.rows, names, cache, jobs)
         runs += [run for run in found if isinstance(run, Run)]
-        rejected += [reason for reason in found if isinstance(reason, str)]
+        rejected += [*read.rejected, *(reason for reason in found if isinstance(reason, str))]
     return Dataset(runs, rejected)
+
+
+def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, OpGraph]]:
+    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its graph, which must be in the ``cache``."""
+    for table in tables:
+        kind, rows, _ = _read(table, 0, 0)
+        for group in groups_of(rows, cache / "graphs"):
+            if any(wanted(run) for run in (_run(kind, row, []) for row in group.rows) if isinstance(run, Run)):
+                for row, _, graph in read_group(group):
+                    run = _run(kind, row, [])
+                    if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
+                        yield run, graph
+
+
+class _Read(NamedTuple):
+    kind: str
+    rows: list[MeasuredRow]
+    rejected: list[str]
+
+
+def _read(table: Path, most_operators: int, seed: int) -> _Read:
+    """The rows of a table that can be used."""
+    columns, raw = read_table(table)
+    parse = parser_of(columns, table)
+    rows: list[MeasuredRow] = []
+    rejected: list[str] = []
+    seen: set[str] = set()
+    for item in raw:
+        try:
+            row = parse(item)
+        except PerfGuardError as error:
+            rejected.append(str(error))
+            continue
+        text = repr(row)
+        if text in seen:
+            rejected.append("the same row twice")
+        elif row.status not in _STATUSES:
+            rejected.append(f"status {row.status!r}")
+        elif row.status == "ok" and (reason := _absurd(row)):
+            rejected.append(reason)
+        else:
+            seen.add(text)
+            rows.append(row)
+    if "op" in columns and len(rows) > most_operators:
+        rows = random.Random(seed).sample(rows, most_operators)
+    return _Read(kind_of_table(columns), rows, rejected)
 
 
 def _absurd(row: MeasuredRow) -> str:

@@ -229,11 +229,10 @@ _compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
 def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
     """What ``device`` launches for ``graph`` if it is a compiled inference.
 
-    None: it is not compiled; or it is one of two kinds of compiled graphs that are taken as eager, and say so in ``unmodelled``:
-    training, of whose backward operators nothing was learnt; and inference in half precision on GPUs, where GuardNet's weights
-    have learnt from measured runs what compiling saves.
+    None: it is not compiled; or it is training, of whose backward operators nothing was learnt, which is taken as eager, and
+    ``unmodelled`` says so.
     """
-    if "compiled" not in graph.options or graph.mode != "infer" or (device.kind == "cuda" and graph.precision != "fp32"):
+    if "compiled" not in graph.options or graph.mode != "infer":
         return None
     compiler = f"inductor-{device.kind}"
     known = _compiled.setdefault(graph, {})

@@ -25,13 +25,14 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph, SizedGraphs, StorageKind
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of, spent_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
 from perfguard_models.sized_sums import sums_of_all
-from perfguard_models.sums import sums_of
+from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ _ON_CPU, _ON_GPU = "guardnet_cpu", "guardnet"
 _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
+_POWER_PRIOR_ROWS = 3.0
+_POWER_LOG_SIGMA = 0.3
+"""How far the powers of two workloads on one card are apart, before a few were measured: from waiting to its limit is a factor of
+three."""
 
 
+@undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
     """GuardNet with the shipped weights: one set for CPUs, one for GPUs.
 
@@ -76,6 +82,7 @@ class GuardNet:
         self._engines = engines
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
+        self._powers: dict[str, tuple[float, float]] = {}
         self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
@@ -96,9 +103,10 @@ class GuardNet:
         """Name and version; "+" says that it is refined."""
         return self.lineage if self._refinement is None else f"{self.lineage}+"
 
+    @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer, compiled = self._answer(graph, device), as_compiled(graph, device)
+        answer, compiled = self._answer(graph, device), self._compiled(graph, device)
         launched = graph if compiled is None else compiled.graph
         trained = (device.id, "memory") in self._posteriors or (
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
@@ -108,6 +116,8 @@ class GuardNet:
         step_time = self._estimate("time", answer, correction["time"], device)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
+        power = self._powers.get(device.id)
+        energy = None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1])
         by_kind: dict[str, float] = {}
         scale = step_time.median / math.exp(answer.log_value["time"])
         for op, seconds in zip(graph.ops, answer.op_time_s.tolist(), strict=True):
@@ -123,17 +133,20 @@ class GuardNet:
             time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
             gpu_util=answer.shares.get("gpu_util"),
             sm_active=answer.shares.get("sm_active"),
+            energy=energy,
             unmodelled=launched.unmodelled,
         )
 
+    @undisturbed
     def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
         """See :class:`perfguard.predictor.BatchPredictor`."""
         form, engine = graphs.form, self._engines[device.kind]
-        answers = engine.answer_all(graphs, device) if as_compiled(form, device) is None else None
+        answers = engine.answer_all(graphs, device) if self._compiled(form, device) is None else None
         if answers is None:
             return [self.predict(graph, device) for graph in graphs]
         memory, step_time = (self._estimates(target, answers, graphs, device) for target in TARGETS)
-        overhead_known = (device.id, "memory") in self._posteriors
+        power = self._powers.get(device.id)
+        has_learnt = (device.id, "memory") in self._posteriors
         trained = np.logical_and.reduce(list(answers.known.values())) & engine.trained_on(device)
         kinds = sorted(form.kinds)
         of_kind = np.array([[op.kind == kind for kind in kinds] for op in form.ops], dtype=np.float64)
@@ -148,11 +161,12 @@ class GuardNet:
                 total_time=None,
                 predictor=self.name,
                 device_id=device.id,
-                trained_on_device=overhead_known or bool(trained[at]),
+                trained_on_device=has_learnt or bool(trained[at]),
                 bytes_at_peak={kind.name.lower(): held for kind, held in zip(StorageKind, at_peak[at], strict=True) if held},
                 time_by_kind_s=dict(sorted(zip(kinds, by_kind[at], strict=True), key=lambda item: -item[1])),
                 gpu_util=shares[at].get("gpu_util") if shares else None,
                 sm_active=shares[at].get("sm_active") if shares else None,
+                energy=None if power is None else step_time[at].scaled(math.exp(power[0]), log_sigma=power[1]),
                 unmodelled=form.unmodelled,
             )
             for at in range(len(graphs))
@@ -165,7 +179,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
         else:
-            means, log_sigmas = posterior.at(Place(x, answers.physics[target], posterior.regime.expand(len(x))))
+            means, log_sigmas = posterior.at(Place(x, answers.spent, answers.physics[target], posterior.regime.expand(len(x))))
             mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.noise * prior_scale / posterior.prior.noise)
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
@@ -182,6 +196,7 @@ class GuardNet:
         rows = [row_of(row, physics_of(target, row, value), value) for row, value in zip(sums, values, strict=True)]
         return np.array([self._refinement.correction(target, device.id, row) for row in rows])
 
+    @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
@@ -195,10 +210,15 @@ class GuardNet:
             ended_well = [row for row in rows if row.measurement.status == "ok"]
             out_of_memory = [row for row in rows if row.measurement.status == "oom"]
             self._overheads[device_id] = _overhead_of(ended_well)
+            if (power := _power_of(ended_well)) is not None:
+                self._powers[device_id] = power
+            else:
+                self._powers.pop(device_id, None)
             for target in TARGETS:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
                 self._learn(device_id, target, self._residuals(ended_well, target), bounds)
 
+    @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
         """See :class:`perfguard.predictor.Refinable`."""
         refinement = None if data is None else Refinement.from_bytes(data)
@@ -208,6 +228,7 @@ class GuardNet:
         self._corrections = WeakKeyDictionary()
         self._posteriors.clear()
 
+    @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
         lessons: dict[Target, list[Lesson]] = {target: [] for target in TARGETS}
@@ -277,7 +298,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(Place(x, answer.physics[target], posterior.regime[None]))
+            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.physics[target], posterior.regime[None]))
             # The process has one prior; this graph may be harder or easier than the one that it was made for.
             mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
         scale = self._engines[device.kind].interval_scale(target)
@@ -287,10 +308,14 @@ class GuardNet:
         of_graph = self._answers.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            engine, compiled = self._engines[device.kind], as_compiled(graph, device)
+            engine, compiled = self._engines[device.kind], self._compiled(graph, device)
             answer = engine.answer(graph if compiled is None else compiled.eager, device)
             of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
+
+    def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
+        """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
+        return None if self._engines[device.kind].knows_compiled(graph, device) else as_compiled(graph, device)
 
 
 def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
@@ -299,7 +324,12 @@ def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
     saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
     log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
-    return answer._replace(log_value=log_value, op_time_s=op_time_s)
+    answer = answer._replace(log_value=log_value, op_time_s=op_time_s)
+    if answer.sums is None:
+        return answer
+    sums = answer.sums.copy()
+    sums[SUMS.index("compiled")] = 1.0
+    return answer._replace(sums=sums, spent=spent_of(sums))
 
 
 class _Residuals(NamedTuple):
@@ -319,6 +349,7 @@ def _residuals_of(
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
+        torch.cat([answer.spent for answer in answers]),
         torch.cat([answer.physics[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
     )
@@ -344,6 +375,23 @@ def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor
     z = (bound - mean) / sigma
     log_tail = torch.special.log_ndtr(-z)
     return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
+
+
+def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
+    """Mean and standard deviation of the logarithm of the watts that the newest runs drew; None: nobody measured energy."""
+    powers = [
+        math.log(energy_j / row.measurement.total_time_s)
+        for row in rows
+        if (energy_j := row.measurement.energy_j) is not None
+        and 0 < energy_j < math.inf
+        and 0 < row.measurement.total_time_s < math.inf
+    ][-_OVERHEAD_ROWS:]
+    if not powers:
+        return None
+    median = statistics.median(powers)
+    spread = statistics.median(abs(power - median) for power in powers) * 1.4826
+    weight = len(powers) / (len(powers) + _POWER_PRIOR_ROWS)
+    return median, math.sqrt(weight * spread**2 + (1 - weight) * _POWER_LOG_SIGMA**2)
 
 
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:

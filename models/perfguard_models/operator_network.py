@@ -97,13 +97,13 @@ class OperatorNetwork:
     def __init__(self, *, epochs: int = 14, hidden: int = 128, learning_rate: float = 3e-3, seed: int = 0) -> None:
         self.settings: dict[str, Any] = {"epochs": epochs, "hidden": hidden, "learning_rate": learning_rate, "seed": seed}
         self._scale = torch.zeros(2, len(COLUMNS) + len(DEVICE_COLUMNS))
-        self._network = _Network(hidden)
+        self._network = _Network(hidden).float()
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_models.learner.Learner`. A run without a measured peak still bounds it by its card's memory."""
         torch.manual_seed(self.settings["seed"])
         self._fit_scale(runs)
-        self._network = _Network(self.settings["hidden"])
+        self._network = _Network(self.settings["hidden"]).float()
         parameters = self._network.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=self.settings["learning_rate"], weight_decay=1e-2)
         memory, time = (torch.from_numpy(labels_of(runs, target)).float() for target in ("memory", "time"))
@@ -169,7 +169,7 @@ class OperatorNetwork:
             for key in ("count", "roofline", "live")
         }
         x = torch.from_numpy(np.concatenate([_columns(run) for run in runs]))
-        reserved = torch.tensor([float(run.view["reserved"][0]) for run in runs])
+        reserved = torch.tensor([float(run.view["reserved"][0]) for run in runs], dtype=torch.float32)
         run = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(sizes))
         moved = x[:, _TRAFFIC].exp().sum(1).clamp_min(1.0).log() - reserved[run]
         return _Packed(

@@ -16,6 +16,7 @@ from perfguard_models.learner import Learner
 _WHERE = {
     "guardnet": ("perfguard_models.ensemble", "GuardEnsemble"),
     "guardnet-network": ("perfguard_models.operator_network", "OperatorNetwork"),
+    "operator-forest": ("perfguard_models.operator_forest", "OperatorForest"),
     "trees": ("perfguard_models.baselines", "Trees"),
     "trees-no-replay": ("perfguard_models.baselines", "TreesWithoutReplay"),
     "dnnperf": ("perfguard_models.dnnperf", "DNNPerf"),

@@ -18,9 +18,10 @@ from safetensors.torch import load as load_tensors
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, OpGraph, roofline_s
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction
+from perfguard_models._surroundings import undisturbed
 from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Run, share_of
-from perfguard_models.fusion import as_compiled
+from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.learner import Learner, Predicted, predict_with_spread
 from perfguard_models.registry import learner_class
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
@@ -59,9 +60,10 @@ def write_trained(out: Path, name: str, learner: Learner, card: dict[str, Any], 
 
 def columns_of(learner: Learner) -> str:
     """A hash of the names of all columns that the learner reads: weights for others would read nonsense."""
-    from perfguard_models import layers, operators, sums
+    from perfguard_models import kernel_shapes, layers, operators, sums
 
     columns: dict[str, Any] = {
+        "kernel_shapes": (kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES),
         "layers": (layers.NODE_COLUMNS, layers.EDGE_COLUMNS, layers.GLOBAL_COLUMNS),
         "operators": (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS),
         "sums": sums.SUMS,
@@ -140,6 +142,11 @@ def group_of(run: Run) -> str:
     return f"{run.gpu} {run.mode} {run.variant}{' with convolutions' if run.table == 'workload' else ''}"
 
 
+def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
+    """What is launched for a compiled graph; None: it is not, or in half precision, of which compiled runs were learnt."""
+    return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph, device)
+
+
 class Served:
     """A fitted learner as a predictor. What it cannot say comes from physics, and is said to be unsure."""
 
@@ -153,9 +160,10 @@ class Served:
         """Name and version."""
         return f"{self._trained.card['predictor']}-{self._trained.card.get('version', 1)}"
 
+    @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        compiled = as_compiled(graph, device)
+        compiled = _compiled(graph, device)
         memory = self._estimate("memory", graph, device)
         step_time = self._estimate("time", graph, device)
         return Prediction(
@@ -171,6 +179,7 @@ class Served:
             unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
         )
 
+    @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """A constant factor for each device: the median of what was measured over what was predicted."""
         residuals: dict[tuple[str, str], list[float]] = {}
@@ -194,7 +203,7 @@ class Served:
 
     def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:
         """Logarithm of the prediction and its standard deviation."""
-        compiled = as_compiled(graph, device)
+        compiled = _compiled(graph, device)
         if compiled is not None:
             value, log_sigma = self._raw(target, compiled.eager, device)
             kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
@@ -227,6 +236,7 @@ class Served:
         self.__dict__.update(state | {"_cache": WeakKeyDictionary()})
 
 
+@undisturbed
 def load(name: str, path: str | Path | None = None) -> Served:
     """The predictor ``name`` with the shipped weights, or with those at ``path`` (without suffix).
 

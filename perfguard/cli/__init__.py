@@ -85,6 +85,7 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     predict.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
     predict.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
     predict.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
+    predict.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
     predict.add_argument("--json", action="store_true", help="data on standard output")
 
     rank = commands.add_parser("rank", help="GPUs by how fast, how cheap, and whether it fits")

@@ -19,6 +19,7 @@ from perfguard._predict import graph_of, most_energy
 from perfguard.devices import Device, mig_instance, mig_profiles, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import BuildError, ConfigurationError
 from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
+from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_joules, format_seconds
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
@@ -51,6 +52,11 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     """
     whole = resolve_device(arguments.gpu)
     subject = subject_of(arguments)
+    if arguments.measure and (whole.kind != "cpu" or not isinstance(subject.network, str)):
+        raise ConfigurationError(
+            "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
+            "Modules are measured where they run, see perfguard.measure.Run."
+        )
     predictor = load_predictor()
     device = _part_of(whole, arguments)
     graph = subject.graph_on(device)
@@ -58,11 +64,14 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     mig = None
     if arguments.mig == "auto":
         mig = _smallest_instance(whole, graph, prediction, predictor)
+    measured = _measured(subject) if arguments.measure else None
     if arguments.json:
-        extra = {} if mig is None else {"mig": mig}
+        extra: dict[str, Any] = {} if mig is None else {"mig": mig}
+        if measured is not None:
+            extra["measured"] = {"step_time_s": measured.step_time_s, "peak_memory_bytes": measured.peak_memory_bytes}
         print(json.dumps(_as_json(prediction, device, graph, arguments.batch_size) | extra, indent=2))
     else:
-        _print(prediction, device, graph, arguments.batch_size, mig)
+        _print(prediction, device, graph, arguments.batch_size, mig, measured)
         if arguments.explain:
             _explain(graph, device)
     if arguments.plot:
@@ -70,6 +79,13 @@ def show_prediction(arguments: argparse.Namespace) -> None:
 
         draw_timeline(graph, device, arguments.plot)
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
+
+
+def _measured(subject: Subject) -> Measurement:
+    from perfguard.onnx import measure_onnx
+
+    assert isinstance(subject.network, str)
+    return measure_onnx(subject.network, batch_size=subject.options["batch_size"], dims=subject.options["dims"])
 
 
 def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
@@ -221,7 +237,14 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
     }
 
 
-def _print(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None, mig: Mapping[str, Any] | None) -> None:
+def _print(
+    prediction: Prediction,
+    device: Device,
+    graph: OpGraph,
+    batch_size: int | None,
+    mig: Mapping[str, Any] | None,
+    measured: Measurement | None,
+) -> None:
     console = Console()
     memory_low, memory_high = prediction.peak_memory.interval()
     time_low, time_high = prediction.step_time.interval()
@@ -236,6 +259,9 @@ def _print(prediction: Prediction, device: Device, graph: OpGraph, batch_size: i
         "step time" if graph.mode == "train" else "latency",
         f"{format_seconds(prediction.step_time.median)}  (90%: {format_seconds(time_low)} to {format_seconds(time_high)})",
     )
+    if measured is not None and measured.step_time_s is not None:
+        runs = f"median of {measured.num_steps - 1} runs, ONNX Runtime on {device.num_sms} threads"
+        table.add_row("latency, measured", f"{format_seconds(measured.step_time_s)}  ({runs})")
     if prediction.total_time is not None:
         table.add_row("trial time", format_seconds(prediction.total_time.median))
     if batch_size is not None:

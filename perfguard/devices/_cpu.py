@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,8 +23,9 @@ def cpu() -> Device:
     """This machine's CPU: best of a few matrix products and copies with torch's current number of threads."""
     import torch
 
-    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
-    source, target = torch.ones(_COPY_BYTES // 4), torch.empty(_COPY_BYTES // 4)
+    here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the script's defaults are
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, **here)
+    source, target = torch.ones(_COPY_BYTES // 4, **here), torch.empty(_COPY_BYTES // 4, **here)
     with torch.no_grad():
         matmul_s = _best_time(lambda: matrix @ matrix)
         copy_s = _best_time(lambda: target.copy_(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -64,6 +65,27 @@ def test_a_model_and_a_batch_are_judged_where_they_are_at_hand() -> None:
     assert trained == [SMALL, SMALL]
     assert study.best_value == 3
     assert record_of(study.trials[0]).measured["time"] > 0
+
+
+def test_a_seeded_study_comes_to_the_same_with_a_guard_as_without() -> None:
+    def outcome(*, is_guarded: bool) -> list[float]:
+        torch.manual_seed(0)
+        random.seed(0)
+        guard = OptunaGuard("cpu", log=False) if is_guarded else None
+
+        def objective(trial: optuna.Trial) -> float:
+            model = nn.Sequential(nn.Linear(64, suggest_width(trial)), nn.Dropout())
+            batch = torch.randn(32, 64)
+            if guard is not None:
+                with guard.trial(trial, model, batch, loss=torch.mean) as run:
+                    run.step()
+            return float(model(torch.randn(32, 64)).mean().detach()) + random.random()
+
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+        study.optimize(objective, n_trials=3)
+        return [trial.value for trial in study.trials if trial.value is not None]
+
+    assert outcome(is_guarded=True) == outcome(is_guarded=False)
 
 
 def test_check_answers_for_people_with_their_own_loop() -> None:

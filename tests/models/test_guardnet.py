@@ -297,6 +297,54 @@ def test_a_gpu_that_no_table_had_is_less_sure(net: GuardNet) -> None:
     assert new.step_time.log_sigma > seen.step_time.log_sigma
 
 
+@pytest.mark.parametrize("precision", ["amp-bf16", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize("gpu", ["rtx3090", "a100"])
+def test_what_half_precision_takes_beyond_its_roofline_is_one_to_it(net: GuardNet, precision: str, mode: str, gpu: str) -> None:
+    device = resolve_device(gpu)
+    graphs = [on_a_gpu(own, mode, benchmark=True) for own in ("amp-fp16", precision)]
+    seen, other = (net.predict(graph, device).step_time for graph in graphs)
+    factors = [time.median / float(roofline_s(graph, device).sum()) for time, graph in zip((seen, other), graphs, strict=True)]
+    assert factors[1] == pytest.approx(factors[0], rel=0.3)
+    assert other.log_sigma < 0.7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-fp16", "amp-bf16"])
+@pytest.mark.parametrize("gpu", ["a100", "h100", "b200", "t4"])
+def test_it_is_never_less_sure_of_a_time_than_physics(net: GuardNet, precision: Any, gpu: str) -> None:
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    workload = Workload(nn.TransformerEncoder(layer, 2), (8, 64, 256), loss=lambda out: out.float().sum(), precision=precision)
+    assert net.predict(trace(workload, target=resolve_device(gpu)), resolve_device(gpu)).step_time.log_sigma < 0.75
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_what_compiling_saves_is_learnt_from_runs_or_else_told_by_the_kernels(net: GuardNet, layout: Any) -> None:
+    device = resolve_device("rtx4090")  # its compiled runs were measured with nchw alone
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
+    eager, compiled = (
+        net.predict(
+            trace(Workload(model, (64, 3, 64, 64), mode="infer", precision="amp-fp16", layout=layout, compiled=compiled)), device
+        )
+        for compiled in (False, True)
+    )
+    assert compiled.step_time.median < 0.9 * eager.step_time.median
+    assert any("kernels for" in text for text in compiled.unmodelled) == (layout == "nhwc")
+
+
+def test_a_default_device_and_autocast_of_the_script_change_nothing(net: GuardNet, weights: Path) -> None:
+    observations = half_as_much_again(net, EIGHT, CPU)
+    devices = CPU, resolve_device("a100")
+    net.fine_tune(observations)
+    expected = [net.predict(NINTH, device) for device in devices]
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        other = guardnet.load(weights)
+        other.fine_tune(observations)
+        found = [other.predict(NINTH, device) for device in devices]
+    assert found == expected
+
+
 def test_a_pickled_net_predicts_the_same(net: GuardNet) -> None:
     net.fine_tune(half_as_much_again(net, EIGHT, CPU))
     assert pickle.loads(pickle.dumps(net)).predict(NINTH, CPU, steps=3) == net.predict(NINTH, CPU, steps=3)
@@ -393,6 +441,22 @@ def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
     assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0
 
 
+def test_what_a_card_draws_is_learnt_from_the_driver_s_counter(net: GuardNet) -> None:
+    device = resolve_device("a100")
+    assert net.predict(NINTH, device).energy is None
+    observations = [
+        replace(row, measurement=replace(row.measurement, energy_j=watts * row.measurement.total_time_s))
+        for row, watts in zip(half_as_much_again(net, EIGHT, device), [190, 210, 200, 195, 205, 2e4, 200, math.nan], strict=True)
+    ]
+    net.fine_tune(observations)
+    prediction = net.predict(NINTH, device)
+    assert prediction.energy is not None
+    assert prediction.energy.median == pytest.approx(200 * prediction.step_time.median, rel=0.03)
+    assert prediction.step_time.log_sigma < prediction.energy.log_sigma < prediction.step_time.log_sigma + 0.2
+    net.fine_tune(half_as_much_again(net, EIGHT, device))
+    assert net.predict(NINTH, device).energy is None
+
+
 def ran_out(graph: OpGraph, at_least_bytes: float) -> Observation:
     measurement = Measurement("oom", CPU.id, CPU.name, int(at_least_bytes), None, 1.0, 0, "made up", "torch")
     return Observation(graph, CPU, measurement)
@@ -424,3 +488,19 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
     net.fine_tune([*measured_rows, *[ran_out(NINTH, 1.3 * alone)] * 3])
     assert net.predict(NINTH, CPU).peak_memory.median > 1.05 * alone
     assert net.predict(NINTH, CPU).step_time.median > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_script_changes_nothing(net: GuardNet, weights: Path, dtype: torch.dtype) -> None:
+    devices = CPU, resolve_device("a100")
+    observations = half_as_much_again(net, EIGHT, CPU)
+    net.fine_tune(observations)
+    expected = [net.predict(NINTH, device) for device in devices]
+    torch.set_default_dtype(dtype)
+    try:
+        other = guardnet.load(weights)
+        other.fine_tune(observations)
+        found = [other.predict(NINTH, device) for device in devices]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected

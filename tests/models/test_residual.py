@@ -25,7 +25,12 @@ def embeddings(num_points: int, seed: int, *, width: int = 3) -> torch.Tensor:
 def places(num_points: int, seed: int) -> Place:
     """Two regimes, and two opinions of physics."""
     regime = torch.arange(num_points, dtype=torch.float64) % 2
-    return Place(embeddings(num_points, seed), embeddings(num_points, seed + 7, width=2), regime)
+    return Place(
+        embeddings(num_points, seed),
+        embeddings(num_points, seed + 3, width=4),
+        embeddings(num_points, seed + 7, width=2),
+        regime,
+    )
 
 
 def first(place: Place, count: int) -> Place:
@@ -44,8 +49,9 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
     for i, x in enumerate(a.x.tolist()):
         for j, y in enumerate(b.x.tolist()):
             product = sum(p * q for p, q in zip(x, y, strict=True))
-            distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True))
-            local = prior.local**2 * math.exp(-distance / (2 * width * prior.length**2))
+            distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True)) / width
+            distance += sum(float(p - q) ** 2 for p, q in zip(a.z[i], b.z[j], strict=True)) / a.z.shape[1]
+            local = prior.local**2 * math.exp(-distance / (2 * prior.length**2))
             physics = prior.physics**2 * sum(float(p * q) for p, q in zip(a.physics[i], b.physics[j], strict=True))
             bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
             matrix[i, j] = bias + prior.linear**2 * product / width + local + physics
@@ -170,16 +176,16 @@ def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_
     x = embeddings(60, 0)
     trend = 0.4 * x.sum(1)
     regime = torch.cat([torch.zeros(57, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
-    place = Place(x, x.new_zeros((60, 0)), regime)
+    place = Place(x, x.new_zeros((60, 0)), x.new_zeros((60, 0)), regime)
     posterior = condition(prior, place, trend + 0.5 * regime)
     new = embeddings(5, 1)
-    at = Place(new, new.new_zeros((5, 0)), posterior.regime.expand(5))
+    at = Place(new, new.new_zeros((5, 0)), new.new_zeros((5, 0)), posterior.regime.expand(5))
     torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
 
 
 def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
     prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, physics=0.5)
     x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
-    posterior = condition(prior, Place(x, gap, x.new_zeros(12)), gap[:, 0])
+    posterior = condition(prior, Place(x, x.new_zeros((12, 0)), gap, x.new_zeros(12)), gap[:, 0])
     new = torch.tensor([[0.8]], dtype=torch.float64)
-    assert posterior.at(Place(x[:1], new, x.new_zeros(1)))[0].item() == pytest.approx(0.8, abs=0.05)
+    assert posterior.at(Place(x[:1], x.new_zeros((1, 0)), new, x.new_zeros(1)))[0].item() == pytest.approx(0.8, abs=0.05)
