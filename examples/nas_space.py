@@ -86,12 +86,12 @@ class CellBlock(nn.Module):
 
 
 class Reduction(nn.Module):
-    """The residual block between two stages: half the size, twice the width."""
+    """The residual block between two stages: half the size, usually twice the width."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(conv(width, 2 * width, 3, 2), conv(2 * width, 2 * width, 3))
-        self.shortcut = nn.Sequential(nn.AvgPool2d(2, 2), nn.Conv2d(width, 2 * width, 1, bias=False))
+        self.body = nn.Sequential(conv(inputs, outputs, 3, 2), conv(outputs, outputs, 3))
+        self.shortcut = nn.Sequential(nn.AvgPool2d(2, 2), nn.Conv2d(inputs, outputs, 1, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.body(x) + self.shortcut(x)
@@ -100,12 +100,18 @@ class Reduction(nn.Module):
 
 def network(cell: Cell, *, width: int = 16, depth: int = 5, channels: int = 3, classes: int = 10) -> nn.Sequential:
     """The network of ``cell``: ``depth`` cells a stage, ``width`` channels in the first; the defaults are NAS-Bench-201's."""
-    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
-    for stage in range(3):
-        here = width * 2**stage
+    return network_of_stages(cell, (width, 2 * width, 4 * width), depth=depth, channels=channels, classes=classes)
+
+
+def network_of_stages(
+    cell: Cell, widths: tuple[int, int, int], *, depth: int = 5, channels: int = 3, classes: int = 10
+) -> nn.Sequential:
+    """The same with any channels in each of the three stages."""
+    layers: list[nn.Module] = [nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0])]
+    for stage, here in enumerate(widths):
         layers += [CellBlock(cell, here) for _ in range(depth)]
         if stage < 2:
-            layers.append(Reduction(here))
-    last = 4 * width
+            layers.append(Reduction(here, widths[stage + 1]))
+    last = widths[-1]
     layers += [nn.BatchNorm2d(last), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes)]
     return nn.Sequential(*layers)

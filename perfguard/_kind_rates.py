@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perfguard.graph import Op, OpGraph, roofline_s
+from perfguard.graph import Op, OpGraph, SizedGraphs, roofline_of_all, roofline_s
 from perfguard.predictor import Estimate
 
 if TYPE_CHECKING:
@@ -44,6 +44,23 @@ def sums_by_kind(graph: OpGraph, device: Device) -> Sums:
         before, calls = sums.get(kind, (0.0, 0))
         sums[kind] = before + seconds, calls + 1
     return sums
+
+
+def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
+    """The same for each of ``graphs``."""
+    seconds, ops = roofline_of_all(graphs, device), graphs.form.ops
+    kinds = np.array([op.kind for op in ops], dtype=object)
+    in_groups = (kinds == "conv") & (graphs.attribute_at("groups", 0, 1) > 1)
+    is_pointwise = (kinds == "conv") & ~in_groups & (graphs.attribute_product("weight_shape", 2) == 1)
+    found: list[Sums] = [{} for _ in range(len(graphs))]
+    named = np.where(in_groups, "conv in groups", np.where(is_pointwise, "conv 1x1", kinds))  # shape: (C, N)
+    for kind in np.unique(named.astype(str)).tolist():
+        chosen = named == kind
+        of_kind = np.where(chosen, seconds, 0).sum(axis=1).tolist()
+        for sums, total, calls in zip(found, of_kind, chosen.sum(axis=1).tolist(), strict=True):
+            if calls:
+                sums[kind] = total, calls
+    return found
 
 
 def _kind(op: Op) -> str:
@@ -82,6 +99,10 @@ class KindRates:
         if known < (1 - _UNKNOWN_SHARE) * total or predicted <= 0:
             return None
         return Estimate(predicted, self.log_sigma)
+
+    def seconds_of_all(self, graphs: SizedGraphs, device: Device) -> list[Estimate | None]:
+        """Of each of ``graphs``."""
+        return [self.seconds_of(sums) for sums in sums_by_kind_of_all(graphs, device)]
 
     def _row(self, sums: Sums) -> npt.NDArray[np.float64]:
         """Seconds of each kind, then calls of each kind."""

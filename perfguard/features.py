@@ -34,10 +34,10 @@ GRAPH_FEATURES = (
     "log_matrix_speedup", "log_working_peak", "small_share", "log_churn",
     "cudnn_benchmark", "compiled", "log_reserved_share",
 )  # fmt: skip
-_HALF = ("float16", "bfloat16")
+HALF = ("float16", "bfloat16")
 _NUM_SIZES, _NUM_FLAGS = 10, 5
-_WORKSPACE_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
-_SMALL_STORAGE_BYTES = 32 * 2**20
+WORKSPACE_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
+SMALL_STORAGE_BYTES = 32 * 2**20
 """glibc keeps freed blocks below this size in its heap (M_MMAP_THRESHOLD's upper bound); CUDA's caching allocator splits them."""
 
 
@@ -117,7 +117,7 @@ def _sizes(op: Op) -> tuple[float, ...]:
 def _flags(op: Op) -> tuple[float, ...]:
     """The phase, and what is true or false, in the order of the columns."""
     get = op.attributes.get
-    return op.phase, bool(get("transposed")), op.dtype in _HALF, bool(get("winograd")), bool(get("fft"))
+    return op.phase, bool(get("transposed")), op.dtype in HALF, bool(get("winograd")), bool(get("fft"))
 
 
 def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
@@ -134,7 +134,7 @@ def _working_bytes(graph: OpGraph, padding: npt.NDArray[np.float64]) -> npt.NDAr
     """Bytes alive at each operator if its kernel copied inputs and outputs into whole blocks of channels. Shape: (num_ops,)."""
     copies = np.zeros(len(graph.ops))
     for index, op in enumerate(graph.ops):
-        if op.kind in _WORKSPACE_KINDS:
+        if op.kind in WORKSPACE_KINDS:
             copies[index] = op.bytes_read * padding[0, index] + op.bytes_written * padding[1, index]
     return np.asarray(graph.live_bytes[1:] + copies, dtype=np.float64)
 
@@ -151,7 +151,7 @@ def _globals(
     total_s = max(float(roofline.sum()), 1e-9)
     num_ops = max(len(graph.ops), 1)
     at = graph.peak_index
-    small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < _SMALL_STORAGE_BYTES)
+    small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < SMALL_STORAGE_BYTES)
     churn = sum(s.num_bytes for s in graph.storages)
     arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
     return np.array(

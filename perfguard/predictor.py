@@ -15,7 +15,7 @@ from perfguard.exceptions import PredictorError
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph
+    from perfguard.graph import OpGraph, SizedGraphs
     from perfguard.measure import Measurement
 
 ENTRY_POINT_GROUP = "perfguard.predictors"
@@ -158,6 +158,14 @@ class Predictor(Protocol):
         Runs of status "ok", and of status "oom", whose memory is a lower bound and whose times say nothing. What comes next is
         of the last regime among them.
         """
+
+
+@runtime_checkable
+class BatchPredictor(Protocol):
+    """A predictor that is asked for thousands of sizes of one network, and takes them at once."""
+
+    def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
+        """Of each of ``graphs`` what `predict` says."""
 
 
 @runtime_checkable

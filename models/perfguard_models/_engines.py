@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,16 +18,20 @@ from safetensors.torch import load as load_tensors
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
 from perfguard.features import FEATURE_VERSION, featurize
-from perfguard.graph import OpGraph, roofline_s
-from perfguard_models._network import Correction, GuardNetwork
+from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
+from perfguard.sized_features import featurize_all
+from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import share_of
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.kernel_shapes import TAUGHT
+from perfguard_models.kernel_shapes import _kind_of as kind_of
 from perfguard_models.learner import Learner, predict_with_spread
 from perfguard_models.quick_views import quick_sums_of
 from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
+from perfguard_models.sized_operators import operators_of_all
+from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import SUMS
 from perfguard_models.weight_files import check_hash
 
@@ -92,6 +97,22 @@ class Answer(NamedTuple):
     """What :func:`perfguard_models.sums.sums_of` sees of the graph; None: nobody looked."""
 
 
+class Answers(NamedTuple):
+    """An :class:`Answer` for each of C graphs of one form."""
+
+    log_value: dict[str, npt.NDArray[np.float64]]  # shapes: (C,)
+    op_time_s: npt.NDArray[np.float64]  # shape: (C, num_ops)
+    embedding: dict[str, torch.Tensor]  # shapes: (C, d)
+    spent: torch.Tensor  # shape: (C, f)
+    physics: dict[str, torch.Tensor]  # shapes: (C, e)
+    prior: dict[str, ResidualPrior]
+    prior_scale: dict[str, npt.NDArray[np.float64]]
+    """What the standard deviations of ``prior`` are multiplied by. Shapes: (C,)"""
+    shares: dict[str, npt.NDArray[np.float64]]  # shapes: (C,)
+    known: dict[str, npt.NDArray[np.bool_]]  # shapes: (C,)
+    sums: npt.NDArray[np.float32] | None  # shape: (C, len(SUMS))
+
+
 class Engine(Protocol):
     """Weights for one kind of device."""
 
@@ -102,6 +123,9 @@ class Engine(Protocol):
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         """What they say."""
+
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        """What they say of each; None: ask one by one."""
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         """Whether the weights have learnt from measured runs what compiling saves of such a graph."""
@@ -154,6 +178,30 @@ class CpuEngine:
         )
         return answer if self.trained_on(device) else by_physics(answer, graph, device, TARGETS)
 
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        features = featurize_all(graphs, device)
+        with torch.inference_mode():
+            parts = [self._network(batch) for batch in batches_of(features, graphs.form)]
+        found = [torch.cat(values) for values in zip(*parts, strict=True)]
+        log_memory, log_time, op_time_s, memory_embedding, time_embedding = found
+        number = len(graphs)
+        answers = Answers(
+            {"memory": log_memory.double().numpy(), "time": log_time.double().numpy()},
+            op_time_s.double().numpy().reshape(number, -1),
+            {"memory": memory_embedding.double(), "time": time_embedding.double()},
+            torch.zeros((number, 0), dtype=torch.float64),
+            dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
+            self._priors,
+            dict.fromkeys(TARGETS, np.ones(number)),
+            {},
+            dict.fromkeys(TARGETS, np.ones(number, dtype=bool)),
+            None,
+        )
+        if self.trained_on(device):
+            return answers
+        everywhere = np.ones(number, dtype=bool)
+        return by_physics_of_all(answers, graphs, device, dict.fromkeys(TARGETS, everywhere))
+
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         return False
 
@@ -167,7 +215,7 @@ class GpuEngine:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self._without_shares = _without_shares(trained.learner)
+        self._without_shares = _asked_for(trained.learner, TARGETS)
         """For what is no perceptron: half of the forests know shares alone."""
         self.version = int(trained.card.get("version", 1))
 
@@ -182,6 +230,58 @@ class GpuEngine:
         answer = own if reference is None else self._carried_over(own, graph, device, reference)
         assert answer.sums is not None
         return answer._replace(physics={target: physics_of(target, answer.sums, answer.log_value[target]) for target in TARGETS})
+
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        form = graphs.form
+        learnt_as = self._learnt_as(form, device)
+        if form.precision != "fp32" and learnt_as is None:
+            return None  # each may be carried over from another card
+        if form.precision == "fp32" and device.id not in _timed_in_float32() and not _are_untaught(graphs, device):
+            return None  # and each may be answered by its operators
+        number = len(graphs)
+        roofline = roofline_of_all(graphs, device).astype(np.float32).astype(np.float64)
+        unknown = {target: np.full(number, not _knows(target, form)) for target in TARGETS}
+        value = {target: np.zeros(number) for target in TARGETS}
+        sigma = {target: np.full(number, UNTRAINED_LOG_SIGMA[target]) for target in TARGETS}
+        shares: dict[str, npt.NDArray[np.float64]] = {}
+        sums = sums_of_all(graphs, device)
+        if not all(rows.all() for rows in unknown.values()):
+            setting, known_gpu = as_setting(form, device), self.trained_on(device)
+            views = operators_of_all(graphs, device)
+            runs = [setting._replace(view=view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
+            wanted = [target for target in TARGETS if not unknown[target].all()]
+            wanted += _SHARES if setting.table == "perceptron" else ()
+            predicted, spread = predict_with_spread(_asked_for(self._trained.learner, wanted), runs)
+            for target in TARGETS:
+                unknown[target] |= ~np.isfinite(predicted[target])
+                value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
+                calibration, group = self._trained.calibration, learnt_as or group_of(setting)
+                spreads = spread[target].tolist()
+                sigma[target] = np.array([calibration.log_sigma(target, group, s, known_gpu=known_gpu) for s in spreads])
+            if setting.table == "perceptron":
+                shares = {name: predicted[name] for name in _SHARES if np.isfinite(predicted[name]).all()}
+                shares = {name: np.array([share_of(logit) for logit in logits]) for name, logits in shares.items()}
+            if not known_gpu or learnt_as is None:
+                unknown["time"] |= sigma["time"] > UNTRAINED_LOG_SIGMA["time"]
+        total_s = np.maximum(roofline.sum(axis=1), 1e-12)
+        answers = Answers(
+            value,
+            roofline * (np.exp(value["time"]) / total_s)[:, None],
+            dict.fromkeys(TARGETS, torch.cat([embedding_of(row) for row in sums])),
+            torch.cat([spent_of(row) for row in sums]),
+            {},
+            dict.fromkeys(TARGETS, prior_of(1.0)),
+            sigma,
+            shares,
+            {target: np.ones(number, dtype=bool) for target in TARGETS},
+            sums,
+        )
+        answers = by_physics_of_all(answers, graphs, device, unknown)
+        physics = {
+            target: torch.cat([physics_of(target, row, said) for row, said in zip(sums, said_of_all.tolist(), strict=True)])
+            for target, said_of_all in answers.log_value.items()
+        }
+        return answers._replace(physics=physics)
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
         """The GPU whose time for ``graph`` was learnt in this setting and is nearest by the roofline.
@@ -277,12 +377,14 @@ class GpuEngine:
         return 1.0
 
 
-def _without_shares(learner: Learner) -> Learner:
-    """The same, but that it does not say what nobody asks."""
+def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
+    """``learner`` without the forests that would answer for other targets than ``targets``: they are most of its time."""
     if not isinstance(learner, GuardEnsemble):
         return learner
-    tensors, settings = learner.state()
-    return GuardEnsemble.from_state({key: value for key, value in tensors.items() if not key.startswith(_SHARES)}, settings)
+    names = {*targets, *(["limit"] if "memory" in targets else [])}
+    few = copy.copy(learner)
+    few._forests = {name: forests for name, forests in learner._forests.items() if name in names}
+    return few
 
 
 def _apart(graph: OpGraph, device: Device, other: Device) -> float:
@@ -308,6 +410,32 @@ def by_physics(answer: Answer, graph: OpGraph, device: Device, targets: Sequence
     return answer
 
 
+def by_physics_of_all(
+    answers: Answers, graphs: SizedGraphs, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
+) -> Answers:
+    """:func:`by_physics` where ``rows`` (C,) of a target says so: everywhere, or the priors must be multiples of `prior_of`."""
+    for target, chosen in rows.items():
+        if not chosen.any():
+            continue
+        op_time_s = answers.op_time_s
+        if target == "memory":
+            num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
+            value = np.log(np.maximum(num_bytes, 1) + device.context_bytes)
+        else:
+            bare = (roofline_of_all(graphs, device) * _UNTRAINED_TIME_FACTOR).astype(np.float32).astype(np.float64)
+            value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
+            op_time_s = np.where(chosen[:, None], bare, op_time_s)
+        sigma = np.where(chosen, UNTRAINED_LOG_SIGMA[target], answers.prior_scale[target])
+        answers = answers._replace(
+            log_value=answers.log_value | {target: np.where(chosen, value, answers.log_value[target])},
+            op_time_s=op_time_s,
+            prior=answers.prior | {target: prior_of(1.0)},
+            prior_scale=answers.prior_scale | {target: sigma},
+            known=answers.known | {target: answers.known[target] & ~chosen},
+        )
+    return answers
+
+
 def by_operators(answer: Answer, graph: OpGraph, device: Device) -> Answer:
     """``answer`` with the time from trees on single operators, which cross to GPUs without a measured float32 step of their own.
 
@@ -331,6 +459,14 @@ def by_operators(answer: Answer, graph: OpGraph, device: Device) -> Answer:
         prior=answer.prior | {"time": prior_of(sigma)},
         known=answer.known | {"time": True},
     )
+
+
+def _are_untaught(graphs: SizedGraphs, device: Device) -> bool:
+    """Whether :func:`by_operators` would leave the answer for each of ``graphs`` as it is."""
+    kinds = [kind_of(op.name, op.kind, op.attributes.get("product")) for op in graphs.form.ops]
+    seconds = roofline_of_all(graphs, device)
+    untaught_s = seconds[:, np.array(kinds, dtype=np.int64) == len(TAUGHT)].sum(axis=1)
+    return bool((2 * untaught_s >= seconds.sum(axis=1)).all())
 
 
 @functools.cache

@@ -7,7 +7,8 @@ zero when training begins.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +17,14 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.utils import scatter
 
 from perfguard.features import GRAPH_FEATURES, NODE_FEATURES
-from perfguard.graph import OP_KINDS
+from perfguard.graph import KIND_INDEX, OP_KINDS
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
+    from perfguard.sized_features import SizedFeatures
+
+_OPS_AT_ONCE = 8192
+"""More would not fit the processor's caches."""
 
 
 class Correction(NamedTuple):
@@ -128,6 +136,28 @@ class GuardNetwork(nn.Module):
                 (op_column("conv_log_kernel") - 2) / 2,
             ],
             dim=1,
+        )
+
+
+def batches_of(features: SizedFeatures, form: OpGraph) -> Iterator[Batch]:
+    """What :func:`perfguard.features.featurize` gives for graphs of one form, some at once."""
+    number, num_ops, _ = features.x.shape
+    kinds = torch.tensor([KIND_INDEX[op.kind] for op in form.ops], dtype=torch.long)
+    edges = torch.from_numpy(form.edges)
+    at_once = max(_OPS_AT_ONCE // max(num_ops, 1), 1)
+    for start in range(0, number, at_once):
+        rows = slice(start, start + at_once)
+        many = len(features.x[rows])
+        offsets = num_ops * torch.arange(many)
+        yield Batch(
+            x=torch.from_numpy(features.x[rows]).flatten(0, 1),
+            kind=kinds.repeat(many),
+            edge_index=(edges[:, None, :] + offsets[None, :, None]).flatten(1),
+            globals=torch.from_numpy(features.globals[rows]),
+            roofline=torch.from_numpy(features.roofline[rows]).float().flatten(),
+            log_memory=torch.from_numpy(features.log_memory[rows]).float(),
+            log_time=torch.from_numpy(features.log_time[rows]).float(),
+            batch=torch.arange(many).repeat_interleave(num_ops),
         )
 
 

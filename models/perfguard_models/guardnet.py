@@ -23,14 +23,15 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph
+from perfguard.graph import OpGraph, SizedGraphs, StorageKind
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, CpuEngine, Engine, GpuEngine, physics_of, spent_of
+from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of, spent_of
 from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
+from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import read_pair
 
@@ -135,6 +136,65 @@ class GuardNet:
             energy=energy,
             unmodelled=launched.unmodelled,
         )
+
+    @undisturbed
+    def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
+        """See :class:`perfguard.predictor.BatchPredictor`."""
+        form, engine = graphs.form, self._engines[device.kind]
+        answers = engine.answer_all(graphs, device) if self._compiled(form, device) is None else None
+        if answers is None:
+            return [self.predict(graph, device) for graph in graphs]
+        memory, step_time = (self._estimates(target, answers, graphs, device) for target in TARGETS)
+        power = self._powers.get(device.id)
+        has_learnt = (device.id, "memory") in self._posteriors
+        trained = np.logical_and.reduce(list(answers.known.values())) & engine.trained_on(device)
+        kinds = sorted(form.kinds)
+        of_kind = np.array([[op.kind == kind for kind in kinds] for op in form.ops], dtype=np.float64)
+        scale = [estimate.median for estimate in step_time] / np.exp(answers.log_value["time"])
+        by_kind = (answers.op_time_s @ of_kind.reshape(len(form.ops), len(kinds)) * scale[:, None]).tolist()
+        at_peak = graphs.bytes_by_kind.astype(np.int64).tolist()
+        shares = [dict(zip(answers.shares, row, strict=True)) for row in np.array([*answers.shares.values()]).T.tolist()]
+        return [
+            Prediction(
+                peak_memory=memory[at],
+                step_time=step_time[at],
+                total_time=None,
+                predictor=self.name,
+                device_id=device.id,
+                trained_on_device=has_learnt or bool(trained[at]),
+                bytes_at_peak={kind.name.lower(): held for kind, held in zip(StorageKind, at_peak[at], strict=True) if held},
+                time_by_kind_s=dict(sorted(zip(kinds, by_kind[at], strict=True), key=lambda item: -item[1])),
+                gpu_util=shares[at].get("gpu_util") if shares else None,
+                sm_active=shares[at].get("sm_active") if shares else None,
+                energy=None if power is None else step_time[at].scaled(math.exp(power[0]), log_sigma=power[1]),
+                unmodelled=form.unmodelled,
+            )
+            for at in range(len(graphs))
+        ]
+
+    def _estimates(self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device) -> list[Estimate]:
+        """:meth:`_estimate` for each of ``graphs``."""
+        x, prior, prior_scale = answers.embedding[target], answers.prior[target], answers.prior_scale[target]
+        posterior = self._posteriors.get((device.id, target))
+        if posterior is None:
+            mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
+        else:
+            means, log_sigmas = posterior.at(Place(x, answers.spent, answers.physics[target], posterior.regime.expand(len(x))))
+            mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.noise * prior_scale / posterior.prior.noise)
+        log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
+        median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
+        return list(map(Estimate, median.tolist(), log_sigma.tolist()))
+
+    def _corrections_of_all(
+        self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device
+    ) -> npt.NDArray[np.float64]:
+        """What the refinement adds to each. Shape: (C,)."""
+        if self._refinement is None:
+            return np.zeros(len(graphs))
+        values = answers.log_value[target].tolist()
+        sums = sums_of_all(graphs, device) if answers.sums is None else answers.sums
+        rows = [row_of(row, physics_of(target, row, value), value) for row, value in zip(sums, values, strict=True)]
+        return np.array([self._refinement.correction(target, device.id, row) for row in rows])
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:

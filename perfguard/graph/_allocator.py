@@ -11,21 +11,20 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
 
-_MIN_BLOCK = 512
-_SMALL_REQUEST = 2**20
+MIN_BLOCK = 512
+SMALL_REQUEST = 2**20
 """kSmallSize: up to here a request is served from the small pool."""
-_SMALL_SEGMENT = 2 * 2**20
+SMALL_SEGMENT = 2 * 2**20
 """kSmallBuffer."""
-_LARGE_SEGMENT = 20 * 2**20
+LARGE_SEGMENT = 20 * 2**20
 """kLargeBuffer: the segment of a large request below 10 MiB."""
-_MIN_LARGE_REQUEST = 10 * 2**20
+MIN_LARGE_REQUEST = 10 * 2**20
 """kMinLargeAlloc: from here a segment is as large as its request, rounded up to 2 MiB."""
-_ROUND_LARGE = 2 * 2**20
-_MOST_STEPS = 4
+ROUND_LARGE = 2 * 2**20
+MOST_STEPS = 4
 """The first step makes the optimizer's state in the middle, the second finds the cache as it left it; a step that takes nothing
 more from the driver is the last."""
 
@@ -96,8 +95,8 @@ class CachingAllocator:
         """A block of at least ``num_bytes``; None for none."""
         if num_bytes <= 0:
             return None
-        size = -(-num_bytes // _MIN_BLOCK) * _MIN_BLOCK
-        pool = self._pools[0 if size <= _SMALL_REQUEST else 1]
+        size = -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+        pool = self._pools[0 if size <= SMALL_REQUEST else 1]
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size != size and self._should_split(block, size):
             self._split(block, size)
@@ -143,7 +142,7 @@ class CachingAllocator:
         if limit is not None and not pool.is_small:
             if size < limit <= block.size:
                 return None
-            if size >= limit and block.size >= size + _LARGE_SEGMENT:
+            if size >= limit and block.size >= size + LARGE_SEGMENT:
                 return None
         del pool.free[index]
         return block
@@ -151,14 +150,14 @@ class CachingAllocator:
     def _new_block(self, pool: _Pool, size: int) -> Block:
         if self._settings.expandable_segments:
             return self._expand(pool, size)
-        segment = _segment_size(size)
+        segment = segment_size(size)
         block = Block(self._next_address, segment, pool)
         self._next_address += segment
         self.reserved_bytes += segment
         return block
 
     def _expand(self, pool: _Pool, size: int) -> Block:
-        page = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+        page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
         tail = pool.tail
         have = tail.size if tail is not None and not tail.allocated else 0
         mapped = -(-(size - have) // page) * page
@@ -178,9 +177,9 @@ class CachingAllocator:
     def _should_split(self, block: Block, size: int) -> bool:
         remaining = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
-            return remaining >= _MIN_BLOCK
+            return remaining >= MIN_BLOCK
         limit = self._settings.max_split_bytes
-        return (limit is None or size < limit) and remaining > _SMALL_REQUEST
+        return (limit is None or size < limit) and remaining > SMALL_REQUEST
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.address + size, block.size - size, block.pool)
@@ -194,12 +193,12 @@ class CachingAllocator:
         block.pool.add(rest)
 
 
-def _segment_size(size: int) -> int:
-    if size <= _SMALL_REQUEST:
-        return _SMALL_SEGMENT
-    if size < _MIN_LARGE_REQUEST:
-        return _LARGE_SEGMENT
-    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
+def segment_size(size: int) -> int:
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE_REQUEST:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
 def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
@@ -241,7 +240,7 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
                 allocator.free(blocks.pop(index))
 
     allocate(lasting)
-    for step in range(_MOST_STEPS):
+    for step in range(MOST_STEPS):
         reserved = allocator.reserved_bytes
         before = [blocks.pop(index) for index in inputs if index in blocks]
         allocate(inputs)  # the next batch is there before the name of the last one is bound to it
@@ -259,132 +258,3 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
         if step and allocator.reserved_bytes == reserved:
             break
     return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)
-
-
-class _Program(NamedTuple):
-    """What a step asks of the allocator, whatever its sizes: i allocates storage i, ~i frees it if it is there."""
-
-    lasting: list[int]
-    first: list[int]
-    """The first step. Index len(storages) is cuBLAS's workspace."""
-    later: list[int]
-    """Any other; indices from len(storages) + 1 are the batch before."""
-    inputs: list[int]
-
-
-_programs: WeakKeyDictionary[OpGraph, _Program] = WeakKeyDictionary()
-
-
-def _program_of(graph: OpGraph) -> _Program:
-    first = graph.twin or graph
-    known = _programs.get(first)
-    if known is None:
-        known = _programs[first] = _make_program(first)
-    return known
-
-
-def _make_program(graph: OpGraph) -> _Program:
-    end, number = len(graph.ops), len(graph.storages)
-    births: list[list[int]] = [[] for _ in range(end + 1)]
-    deaths: list[list[int]] = [[] for _ in range(end + 1)]
-    lasting: list[int] = []
-    inputs: list[int] = []
-    state: list[int] = []
-    leftover: list[int] = []
-    for index, (_, kind, birth, death, _) in enumerate(graph.storages):
-        freed = [~index] if death < birth else []  # before an operator used it
-        if birth >= 0:
-            births[birth] += [index, *freed]
-        elif kind is StorageKind.INPUT:
-            inputs += [index, *freed]
-        else:
-            (state if kind is StorageKind.OPTIMIZER_STATE else lasting).extend([index, *freed])
-        if 0 <= death < end:
-            deaths[death].append(~index)
-        elif birth >= 0:
-            leftover.append(~index)
-    batch = [index for index in inputs if index >= 0]
-    first, later = [*inputs], [*inputs, *(~at for at in range(number + 1, number + 1 + len(batch))), *leftover]
-    first_update = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end)
-    first_product = next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), end)
-    for i in range(end):
-        first += [number] * (i == first_product) + (state if i == first_update else []) + births[i] + deaths[i]
-        later += births[i] + deaths[i]
-    return _Program(lasting, first + births[end], later + births[end], batch)
-
-
-_UNITS = 40
-"""Bits of an address in units of 512 bytes: half a petabyte."""
-
-
-def reserved_by_default(graph: OpGraph) -> int:
-    """As ``replay_allocator(graph).reserved_bytes``, faster: written out for the default settings, with numbers for blocks.
-
-    A free block is one number, its size and then its address, so that sorted numbers are in the order of the best fit. Between
-    two segments an address is left out, so that only neighbours in one segment meet.
-    """
-    program = _program_of(graph)
-    number, inputs = len(graph.lifetimes[0]), program.inputs
-    wanted = [*(-(-graph.storage_bytes // _MIN_BLOCK)).tolist(), AllocatorSettings().cublas_workspace_bytes // _MIN_BLOCK]
-    wanted += [wanted[index] for index in inputs]
-    small, mask = _SMALL_REQUEST // _MIN_BLOCK, (1 << _UNITS) - 1
-    free_small: list[int] = []
-    free_large: list[int] = []
-    size_from: dict[int, int] = {}  # of the free block that starts at an address
-    size_to: dict[int, int] = {}  # of the one that ends there
-    blocks: list[int] = [0] * len(wanted)  # numbers as in the lists of free ones; 0: none
-    next_address, reserved = 1, 0
-    bisect_left, insort = bisect.bisect_left, bisect.insort
-
-    def run(events: list[int]) -> None:
-        nonlocal next_address, reserved
-        for event in events:
-            if event >= 0:
-                size = wanted[event]
-                if not size:
-                    continue
-                is_small = size <= small
-                free = free_small if is_small else free_large
-                at = bisect_left(free, size << _UNITS)
-                if at < len(free):
-                    block = free.pop(at)
-                    has, address = block >> _UNITS, block & mask
-                    del size_from[address], size_to[address + has]
-                else:
-                    has, address = _segment_size(size * _MIN_BLOCK) // _MIN_BLOCK, next_address
-                    next_address += has + 1
-                    reserved += has
-                rest = has - size
-                if rest > (0 if is_small else small):
-                    start = address + size
-                    insort(free, rest << _UNITS | start)
-                    size_from[start] = size_to[address + has] = rest
-                    has = size
-                blocks[event] = has << _UNITS | address
-                continue
-            block = blocks[event := ~event]
-            if not block:
-                continue
-            blocks[event] = 0
-            free = free_small if wanted[event] <= small else free_large
-            has, address = block >> _UNITS, block & mask
-            if left := size_to.pop(address, 0):
-                address -= left
-                del free[bisect_left(free, left << _UNITS | address)], size_from[address]
-                has += left
-            if right := size_from.pop(address + has, 0):
-                del free[bisect_left(free, right << _UNITS | address + has)], size_to[address + has + right]
-                has += right
-            insort(free, has << _UNITS | address)
-            size_from[address] = size_to[address + has] = has
-
-    run(program.lasting)
-    run(program.first)
-    for _ in range(1, _MOST_STEPS):
-        before = reserved
-        for at, index in enumerate(inputs, number + 1):
-            blocks[at], blocks[index] = blocks[index], 0
-        run(program.later)
-        if reserved == before:
-            break
-    return reserved * _MIN_BLOCK

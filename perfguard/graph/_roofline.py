@@ -13,6 +13,7 @@ from perfguard.graph._schema import OpGraph
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.graph._sized import SizedGraphs
 
 _MATRIX_KINDS = frozenset({"conv", "conv_backward", "matmul", "attention", "rnn"})
 _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
@@ -79,6 +80,40 @@ def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
         inputs, outputs = (first, second * groups) if op.attributes["transposed"] else (second * groups, first)
         padding[:, index] = _in_blocks(inputs, lanes), _in_blocks(outputs, lanes)
     return padding
+
+
+def roofline_of_all(graphs: SizedGraphs, device: Device) -> npt.NDArray[np.float64]:
+    """:func:`roofline_s` of each of ``graphs``. Shape: (C, N)."""
+    known = _last_of_all.get(graphs)
+    if known is None or known[0] is not device:
+        known = _last_of_all[graphs] = device, _computed_for_all(graphs, device)
+    return known[1]
+
+
+_last_of_all: WeakKeyDictionary[SizedGraphs, tuple[Device, npt.NDArray[np.float64]]] = WeakKeyDictionary()
+
+
+def _computed_for_all(graphs: SizedGraphs, device: Device) -> npt.NDArray[np.float64]:
+    flops = graphs.op_numbers[0].astype(np.float64)
+    if device.kind == "cpu":
+        flops *= np.sqrt(np.prod(channel_padding_of_all(graphs, device), axis=0))
+    num_bytes = (graphs.op_numbers[1] + graphs.op_numbers[2]).astype(np.float64)
+    rate = np.array([_rate(op.kind, op.dtype, device) for op in graphs.form.ops], dtype=np.float64)
+    slower = np.maximum(flops / rate, num_bytes / device.bandwidth_bytes_per_s)
+    return np.asarray(np.maximum(slower, device.launch_overhead_s))
+
+
+def channel_padding_of_all(graphs: SizedGraphs, device: Device) -> npt.NDArray[np.float64]:
+    """:func:`channel_padding` of each of ``graphs``. Shape: (2, C, N)."""
+    lanes = _LANES[device.kind]
+    is_convolution = np.array([op.kind in ("conv", "conv_backward") for op in graphs.form.ops], dtype=bool)
+    is_transposed = np.array([bool(op.attributes.get("transposed")) for op in graphs.form.ops], dtype=bool)
+    first, second = (graphs.attribute_at("weight_shape", axis, 1) for axis in (0, 1))
+    second = second * graphs.attribute_at("groups", 0, 1)
+    inputs, outputs = np.where(is_transposed, first, second), np.where(is_transposed, second, first)
+    channels = np.stack([inputs, outputs])
+    blocks = -(-channels // lanes) * lanes / np.maximum(channels, 1)
+    return np.where(is_convolution & (channels > 4), blocks, 1.0)
 
 
 def _in_blocks(channels: int, lanes: int) -> float:

@@ -205,7 +205,7 @@ class OpGraph:
     @cached_property
     def reserved_bytes(self) -> int:
         """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        from perfguard.graph._allocator import reserved_by_default
+        from perfguard.graph._quick_replay import reserved_by_default
 
         return reserved_by_default(self)
 

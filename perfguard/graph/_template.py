@@ -155,7 +155,7 @@ class Template:
         self._axes = axes
         self._terms = terms
         self._points = list(samples)
-        self._inverse = _inverse([_values(point, terms) for point in basis])
+        self._inverse = inverse([_values(point, terms) for point in basis])
         self._basis = basis
         self._numbers = np.stack([samples[point].numbers for point in basis])
         self._largest = int(self._numbers.max())
@@ -302,16 +302,16 @@ def form_of(attributes: Mapping[str, Any]) -> Hashable:
 def _independent(points: Sequence[_Point], terms: Sequence[_Term]) -> list[_Point] | None:
     """Points at which ``terms`` take linearly independent values, as many as there are terms; None if there are not so many."""
     chosen: list[_Point] = []
-    reduced: list[list[Fraction]] = []
+    kept: list[list[Fraction]] = []
     for point in points:
-        row = _reduced([Fraction(value) for value in _values(point, terms)], reduced)
+        row = reduced([Fraction(value) for value in _values(point, terms)], kept)
         if any(row):
             chosen.append(point)
-            reduced.append(row)
+            kept.append(row)
     return chosen if len(chosen) == len(terms) else None
 
 
-def _reduced(row: list[Fraction], others: Sequence[list[Fraction]]) -> list[Fraction]:
+def reduced(row: list[Fraction], others: Sequence[list[Fraction]]) -> list[Fraction]:
     """``row`` less the multiples of ``others`` that make it zero where each of them begins."""
     for other in others:
         at = next(index for index, value in enumerate(other) if value)
@@ -320,7 +320,7 @@ def _reduced(row: list[Fraction], others: Sequence[list[Fraction]]) -> list[Frac
     return row
 
 
-def _inverse(matrix: Sequence[Sequence[int]]) -> list[list[Fraction]]:
+def inverse(matrix: Sequence[Sequence[int]]) -> list[list[Fraction]]:
     """Of a regular matrix, by Gauss and Jordan."""
     size = len(matrix)
     rows = [[Fraction(v) for v in row] + [Fraction(int(at == index)) for at in range(size)] for index, row in enumerate(matrix)]

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from perfguard.graph import AllocatorSettings, CachingAllocator, Op, OpGraph, Phase, Storage, StorageKind, replay_allocator, trace
-from perfguard.graph._allocator import Block, reserved_by_default
+from perfguard.graph import (
+    AllocatorSettings,
+    CachingAllocator,
+    Op,
+    OpGraph,
+    Phase,
+    Storage,
+    StorageKind,
+    replay_allocator,
+    trace,
+)
+from perfguard.graph._allocator import Block
+from perfguard.graph._quick_replay import reserved_by_default, reserved_bytes_of
 from perfguard.workload import Workload
 
 KIB, MIB = 2**10, 2**20
@@ -186,3 +199,49 @@ def test_a_graph_with_other_numbers_reserves_what_it_would_on_its_own() -> None:
     larger = OpGraph.alike(graph, graph.numbers * 7)
     alone = OpGraph(larger.ops, larger.storages, graph.mode, graph.precision, graph.layout)
     assert larger.reserved_bytes == alone.reserved_bytes == replay_allocator(alone).reserved_bytes > graph.reserved_bytes
+
+
+def random_step(rng: random.Random) -> OpGraph:
+    """Operators that make and free storages as they like, none of which has a size yet."""
+    num_ops = rng.randint(3, 25)
+    kinds = [rng.choice(("conv", "matmul", "elementwise")) for _ in range(num_ops)]
+    update = rng.randint(num_ops // 2, num_ops)
+    ops = [
+        Op(kind, kind, Phase.OPTIMIZER if at >= update else Phase.FORWARD, 0, 0, 0, (), (), "", (), "float32", {})
+        for at, kind in enumerate(kinds)
+    ]
+    storages = [
+        Storage(0, rng.choice((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.OPTIMIZER_STATE)), -1, num_ops, "")
+        for _ in range(rng.randint(1, 12))
+    ]
+    for _ in range(rng.randint(5, 60)):
+        birth = rng.randint(0, num_ops)
+        death = rng.choice((birth, birth - 1, num_ops, rng.randint(birth, num_ops)))
+        storages.append(Storage(0, StorageKind.TEMPORARY, birth, max(death, 0), ""))
+    return OpGraph(tuple(ops), tuple(storages), "train", "fp32", "nchw")
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("number", [3, 140], ids=["few", "many"])
+def test_many_replays_at_once_are_the_replays_of_each(seed: int, number: int) -> None:
+    rng = random.Random(seed)
+    form = random_step(rng)
+    never = [rng.random() < 0.1 for _ in form.storages]
+    largest = rng.choice((4e3, 3e6, 3e7, 1e9))
+    sizes = [[0 if empty else round(largest ** rng.uniform(0.3, 1)) for empty in never] for _ in range(number)]
+    if seed % 4 == 3:
+        sizes[1][-1] = 0  # of one alone
+    expected = []
+    for row in sizes:
+        storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(row, form.storages, strict=True))
+        graph = OpGraph(form.ops, storages, form.mode, form.precision, form.layout)
+        expected.append(replay_allocator(graph).reserved_bytes)
+    assert reserved_bytes_of(form, np.array(sizes)).tolist() == expected
+
+
+def test_replays_beyond_what_arrays_can_count_are_right_too() -> None:
+    form = random_step(random.Random(0))
+    sizes = [2**39 + at for at in range(len(form.storages))]
+    storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(sizes, form.storages, strict=True))
+    expected = replay_allocator(OpGraph(form.ops, storages, form.mode, form.precision, form.layout)).reserved_bytes
+    assert reserved_bytes_of(form, np.array([sizes] * 130)).tolist() == [expected] * 130

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
@@ -16,7 +16,7 @@ from perfguard._predict import graph_of, most_energy
 from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError
 from perfguard.guard import Verdict
-from perfguard.predictor import DEFAULT_PREDICTOR, Estimate, Observation, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Estimate, Observation, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
 from perfguard.workload import TensorSpec, Workload
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from perfguard._predict import Network
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph
+    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.nas._space import ElasticSpace
 
 _EVEN_CHANCE = 0.5
 _N = TypeVar("_N", bound="Network")
@@ -36,6 +37,13 @@ class ConstrainedTrial(Protocol):
 
     def set_constraint(self, key: str, value: float) -> None:
         """Tell the sampler how far the trial is from feasible; above zero: it is not."""
+
+
+def tell(trial: ConstrainedTrial, verdict: Verdict) -> Verdict:
+    """Tell the sampler of ``trial`` how far it is from each limit."""
+    for quantity, margin in verdict.margins.items():
+        trial.set_constraint(f"perfguard:{quantity}", margin)
+    return verdict
 
 
 class LatencyConstraint:
@@ -110,7 +118,10 @@ class LatencyConstraint:
         Raises:
             WorkloadError: if it cannot be traced or read.
         """
-        prediction = self.predict(model)
+        return self.verdict_on(self.predict(model))
+
+    def verdict_on(self, prediction: Prediction) -> Verdict:
+        """The same for what :meth:`predict` said."""
         limits = tuple(self._limits(prediction))
         margins: dict[str, float] = {limit.quantity: limit.margin(self.risk) for limit in limits}
         worst = max(limits, key=lambda limit: margins[limit.quantity])
@@ -124,10 +135,42 @@ class LatencyConstraint:
         """What one inference of ``model`` costs."""
         graph = self.graph_of(model)
         prediction = self.predictor.predict(graph, self.device)
-        told = None if self._rates is None else self._rates.seconds_of(sums_by_kind(graph, self.device))
-        if told is None:
-            return prediction
-        return dataclasses.replace(prediction, step_time=told, predictor=f"{prediction.predictor}, rates of what was told")
+        return prediction if self._rates is None else _told(prediction, self._rates.seconds_of(sums_by_kind(graph, self.device)))
+
+    def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
+        """What :meth:`predict` says of each of ``graphs``."""
+        if isinstance(self.predictor, BatchPredictor):
+            predictions = self.predictor.predict_all(graphs, self.device)
+        else:
+            predictions = [self.predictor.predict(graph, self.device) for graph in graphs]
+        if self._rates is None:
+            return predictions
+        return list(map(_told, predictions, self._rates.seconds_of_all(graphs, self.device)))
+
+    def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
+        """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.
+
+        Example:
+            >>> from torch import nn
+            >>> def build(stem, body):
+            ...     return nn.Sequential(nn.Conv2d(3, stem, 3), nn.ReLU(), nn.Conv2d(stem, body, 3))
+            >>> constraint = LatencyConstraint(gpu="t4", max_latency_ms=5, inputs=(8, 3, 32, 32))
+            >>> space = constraint.elastic(build, widths={"stem": range(8, 65), "body": range(8, 129, 8)})
+            >>> [verdict.action for verdict in space.verdicts([{"stem": 17, "body": 64}, {"stem": 64, "body": 128}])]
+            ['launch', 'launch']
+
+        Args:
+            build: takes the widths as keyword arguments and returns a candidate as :meth:`__call__` takes it. It is called on the
+                meta device.
+            widths: by name, what each may be: whole numbers, none below zero.
+
+        Raises:
+            ConfigurationError: if there are no widths, or one has no values, or such that are no whole numbers.
+            WorkloadError: if ``build`` raises, or what it makes cannot be traced.
+        """
+        from perfguard.nas._space import ElasticSpace
+
+        return ElasticSpace(self, build, widths)
 
     def graph_of(self, model: Network) -> OpGraph:
         """The operators of one inference; equal structures are traced once."""
@@ -184,10 +227,7 @@ class LatencyConstraint:
         limit need not be trained (``raise optuna.TrialPruned(verdict.reason)``). In a study of accuracy against latency, the
         second objective is ``verdict.prediction.step_time.median``.
         """
-        verdict = self(model)
-        for quantity, margin in verdict.margins.items():
-            trial.set_constraint(f"perfguard:{quantity}", margin)
-        return verdict
+        return tell(trial, self(model))
 
     def seconds_of(self, choices: Sequence[Network]) -> torch.Tensor:
         """The predicted latency of each of ``choices``, seconds. Shape: (len(choices),)."""
@@ -229,6 +269,13 @@ class LatencyConstraint:
         energy = most_energy(prediction, self.device)
         if self.max_energy_j is not None and energy is not None:
             yield Limit("energy", self.max_energy_j, energy)
+
+
+def _told(prediction: Prediction, step_time: Estimate | None) -> Prediction:
+    """With the latency by rates, where they say anything."""
+    if step_time is None:
+        return prediction
+    return dataclasses.replace(prediction, step_time=step_time, predictor=f"{prediction.predictor}, rates of what was told")
 
 
 def _positive(name: str, value: float | None, unit: float) -> float | None:

@@ -1,0 +1,6 @@
+"""Architecture search under limits of the deployed network."""
+
+from perfguard.nas._constraint import ConstrainedTrial, LatencyConstraint
+from perfguard.nas._space import ElasticSpace
+
+__all__ = ["ConstrainedTrial", "ElasticSpace", "LatencyConstraint"]
