@@ -106,7 +106,7 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        widening[target] = _widening([observations[index] for index in own], target)
+        widening[target] = _widening([observations[index] for index in own if index not in refused], target)
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
             shifts |= _shifts(observations, target, sorted({*believed}.intersection(of_number)))
@@ -258,11 +258,11 @@ def _z(observation: Observation, target: Target) -> float | None:
 
 
 def _widening(observations: Sequence[Observation], target: Target) -> float:
-    """A suspect counts as a miss, for it may be right; what cannot be does not count."""
+    """Of runs whose readings are believed: a suspect that was right counts as soon as another reading agrees with it."""
     log_width = 0.0
     for observation in observations:
         z = _z(observation, target)
-        if z is not None and _impossible(observation, target) is None:
+        if z is not None:
             width = math.exp(log_width) / observation.widening.get(target, 1.0)
             log_width += _GAMMA * ((abs(z) > HALF_INTERVAL * width) - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)

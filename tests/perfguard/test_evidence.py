@@ -201,6 +201,14 @@ def test_a_log_from_before_intervals_were_widened_gives_the_width_that_holds(sig
     assert weigh(runs(500, sigma=sigma)).widening["memory"] == pytest.approx(sigma / 0.1, rel=0.4)
 
 
+def test_what_is_not_believed_widens_nothing_until_another_reading_agrees() -> None:
+    clean = runs(100)
+    poisoned = [row if index % 10 else run(time=1000.0, graph=index) for index, row in enumerate(clean)]
+    widening = weigh([row for index, row in enumerate(clean) if index % 10]).widening["time"]
+    assert weigh(poisoned).widening["time"] == pytest.approx(widening, rel=1e-9)
+    assert weigh([*clean, run(time=20.0, graph=7), run(time=20.0, graph=7)]).widening["time"] > 1.2 * widening
+
+
 def test_what_another_predictor_had_predicted_says_nothing_of_intervals() -> None:
     wrong = [replace(one, predicted_by="roofline-1") for one in runs(100, time=3.0)]
     evidence = weigh([*wrong, *(replace(one, predicted_by="guardnet-1+") for one in runs(5, seed=1))], predictor="guardnet-1")
