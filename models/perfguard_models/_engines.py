@@ -215,19 +215,19 @@ class GpuEngine:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self._without_shares = _asked_for(trained.learner, TARGETS)
-        """For what is no perceptron: half of the forests know shares alone."""
         self.version = int(trained.card.get("version", 1))
 
     def trained_on(self, device: Device) -> bool:
         return device.id in self._trained.card["trained_devices"]
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
-        own = self._answer(graph, device)
-        if graph.precision == "fp32" and device.id not in _timed_in_float32():
-            own = by_operators(own, graph, device)
         reference = self._reference(graph, device)
-        answer = own if reference is None else self._carried_over(own, graph, device, reference)
+        if reference is not None:
+            answer = self._carried_over(self._answer(graph, device, ["memory"]), graph, device, reference)
+        else:
+            answer = self._answer(graph, device, TARGETS)
+            if graph.precision == "fp32" and device.id not in _timed_in_float32():
+                answer = by_operators(answer, graph, device)
         assert answer.sums is not None
         return answer._replace(physics={target: physics_of(target, answer.sums, answer.log_value[target]) for target in TARGETS})
 
@@ -317,8 +317,8 @@ class GpuEngine:
         return next((group for group in groups if f"time/{group}" in self._trained.calibration.scale), None)
 
     def _carried_over(self, own: Answer, graph: OpGraph, device: Device, reference: Device) -> Answer:
-        """``own`` with the time that ``reference`` takes, times what the roofline says of both."""
-        theirs = self._answer(graph, reference)
+        """``own``, which knows memory, with the time that ``reference`` takes, times what the roofline says of both."""
+        theirs = self._answer(graph, reference, ["time"])
         roofline = torch.from_numpy(roofline_s(graph, device)).float()
         factor = math.exp(theirs.log_value["time"]) / max(float(roofline_s(graph, reference).sum()), 1e-12)
         apart = max(1.0, _apart(graph, device, reference) / _CARDS_APART)
@@ -332,7 +332,8 @@ class GpuEngine:
             known=own.known | {"time": True},
         )
 
-    def _answer(self, graph: OpGraph, device: Device) -> Answer:
+    def _answer(self, graph: OpGraph, device: Device, wanted: Sequence[str]) -> Answer:
+        """Of ``wanted`` targets; what is said of the other one is worth nothing."""
         roofline = torch.from_numpy(roofline_s(graph, device)).float()
         unknown = [target for target in TARGETS if not _knows(target, graph)]
         if len(unknown) == len(TARGETS):  # nothing to ask
@@ -342,8 +343,8 @@ class GpuEngine:
             shares: dict[str, float] = {}
         else:
             run = as_run(self._trained.learner, graph, device)
-            learner = self._trained.learner if run.table == "perceptron" else self._without_shares
-            predicted, spread = predict_with_spread(learner, [run])
+            asked = [*wanted, *(_SHARES if run.table == "perceptron" else ())]
+            predicted, spread = predict_with_spread(_asked_for(self._trained.learner, asked), [run])
             value = {target: float(predicted[target][0]) for target in TARGETS}
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
