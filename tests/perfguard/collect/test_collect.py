@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
     path = tmp_path_factory.mktemp("collect") / "rows.csv.gz"
     summary = collect(path, device=CPU, spaces=["mlp", "ops", "nas", "rnn"], max_rows=8, memory_limit=64 * MiB)
     return path, summary
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a processor takes a C++ compiler")
+def test_a_compiled_step_is_a_row_too(worker: Worker) -> None:
+    for changes in ({}, {"mode": "infer", "optimizer": None}):
+        row = run(worker, dataclasses.replace(RECIPE, compiled=True, **changes))  # type: ignore[arg-type]
+        assert row["status"] == "ok", row
+        assert float(row["step_time_ms"]) > 0
 
 
 def test_what_was_collected_is_a_table_that_can_be_evaluated(table: tuple[Path, Summary]) -> None:
