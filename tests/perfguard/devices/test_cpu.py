@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.devices import cpu, detect_gpu, resolve_device
 
@@ -32,6 +35,23 @@ def test_measuring_the_cpu_leaves_the_random_numbers_alone() -> None:
     cpu.cache_clear()
     cpu()
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_cpu_is_measured_in_float32_under_autocast() -> None:
+    seen: set[torch.dtype] = set()
+
+    class Look(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                seen.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), Look():
+        cpu.__wrapped__()
+    assert seen == {torch.float32}
 
 
 def test_the_cpu_is_no_gpu() -> None:
