@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard._random import random_numbers_kept
-from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
+from perfguard.exceptions import BuildError, ConfigurationError, OnnxError, WorkloadError
 from perfguard.nas._constraint import ConstrainedTrial, LatencyConstraint, tell
 from perfguard.workload import Workload
 
@@ -123,7 +123,8 @@ class ElasticSpace:
         try:
             return self.constraint.graph_of(model)
         except WorkloadError as error:
-            raise type(error)(f"build({words}) cannot be traced: {error}") from error
+            kind = WorkloadError if isinstance(error, OnnxError) else type(error)  # that one is made of other things than a text
+            raise kind(f"build({words}) cannot be traced: {error}") from error
 
     def _points(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Shape: (n, K)."""
