@@ -36,8 +36,8 @@ class ElasticSpace:
     be computed, if that is so.
 
     .. note::
-        ``build`` must depend on nothing but its arguments. A network that does something special at a single width, which is
-        neither the size of another tensor of the network nor has a remainder by 16 of its own, is not noticed.
+        ``build`` must depend on nothing but its arguments. A network that does something special at a few widths, for a reason
+        that is neither how two sizes of the network compare nor a remainder by 16 (``a == 2 * b``), is not noticed.
     """
 
     def __init__(self, constraint: LatencyConstraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
