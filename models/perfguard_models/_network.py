@@ -101,7 +101,7 @@ class GuardNetwork(nn.Module):
 
         op_time_s = data.roofline * torch.exp(self.op_time(state)[:, 0].clamp(-4, 6))
         graph_factor = self.time_head(time_embedding)[:, 0]
-        log_time = torch.log(total(op_time_s)) + graph_factor
+        log_time = torch.log(total(op_time_s).clamp_min(1e-9)) + graph_factor  # a network may have no operators
         log_memory = data.log_memory + self.memory_head(memory_embedding)[:, 0]
         sizes = self._sizes(data, total(data.x * share), log_memory, log_time)
         return Correction(

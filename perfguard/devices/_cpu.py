@@ -26,7 +26,7 @@ def cpu() -> Device:
     here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the script's defaults are
     matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, **here)
     source, target = torch.ones(_COPY_BYTES // 4, **here), torch.empty(_COPY_BYTES // 4, **here)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         matmul_s = _best_time(lambda: matrix @ matrix)
         copy_s = _best_time(lambda: target.copy_(source))
     flops_per_s = 2 * _MATRIX_SIZE**3 / matmul_s

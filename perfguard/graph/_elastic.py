@@ -149,14 +149,15 @@ class ElasticGraph:
             self._low, self._high = np.minimum(self._low, at[0]), np.maximum(self._high, at[0])
             self._circumstances.know(at, values)
             self._num_agreeing += 1
-        else:
+            self._check_different(self._different)
+        elif point not in self._different:  # one that was forgotten and traced again teaches nothing
             self._different.append(point)
-        self._check_different()
+            self._check_different([point])
 
-    def _check_different(self) -> None:
-        different = np.array(self._different, dtype=np.int64).reshape(-1, len(self._values))
+    def _check_different(self, points: Sequence[Widths]) -> None:
+        different = np.array(points, dtype=np.int64).reshape(-1, len(self._values))
         for row in np.flatnonzero(self._unknown(different) == 0).tolist():
-            point = self._different[row]
+            point = points[row]
             self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
 
     def _unknown(self, points: Ints) -> Ints:
@@ -195,7 +196,7 @@ class ElasticGraph:
         self._low, self._high = at.min(axis=0), at.max(axis=0)
         values, _ = fitted.at(at)
         self._circumstances = _Circumstances(at, values, np.unique(columns[dimensions_in(self._form)]))
-        self._check_different()
+        self._check_different(self._different)
         self._probe()
 
     def _one_at_a_time(self) -> tuple[list[Widths], list[list[int]]]:
@@ -262,9 +263,10 @@ class ElasticGraph:
 
     def _few_valued(self) -> Iterable[Widths]:
         """Points of few different values, at which many sizes are equal, and plain random ones."""
+        every = sorted({value for values in self._values for value in values})
         for at in range(_POOL):
             most = (1, 2, 3, None)[at % 4]
-            pick = None if most is None else self._rng.sample(sorted({v for vs in self._values for v in vs}), k=most)
+            pick = None if most is None else self._rng.sample(every, k=min(most, len(every)))
             yield tuple(
                 self._rng.choice([value for value in values if pick is None or value in pick] or list(values))
                 for values in self._values

@@ -80,7 +80,7 @@ def batch_on_meta(value: Any, workload: Workload) -> Any:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise WorkloadError(f'TensorSpec.dtype must name a torch dtype such as "float32" or "int64", but got {name!r}.')
     return dtype

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard._random import random_numbers_kept
-from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
+from perfguard.exceptions import BuildError, ConfigurationError, OnnxError, WorkloadError
 from perfguard.nas._constraint import ConstrainedTrial, LatencyConstraint, tell
 from perfguard.workload import Workload
 
@@ -36,8 +36,8 @@ class ElasticSpace:
     be computed, if that is so.
 
     .. note::
-        ``build`` must depend on nothing but its arguments. A network that does something special at a single width, which is
-        neither the size of another tensor of the network nor has a remainder by 16 of its own, is not noticed.
+        ``build`` must depend on nothing but its arguments. A network that does something special at a few widths, for a reason
+        that is neither how two sizes of the network compare nor a remainder by 16 (``a == 2 * b``), is not noticed.
     """
 
     def __init__(self, constraint: LatencyConstraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
@@ -123,7 +123,8 @@ class ElasticSpace:
         try:
             return self.constraint.graph_of(model)
         except WorkloadError as error:
-            raise type(error)(f"build({words}) cannot be traced: {error}") from error
+            kind = WorkloadError if isinstance(error, OnnxError) else type(error)  # that one is made of other things than a text
+            raise kind(f"build({words}) cannot be traced: {error}") from error
 
     def _points(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Shape: (n, K)."""

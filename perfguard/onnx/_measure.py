@@ -52,16 +52,19 @@ def measure_onnx(
     file = Path(path)
     model = read_model(file, max_bytes=max_bytes)
     bind(file, model, batch_size=batch_size, dims=dims or {})
-    batch = {value.name: _random(file, value) for value in network_inputs(model.graph)}
     device, run = cpu(), None
     try:
+        batch = {value.name: _random(file, value) for value in network_inputs(model.graph)}
         with Run(device) as run:
             session = onnxruntime.InferenceSession(str(file), _options(onnxruntime), providers=["CPUExecutionProvider"])
             _repeat(lambda: session.run(None, batch), run.step)
-    except Exception as error:  # ONNX Runtime has a class for each of its errors, and no common one
+    except OnnxError:
+        raise
+    except Exception as error:  # ONNX Runtime has a class for each of its errors, and no common one; memory may run out
+        first_line = str(error).strip().partition("\n")[0][:200]
         raise OnnxError(
             file,
-            f"cannot be run by ONNX Runtime: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            f"cannot be run by ONNX Runtime: {type(error).__name__}: {first_line}",
             "Its weights must be there, and the batch must be one that it was exported for.",
         ) from error
     assert run.measurement is not None

@@ -219,6 +219,13 @@ def test_a_prediction_adds_up(net: GuardNet, device: Device) -> None:
     assert net.predict(NINTH, device).total_time is None
 
 
+@pytest.mark.parametrize("device", [CPU, resolve_device("a100")], ids=lambda device: device.id)
+def test_a_network_without_operators_takes_next_to_no_time(net: GuardNet, device: Device) -> None:
+    prediction = net.predict(trace(Workload(nn.Identity(), (2, 3), mode="infer"), target=device), device)
+    assert prediction.step_time.median < 1e-3
+    assert prediction.peak_memory.median < device.memory_bytes
+
+
 def test_what_it_has_never_seen_gets_physics_and_wider_intervals(net: GuardNet) -> None:
     graph = convnet(16)  # float32, without cuDNN's benchmark mode: no table has that
     known, unknown = net.predict(graph, CPU), net.predict(graph, UNKNOWN)

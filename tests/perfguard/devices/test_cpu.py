@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psutil
+import pytest
 import torch
 
-from perfguard.devices import cpu, detect_gpu, resolve_device
+from perfguard.devices import _cpu, cpu, detect_gpu, resolve_device
 
 
 def test_the_cpu_is_measured_once() -> None:
@@ -32,6 +35,19 @@ def test_measuring_the_cpu_leaves_the_random_numbers_alone() -> None:
     cpu.cache_clear()
     cpu()
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_cpu_is_measured_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+
+    def looked_at(call: Callable[[], torch.Tensor]) -> float:
+        seen.append(call().dtype)
+        return 1.0
+
+    monkeypatch.setattr(_cpu, "_best_time", looked_at)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cpu.__wrapped__()
+    assert seen == [torch.float32, torch.float32]
 
 
 def test_the_cpu_is_no_gpu() -> None:

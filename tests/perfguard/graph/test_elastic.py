@@ -268,6 +268,34 @@ def test_random_spaces_give_the_graphs_of_their_traces(seed: int) -> None:
     assert_equal_to_traces(build, values, number=10)
 
 
+def test_widths_of_two_values_each_are_computed() -> None:
+    def deep(*widths: int) -> nn.Module:
+        return nn.Sequential(*(nn.Conv2d(a, b, 3, padding=1) for a, b in zip((3, *widths), widths, strict=False)))
+
+    elastic, computed = assert_equal_to_traces(deep, [(16, 32)] * 6)
+    assert elastic.why_traced is None
+    assert computed > 0
+
+
+def test_a_candidate_that_is_traced_again_is_remembered_once() -> None:
+    known: dict[Widths, OpGraph] = {}
+
+    def build(a: int, b: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, a), *([nn.ReLU()] if a == b else []), nn.Linear(a, b))
+
+    def traced(widths: Widths) -> OpGraph:
+        if widths not in known:
+            known[widths] = tracer(build)(widths)
+        return known[widths]
+
+    elastic = ElasticGraph([range(8, 200)] * 2, traced)
+    equal = [(width, width) for width in range(8, 108)]
+    for point in equal * 2:
+        graphs_at(elastic, [point])
+    assert elastic.why_traced is None
+    assert len(elastic._different) == len(set(elastic._different)) >= len(equal)
+
+
 def test_candidates_that_were_computed_are_not_traced() -> None:
     elastic = ElasticGraph([range(5, 41), range(4, 65), range(8, 129)], tracer(chain))
     rng = random.Random(0)

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -386,6 +386,7 @@ def test_an_optimizer_that_cannot_be_made_is_named(optimizer: Any, message: str)
         ({"model": "resnet50"}, "Workload.model must be a torch.nn.Module, but got str"),
         ({"inputs": (-1, 8)}, "TensorSpec.shape must hold integers of at least 0"),
         ({"inputs": TensorSpec((32, 8), "double precision")}, "TensorSpec.dtype must name a torch dtype"),
+        ({"inputs": TensorSpec((32, 8), cast(Any, torch.float32))}, "must name a torch dtype .* but got torch.float32"),
     ],
 )
 def test_a_description_that_cannot_be_right_is_named(change: dict[str, Any], message: str) -> None:

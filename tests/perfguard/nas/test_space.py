@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from perfguard import Prediction, Workload
-from perfguard.exceptions import BuildError, ConfigurationError, TraceError
+from perfguard.exceptions import BuildError, ConfigurationError, TraceError, WorkloadError
 from perfguard.graph import roofline_s
 from perfguard.nas import ElasticSpace, LatencyConstraint
 from tests.doubles import TOY_CPU, ReplayPredictor
@@ -196,6 +197,12 @@ def test_what_is_no_candidate_is_refused(space: ElasticSpace, candidate: Any, ma
 @pytest.fixture(scope="module")
 def space() -> ElasticSpace:
     return LatencyConstraint("cpu", max_latency_ms=1, inputs=INPUTS).elastic(build, WIDTHS)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_widths(tmp_path: Path) -> None:
+    constraint = LatencyConstraint(TOY_CPU, max_latency_ms=5, predictor=ReplayPredictor())
+    with pytest.raises(WorkloadError, match=r"build\(a=\d+\) cannot be traced: .*missing\.onnx"):
+        constraint.elastic(lambda a: tmp_path / "missing.onnx", {"a": range(8, 100)})
 
 
 def test_one_candidate_alone_is_not_taken_for_several(space: ElasticSpace) -> None:

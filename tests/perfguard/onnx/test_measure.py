@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from perfguard.cli import main
 from perfguard.exceptions import OnnxError
-from perfguard.onnx import measure_onnx
+from perfguard.onnx import _measure, measure_onnx
 
 KERAS = Path(__file__).resolve().parents[3] / "examples" / "keras_cnn.onnx"
 
@@ -45,6 +45,16 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
         measure_onnx(one_operator(tmp_path, "Mystery", TensorProto.FLOAT, "nobody"), batch_size=2)
     with pytest.raises(OnnxError, match="not numeric"):
         measure_onnx(one_operator(tmp_path, "Identity", TensorProto.STRING), batch_size=2)
+
+
+@pytest.mark.parametrize("step", ["_random", "_repeat"])
+def test_a_batch_that_does_not_fit_is_said(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(_measure, step, full)
+    with pytest.raises(OnnxError, match=r"keras_cnn\.onnx cannot be run by ONNX Runtime: MemoryError"):
+        measure_onnx(KERAS, batch_size=2)
 
 
 def test_the_command_puts_what_was_measured_beside_what_was_predicted(capsys: pytest.CaptureFixture[str]) -> None:
