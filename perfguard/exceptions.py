@@ -107,7 +107,7 @@ class UnguardedTrialWarning(PerfGuardWarning):
 
 
 class UntrainedDeviceWarning(PerfGuardWarning):
-    """The predictor was not trained on this device; its intervals are wider."""
+    """The predictor was not trained on such steps on this device; its intervals are wider."""
 
 
 class BudgetWarning(PerfGuardWarning):

@@ -250,7 +250,8 @@ class Guard:
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
-                f"{prediction.predictor} was not trained on {self.device.name}; its intervals are wider until it has.",
+                f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
+                "its intervals are wider until it has.",
             )
         limits = tuple(
             self.budget.limits(

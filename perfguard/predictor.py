@@ -82,7 +82,7 @@ class Prediction:
     """Name and version, for instance "guardnet-1"."""
     device_id: str
     trained_on_device: bool
-    """False: the predictor has never seen this device, and its intervals are wider for it."""
+    """False: the predictor has not learnt such steps on this device, and its intervals are wider for it."""
     bytes_at_peak: Mapping[str, int] = field(default_factory=dict)
     """Breakdown of the replay's peak by kind of storage, bytes."""
     time_by_kind_s: Mapping[str, float] = field(default_factory=dict)

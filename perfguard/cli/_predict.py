@@ -274,7 +274,8 @@ def _print(
     console.print(_shares("alive at the peak", prediction.bytes_at_peak, format_bytes))
     console.print(_shares("time by kind of operator", prediction.time_by_kind_s, format_seconds))
     if not prediction.trained_on_device:
-        console.print(f"[yellow]{prediction.predictor} was not trained on {device.name}: its intervals are wider.[/]")
+        untrained = f"{prediction.predictor} was not trained on such steps on {device.name}: its intervals are wider."
+        console.print(f"[yellow]{untrained}[/]")
     for text in prediction.unmodelled:
         console.print(f"[yellow]not modelled: {text}[/]")
 

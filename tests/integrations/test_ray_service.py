@@ -62,6 +62,7 @@ def test_the_service_answers_as_the_predictor_itself_would(shared: SharedPredict
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*was not trained on such steps")
 def test_what_one_run_measures_teaches_the_predictor_of_another(shared: SharedPredictor) -> None:
     teacher, pupil = (Guard("a100", predictor=shared, log=shared.log) for _ in range(2))
     copy = pickle.loads(pickle.dumps(shared))
