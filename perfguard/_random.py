@@ -10,11 +10,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def random_numbers_kept(*, beside_threads: bool = False) -> Iterator[None]:
     """What is drawn inside, on the host, is given back.
 
     Meta tensors draw nothing, so there is something to give back only where a model draws on the host by itself. While other
-    threads run it is not given back: they would see the same numbers twice.
+    threads run it is not given back, for they would see the same numbers twice; ``beside_threads`` it is, for what is short and
+    happens once.
     """
     import torch
 
@@ -23,7 +24,7 @@ def random_numbers_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.active_count() == 1:
+        if beside_threads or threading.active_count() == 1:
             torch.set_rng_state(before[0])
             random.setstate(before[1])
             if numpy_random:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
+from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PredictorError
 
 if TYPE_CHECKING:
@@ -196,24 +195,11 @@ def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
     found = entry_points(group=ENTRY_POINT_GROUP)
     for entry_point in found:
         if entry_point.name == name:
-            with _random_numbers_kept():
+            # Networks draw weights before they are filled: a seeded study is to be the same with a guard as without.
+            with random_numbers_kept(beside_threads=True):
                 predictor = entry_point.load()()
             if not isinstance(predictor, Predictor):
                 raise PredictorError(f"The entry point {entry_point.value!r} of predictor {name!r} did not return a Predictor.")
             return predictor
     known = ", ".join(sorted({entry_point.name for entry_point in found})) or "none"
     raise PredictorError(f"No predictor is called {name!r}. Installed: {known}. Install the package that ships it.")
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Networks draw weights before they are filled, and libraries draw when they are imported: a seeded study is the same with a
-    guard as without."""
-    import torch
-
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
