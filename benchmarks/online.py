@@ -35,7 +35,7 @@ from perfguard.evidence import Evidence
 from perfguard.graph import OpGraph, Storage, StorageKind
 from perfguard.measure import Measurement
 from perfguard.online import Lessons, OnlineTrainer
-from perfguard.predictor import TARGETS, Prediction, Target
+from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
 from perfguard_models._engines import Answer, GpuEngine
 from perfguard_models.calibration import Calibration
@@ -52,7 +52,6 @@ MOST_ROWS, MOST_OPERATORS = 1500, 30_000
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
 WINDOW = 200
-_Z = 1.6448536269514722
 _NUM_STEPS = 100
 Key = tuple[object, ...]
 
@@ -223,7 +222,7 @@ def estimate_of(prediction: Prediction, target: Target) -> tuple[float, float]:
 
 def is_inside(prediction: Prediction, target: Target, run: Run) -> bool:
     log_value, log_sigma = estimate_of(prediction, target)
-    return abs(run.labels[target] - log_value) <= _Z * log_sigma
+    return abs(run.labels[target] - log_value) <= HALF_INTERVAL * log_sigma
 
 
 def judge(

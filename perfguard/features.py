@@ -153,7 +153,6 @@ def _globals(
     at = graph.peak_index
     small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < SMALL_STORAGE_BYTES)
     churn = sum(s.num_bytes for s in graph.storages)
-    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
     return np.array(
         [
             math.log(peak) / 10,
@@ -168,15 +167,7 @@ def _globals(
             math.log(num_ops) / 4,
             float(roofline[launch_bound].sum()) / total_s,
             math.log(total_s / num_ops) / 4 + 3,
-            float(graph.mode == "train"),
-            float(graph.precision != "fp32"),
-            float(graph.layout == "nhwc"),
-            float(device.kind == "cpu"),
-            math.log(device.flops_per_s("fp32") / 1e12) / 4,
-            math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
-            math.log(device.num_sms) / 4,
-            math.log(device.memory_bytes / 2**30) / 4,
-            math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
+            *setting_columns(graph, device),
             math.log(max(float(working.max(initial=0.0)) / peak, 1.0)),
             small / peak,
             math.log(max(churn / peak, 1.0)),
@@ -185,3 +176,19 @@ def _globals(
             0.0 if device.kind == "cpu" else math.log(graph.reserved_bytes / peak),
         ]
     )
+
+
+def setting_columns(graph: OpGraph, device: Device) -> list[float]:
+    """Those of GRAPH_FEATURES that say how a step runs and on what, whatever its sizes."""
+    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
+    return [
+        float(graph.mode == "train"),
+        float(graph.precision != "fp32"),
+        float(graph.layout == "nhwc"),
+        float(device.kind == "cpu"),
+        math.log(device.flops_per_s("fp32") / 1e12) / 4,
+        math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
+        math.log(device.num_sms) / 4,
+        math.log(device.memory_bytes / 2**30) / 4,
+        math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
+    ]

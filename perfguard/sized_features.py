@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.features import HALF, SMALL_STORAGE_BYTES, WORKSPACE_KINDS
+from perfguard.features import HALF, SMALL_STORAGE_BYTES, WORKSPACE_KINDS, setting_columns
 from perfguard.graph import Phase, SizedGraphs, StorageKind, channel_padding_of_all, roofline_of_all
 
 if TYPE_CHECKING:
@@ -113,7 +113,6 @@ def _globals(
     ones = np.ones((len(form.storages), 1))
     small = graphs.at_peak(ones, smaller_than=SMALL_STORAGE_BYTES)[:, 0]
     storage_bytes = graphs.storage_bytes
-    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(form.precision, "tf32")
     columns = [
         np.log(peak) / 10,
         (kinds[StorageKind.PARAMETER] + kinds[StorageKind.BUFFER]) / peak,
@@ -127,15 +126,7 @@ def _globals(
         math.log(num_ops) / 4,
         np.where(launch_bound, roofline, 0).sum(axis=1) / total_s,
         np.log(total_s / num_ops) / 4 + 3,
-        float(form.mode == "train"),
-        float(form.precision != "fp32"),
-        float(form.layout == "nhwc"),
-        float(device.kind == "cpu"),
-        math.log(device.flops_per_s("fp32") / 1e12) / 4,
-        math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
-        math.log(device.num_sms) / 4,
-        math.log(device.memory_bytes / 2**30) / 4,
-        math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
+        *setting_columns(form, device),
         np.log(np.maximum(working.max(axis=1, initial=0.0) / peak, 1.0)),
         small / peak,
         np.log(np.maximum(storage_bytes.sum(axis=1) / peak, 1.0)),

@@ -124,9 +124,9 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
     for table in tables:
         kind, rows, _ = _read(table, 0, 0)
         for group in groups_of(rows, cache / "graphs"):
-            if any(wanted(run) for run in (_run(kind, row, []) for row in group.rows) if isinstance(run, Run)):
-                for row, _, graph in read_group(group):
-                    run = _run(kind, row, [])
+            runs = [_run(kind, row, []) for row in group.rows]
+            if any(isinstance(run, Run) and wanted(run) for run in runs):
+                for run, (_, _, graph) in zip(runs, read_group(group), strict=True):
                     if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
                         yield run, graph
 

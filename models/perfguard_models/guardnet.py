@@ -379,6 +379,12 @@ def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor
     return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
 
 
+def _middle_of(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and the standard deviation by the median distance from it: one odd trial does not count."""
+    median = statistics.median(values)
+    return median, statistics.median(abs(value - median) for value in values) * 1.4826
+
+
 def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
     """Mean and standard deviation of the logarithm of the watts that the newest runs drew; None: nobody measured energy."""
     powers = [
@@ -390,8 +396,7 @@ def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
     ][-_OVERHEAD_ROWS:]
     if not powers:
         return None
-    median = statistics.median(powers)
-    spread = statistics.median(abs(power - median) for power in powers) * 1.4826
+    median, spread = _middle_of(powers)
     weight = len(powers) / (len(powers) + _POWER_PRIOR_ROWS)
     return median, math.sqrt(weight * spread**2 + (1 - weight) * _POWER_LOG_SIGMA**2)
 
@@ -413,8 +418,7 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     ]
     if not ratios:
         return 0.0, _OVERHEAD_LOG_SIGMA
-    median = statistics.median(ratios)
-    spread = statistics.median(abs(ratio - median) for ratio in ratios) * 1.4826
+    median, spread = _middle_of(ratios)
     weight = len(ratios) / (len(ratios) + _OVERHEAD_PRIOR_ROWS)
     return weight * median, max(weight * spread + (1 - weight) * _OVERHEAD_LOG_SIGMA, 0.01)
 

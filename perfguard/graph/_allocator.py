@@ -201,10 +201,24 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
-    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
-    settings = settings or AllocatorSettings()
-    allocator = CachingAllocator(settings)
+class Plan(NamedTuple):
+    """When the storages of a step are made and freed, as indices; sizes are no part of it."""
+
+    lasting: list[int]
+    inputs: list[int]
+    state: list[int]
+    leftover: list[int]
+    births: list[list[int]]
+    """Of each operator, and after the last one."""
+    deaths: list[list[int]]
+    dies_unused: frozenset[int]
+    """Freed before an operator used it."""
+    first_update: int
+    first_product: int | None
+
+
+def plan_of(graph: OpGraph) -> Plan:
+    """Of one step of ``graph``."""
     storages = graph.storages
     end = len(graph.ops)
     births: list[list[int]] = [[] for _ in range(end + 1)]
@@ -224,14 +238,31 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
             deaths[storage.death].append(index)
         elif storage.birth >= 0:
             leftover.append(index)
-    first_update = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end)
-    first_product = next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), None)
+    return Plan(
+        lasting,
+        inputs,
+        state,
+        leftover,
+        births,
+        deaths,
+        frozenset(index for index, storage in enumerate(storages) if storage.death < storage.birth),
+        next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end),
+        next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), None),
+    )
+
+
+def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
+    settings = settings or AllocatorSettings()
+    plan, storages = plan_of(graph), graph.storages
+    allocator = CachingAllocator(settings)
     blocks: dict[int, Block | None] = {}
+    end = len(plan.births) - 1
 
     def allocate(indices: Sequence[int]) -> None:
         for index in indices:
             blocks[index] = allocator.malloc(storages[index].num_bytes)
-            if storages[index].death < storages[index].birth:  # freed before an operator used it
+            if index in plan.dies_unused:
                 allocator.free(blocks.pop(index))
 
     def release(indices: Sequence[int]) -> None:
@@ -239,22 +270,22 @@ def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) 
             if index in blocks:
                 allocator.free(blocks.pop(index))
 
-    allocate(lasting)
+    allocate(plan.lasting)
     for step in range(MOST_STEPS):
         reserved = allocator.reserved_bytes
-        before = [blocks.pop(index) for index in inputs if index in blocks]
-        allocate(inputs)  # the next batch is there before the name of the last one is bound to it
+        before = [blocks.pop(index) for index in plan.inputs if index in blocks]
+        allocate(plan.inputs)  # the next batch is there before the name of the last one is bound to it
         for block in before:
             allocator.free(block)
-        release(leftover)
+        release(plan.leftover)
         for i in range(end):
-            if step == 0 and i == first_product:
+            if step == 0 and i == plan.first_product:
                 allocator.malloc(settings.cublas_workspace_bytes)
-            if step == 0 and i == first_update:
-                allocate(state)
-            allocate(births[i])
-            release(deaths[i])
-        allocate(births[end])
+            if step == 0 and i == plan.first_update:
+                allocate(plan.state)
+            allocate(plan.births[i])
+            release(plan.deaths[i])
+        allocate(plan.births[end])
         if step and allocator.reserved_bytes == reserved:
             break
     return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)

@@ -7,6 +7,7 @@ once for a form; the replay then runs on numbers in units of 512 bytes, for one 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,9 +23,10 @@ from perfguard.graph._allocator import (
     SMALL_REQUEST,
     SMALL_SEGMENT,
     AllocatorSettings,
+    plan_of,
     segment_size,
 )
-from perfguard.graph._schema import OpGraph, Phase, StorageKind
+from perfguard.graph._schema import OpGraph
 
 _UNITS = 40
 """Bits of an address in units of 512 bytes: half a petabyte."""
@@ -63,33 +65,22 @@ def _program_of(graph: OpGraph) -> _Program:
 
 
 def _make_program(graph: OpGraph) -> _Program:
-    end, number = len(graph.ops), len(graph.storages)
-    births: list[list[int]] = [[] for _ in range(end + 1)]
-    deaths: list[list[int]] = [[] for _ in range(end + 1)]
-    lasting: list[int] = []
-    inputs: list[int] = []
-    state: list[int] = []
-    leftover: list[int] = []
-    for index, (_, kind, birth, death, _) in enumerate(graph.storages):
-        freed = [~index] if death < birth else []  # before an operator used it
-        if birth >= 0:
-            births[birth] += [index, *freed]
-        elif kind is StorageKind.INPUT:
-            inputs += [index, *freed]
-        else:
-            (state if kind is StorageKind.OPTIMIZER_STATE else lasting).extend([index, *freed])
-        if 0 <= death < end:
-            deaths[death].append(~index)
-        elif birth >= 0:
-            leftover.append(~index)
-    batch = [index for index in inputs if index >= 0]
-    first, later = [*inputs], [*inputs, *(~at for at in range(number + 1, number + 1 + len(batch))), *leftover]
-    first_update = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end)
-    first_product = next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), end)
+    plan, number, end = plan_of(graph), len(graph.storages), len(graph.ops)
+
+    def made(indices: Iterable[int]) -> list[int]:
+        return [event for index in indices for event in ((index, ~index) if index in plan.dies_unused else (index,))]
+
+    def freed(indices: Iterable[int]) -> list[int]:
+        return [~index for index in indices]
+
+    first = made(plan.inputs)
+    later = [*first, *freed(range(number + 1, number + 1 + len(plan.inputs))), *freed(plan.leftover)]
     for i in range(end):
-        first += [number] * (i == first_product) + (state if i == first_update else []) + births[i] + deaths[i]
-        later += births[i] + deaths[i]
-    return _Program(lasting, first + births[end], later + births[end], batch)
+        both = made(plan.births[i]) + freed(plan.deaths[i])
+        first += [number] * (i == plan.first_product) + (made(plan.state) if i == plan.first_update else []) + both
+        later += both
+    last = made(plan.births[end])
+    return _Program(made(plan.lasting), first + last, later + last, plan.inputs)
 
 
 def reserved_by_default(graph: OpGraph) -> int:

@@ -52,10 +52,10 @@ def measure_onnx(
     file = Path(path)
     model = read_model(file, max_bytes=max_bytes)
     bind(file, model, batch_size=batch_size, dims=dims or {})
-    device, run = cpu(), None
+    run = Run(cpu())
     try:
         batch = {value.name: _random(file, value) for value in network_inputs(model.graph)}
-        with Run(device) as run:
+        with run:
             session = onnxruntime.InferenceSession(str(file), _options(onnxruntime), providers=["CPUExecutionProvider"])
             _repeat(lambda: session.run(None, batch), run.step)
     except OnnxError:
