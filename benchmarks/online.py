@@ -4,9 +4,10 @@
 
 For each scenario GuardNet is trained without the rows in question (three minutes, kept in the cache). What it then answers for
 their graphs, as it would be served, is streamed through the product's own loop: predict, widen, log, teach
-(`perfguard.online.Lessons`), and every 25 rows an update by `OnlineTrainer`. Beside the stream a fixed set of other rows is
-judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The intervals'
-widths before anything was learnt are those of the shipped calibration, less the groups that were left out.
+(`perfguard.online.Lessons`), and every 25 rows an update by `OnlineTrainer`. Each row is predicted before it is learnt; beside
+the stream a fixed set of other rows, from anywhere in the table, is judged now and then. "Weights that know the like" have
+learnt from four fifths of all rows (the random split). The intervals' widths before anything was learnt are those of the
+shipped calibration, less the groups that were left out.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from perfguard_models.registry import source_of
 from perfguard_models.served import Trained, group_of, read_trained, write_trained
 
 A100 = "a100-pcie-40gb"
-MOST_ROWS, MOST_OPERATORS = 1500, 30_000
+MOST_OPERATORS = 30_000
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
+STRETCHES = ((0, 20), (20, 50), (50, 100), (100, 200), (200, 400))
 WINDOW = 200
 _NUM_STEPS = 100
 Key = tuple[object, ...]
@@ -102,7 +104,7 @@ SCENARIOS = (
 class HeldOut:
     """An engine for GuardNet that answers from a list of rows; a graph's one storage holds the row's number."""
 
-    version = 0
+    version = "held out"
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -134,6 +136,8 @@ class Curve(NamedTuple):
     """Mean error of weights that know the like, on those of the judged rows that they were judged on."""
     at_last_of_same: float
     """Mean error after the stream on those same rows."""
+    as_they_come: dict[tuple[int, int], tuple[float, float]]
+    """Mean error of the rows of each of STRETCHES, before anything was learnt, and as predicted just before each was learnt."""
     coverages: list[float]
     """Of the 90% intervals, over every window of WINDOW rows of the stream."""
     promoted: int
@@ -147,12 +151,14 @@ class Curve(NamedTuple):
 def stream(
     target: Target, rows: Sequence[Row], *, num_rows: int, seed: int, poison: float = 0.0, in_order: bool = False
 ) -> Curve:
-    """Feed ``num_rows`` rows one by one; judge on up to 300 others."""
+    """Feed ``num_rows`` rows one by one, drawn or a piece of the table as it stands; judge on up to 300 others."""
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     judged, fed = order[:300], order[300:][:num_rows]
     if in_order:
-        fed = sorted(order[300:])[:num_rows]
+        begin = order[0] % (len(rows) - min(num_rows, len(rows) - 50) + 1)
+        fed = list(range(begin, min(begin + num_rows, len(rows))))
+        judged = [index for index in order if index not in set(fed)][:300]
     graphs = {index: graph_of(index) for index in order}
     device = replace(resolve_device(rows[0].run.gpu), id="streamed")
     generator = random.Random(seed + 1)
@@ -161,6 +167,7 @@ def stream(
         return GuardNet({"cuda": HeldOut(rows), "cpu": HeldOut(rows)})
 
     net, errors, hits, teach_s, update_s = make(), {}, [], [], [0.0]
+    came: list[tuple[float, float]] = []
     with MeasurementStore(":memory:") as log:
         lessons, trainer = Lessons(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
         evidence = Evidence()
@@ -171,6 +178,8 @@ def stream(
             is_poisoned = generator.random() < poison
             if not is_poisoned:
                 hits.append(is_inside(prediction, target, rows[index].run))
+                values = (rows[index].answer.log_value[target], estimate_of(prediction, target)[0])
+                came.append((relative(values[0], rows[index].run, target), relative(values[1], rows[index].run, target)))
             decision_id = log.record_decision(
                 study="s", trial=count, graph=graphs[index], device=device, action="launch", reason="",
                 prediction=prediction, params={},
@@ -190,8 +199,13 @@ def stream(
         same = judge(net, target, rows, known, graphs, device)[0] if known else math.nan
         promoted = sum(weights.state in ("promoted", "superseded") for weights in log.weights())
     windows = [statistics.fmean(hits[start : start + WINDOW]) for start in range(0, len(hits) - WINDOW + 1, 20)]
+    stretches = {
+        (start, end): (float(np.mean(came[start:end], axis=0)[0]), float(np.mean(came[start:end], axis=0)[1]))
+        for start, end in STRETCHES
+        if end <= len(came)
+    }
     return Curve(
-        errors, statistics.fmean(of_all) if of_all else math.nan, same, windows, promoted, len(evidence.quarantined),
+        errors, statistics.fmean(of_all) if of_all else math.nan, same, stretches, windows, promoted, len(evidence.quarantined),
         statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
@@ -253,15 +267,16 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Tra
 def rows_of(
     scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], by_all: dict[Key, dict[str, float]], cache: Path
 ) -> list[Row]:
-    """At most MOST_ROWS of the scenario's rows, in the order of the table, with what the weights say of their graphs."""
+    """The scenario's rows, in the order of the table, with what the weights say of their graphs."""
     net = GuardNet({"cuda": GpuEngine(weights_without(scenario, runs, cache))})
-    wanted = sorted({key_of(run) for run in runs if scenario.is_streamed(run) and scenario.target in run.labels}, key=str)
-    chosen = set(random.Random(0).sample(wanted, min(len(wanted), MOST_ROWS)))
+    of_scenario = (run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels)
+    chosen = {key: place for place, key in enumerate(dict.fromkeys(map(key_of, of_scenario)))}
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
-    return [
+    rows = [
         Row(run, net._answer(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan))
         for run, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
     ]
+    return sorted(rows, key=lambda row: chosen[key_of(row.run)])
 
 
 def key_of(run: Run) -> Key:
@@ -333,6 +348,10 @@ def show(scenario: Scenario, rows: Sequence[Row], num_rows: int, seeds: Sequence
         shown.means[kind] = {count: float(mean) for count, (mean, _) in means.items()}
         print(f"  {kind}: mean / median error after rows: ", end="")
         print("; ".join(f"{count}: {mean:.1%} / {median:.1%}" for count, (mean, median) in means.items()))
+        stretches = sorted(set.intersection(*(set(curve.as_they_come) for curve in curves)))
+        came = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
+        print("    predicted before it was learnt, before any / as they came: ", end="")
+        print("; ".join(f"{start} to {end}: {before:.1%} / {now:.1%}" for (start, end), (before, now) in came.items()))
         windows = [coverage for curve in curves for coverage in curve.coverages]
         if windows:
             print(f"    coverage over windows of {WINDOW}: {min(windows):.1%} to {max(windows):.1%}, mean {np.mean(windows):.1%}")

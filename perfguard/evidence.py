@@ -261,12 +261,26 @@ def _widening(observations: Sequence[Observation], target: Target) -> float:
     """Of runs whose readings are believed: a suspect that was right counts as soon as another reading agrees with it."""
     log_width = 0.0
     for observation in observations:
-        z = _z(observation, target)
-        if z is not None:
-            width = math.exp(log_width) / observation.widening.get(target, 1.0)
-            log_width += _GAMMA * ((abs(z) > HALF_INTERVAL * width) - (1 - COVERAGE))
+        width = math.exp(log_width) / observation.widening.get(target, 1.0)
+        is_missed = _is_missed(observation, target, width)
+        if is_missed is not None:
+            log_width += _GAMMA * (is_missed - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
     return math.exp(log_width)
+
+
+def _is_missed(observation: Observation, target: Target, width: float) -> bool | None:
+    """Whether the run was outside of its interval, made ``width`` times as wide; None if nobody can tell.
+
+    What was out of memory needed more than was read: above the interval if the reading is, and otherwise anywhere.
+    """
+    z = _z(observation, target)
+    if z is not None:
+        return abs(z) > HALF_INTERVAL * width
+    bound, estimate = observation.measured(target), observation.predicted.get(target)
+    if target == "time" or observation.measurement.status != "oom" or bound is None or estimate is None:
+        return None
+    return True if math.log(bound / estimate.median) > HALF_INTERVAL * width * estimate.log_sigma else None
 
 
 def _shifts(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> dict[int, Drift]:

@@ -78,7 +78,7 @@ class Prediction:
     total_time: Estimate | None
     """Seconds of the whole trial; None if the workload does not say how many steps it has."""
     predictor: str
-    """Name and version, for instance "guardnet-1"."""
+    """Name and version, for instance "guardnet-5d41402a"."""
     device_id: str
     trained_on_device: bool
     """False: the predictor has not learnt such steps on this device, and its intervals are wider for it."""
@@ -146,7 +146,7 @@ class Predictor(Protocol):
 
     @property
     def name(self) -> str:
-        """Name and version, for instance "guardnet-1"."""
+        """Name and version, for instance "guardnet-5d41402a"."""
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; ``steps`` is the number of steps of the trial, if known."""

@@ -23,17 +23,17 @@ from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import ResidualPrior
 from perfguard_models.calibration import OPERATOR
-from perfguard_models.dataset import share_of
+from perfguard_models.dataset import Run, share_of
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.kernel_shapes import TAUGHT
 from perfguard_models.kernel_shapes import _kind_of as kind_of
-from perfguard_models.learner import Learner, predict_with_spread
+from perfguard_models.learner import Ensemble, Learner, Predicted, predict_with_spread
 from perfguard_models.quick_views import quick_sums_of
 from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
 from perfguard_models.sized_operators import operators_of_all
 from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.sums import SUMS
-from perfguard_models.weight_files import check_hash
+from perfguard_models.weight_files import check_hash, version_of
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -55,8 +55,13 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
-_PHYSICS, _MOST_PHYSICS = 3.0, 0.5
+_TRUST, _MOST_TRUST = 3.0, 0.5
 """Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
+_TRUST_IN_MEMBERS, _FARTHEST_MEMBER = 1 / 3, 1.0
+"""The same of the networks alone, or the trees alone, in shares of that of physics; and how far from the value they count."""
+_NUM_MEMBERS = 2
+_OF_THE_STEP = 0.9
+"""Networks that were measured twice in the tables, under two names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
 _FARTHEST = 3.0
 _MOST_OF_A_CONSTANT = 4.0
 _EMBEDDED = (
@@ -84,8 +89,10 @@ class Answer(NamedTuple):
     op_time_s: torch.Tensor  # shape: (num_ops,)
     embedding: dict[str, torch.Tensor]  # shapes: (1, d)
     spent: torch.Tensor  # shape: (1, f)
-    physics: dict[str, torch.Tensor]
-    """How far physics is from the value, in several ways. Shapes: (1, e)"""
+    members: dict[str, npt.NDArray[np.float64]]
+    """What the networks alone and the trees alone say; NaN where they say nothing. Shapes: (2,), or (0,) where there are none."""
+    experts: dict[str, torch.Tensor]
+    """How far physics and the members are from the value. Shapes: (1, e)"""
     prior: dict[str, ResidualPrior]
     """What is left unexplained before anything was measured on the device."""
     shares: dict[str, float]
@@ -104,7 +111,7 @@ class Answers(NamedTuple):
     op_time_s: npt.NDArray[np.float64]  # shape: (C, num_ops)
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     spent: torch.Tensor  # shape: (C, f)
-    physics: dict[str, torch.Tensor]  # shapes: (C, e)
+    experts: dict[str, torch.Tensor]  # shapes: (C, e)
     prior: dict[str, ResidualPrior]
     prior_scale: dict[str, npt.NDArray[np.float64]]
     """What the standard deviations of ``prior`` are multiplied by. Shapes: (C,)"""
@@ -116,7 +123,8 @@ class Answers(NamedTuple):
 class Engine(Protocol):
     """Weights for one kind of device."""
 
-    version: int
+    version: str
+    """Of the weights: another one for any other tensors or calibration."""
 
     def trained_on(self, device: Device) -> bool:
         """Whether runs on this very device were learnt from."""
@@ -154,7 +162,7 @@ class CpuEngine:
             self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
             self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
             self._devices = frozenset(card["trained_devices"])
-            self.version = int(card["version"])
+            self.version = version_of(card)
         except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
             raise PredictorError(f"The weights {name!r} do not fit the network: {type(error).__name__}: {error}") from error
         self._network = network.eval()
@@ -170,6 +178,7 @@ class CpuEngine:
             correction.op_time_s,
             {"memory": correction.memory_embedding.double(), "time": correction.time_embedding.double()},
             torch.zeros((1, 0), dtype=torch.float64),
+            dict.fromkeys(TARGETS, np.zeros(0)),
             dict.fromkeys(TARGETS, torch.zeros((1, 0), dtype=torch.float64)),
             self._priors,
             {},
@@ -215,7 +224,7 @@ class GpuEngine:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self.version = int(trained.card.get("version", 1))
+        self.version = version_of(trained.card)
 
     def trained_on(self, device: Device) -> bool:
         return device.id in self._trained.card["trained_devices"]
@@ -229,7 +238,10 @@ class GpuEngine:
             if graph.precision == "fp32" and device.id not in _timed_in_float32():
                 answer = by_operators(answer, graph, device)
         assert answer.sums is not None
-        return answer._replace(physics={target: physics_of(target, answer.sums, answer.log_value[target]) for target in TARGETS})
+        experts = {
+            target: experts_of(target, answer.sums, answer.log_value[target], answer.members[target]) for target in TARGETS
+        }
+        return answer._replace(experts=experts)
 
     def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
         form = graphs.form
@@ -245,13 +257,14 @@ class GpuEngine:
         sigma = {target: np.full(number, UNTRAINED_LOG_SIGMA[target]) for target in TARGETS}
         shares: dict[str, npt.NDArray[np.float64]] = {}
         sums = sums_of_all(graphs, device)
+        members = dict.fromkeys(TARGETS, np.full((number, _NUM_MEMBERS), np.nan))
         if not all(rows.all() for rows in unknown.values()):
             setting, known_gpu = as_setting(form, device), self.trained_on(device)
             views = operators_of_all(graphs, device)
             runs = [setting._replace(view=view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
             wanted = [target for target in TARGETS if not unknown[target].all()]
             wanted += _SHARES if setting.table == "perceptron" else ()
-            predicted, spread = predict_with_spread(_asked_for(self._trained.learner, wanted), runs)
+            predicted, spread, members = _ask(self._trained.learner, wanted, runs)
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
@@ -277,11 +290,11 @@ class GpuEngine:
             sums,
         )
         answers = by_physics_of_all(answers, graphs, device, unknown)
-        physics = {
-            target: torch.cat([physics_of(target, row, said) for row, said in zip(sums, said_of_all.tolist(), strict=True)])
-            for target, said_of_all in answers.log_value.items()
+        experts = {
+            target: torch.cat([experts_of(target, *row) for row in zip(sums, said.tolist(), members[target], strict=True)])
+            for target, said in answers.log_value.items()
         }
-        return answers._replace(physics=physics)
+        return answers._replace(experts=experts)
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
         """The GPU whose time for ``graph`` was learnt in this setting and is nearest by the roofline.
@@ -325,8 +338,10 @@ class GpuEngine:
         sigma = math.hypot(theirs.prior["time"].bias / _BIAS, _CARD_LOG_SIGMA * apart)
         if sigma > UNTRAINED_LOG_SIGMA["time"]:
             return by_physics(own, graph, device, ["time"])
+        value = math.log(max(float(roofline.sum()) * factor, 1e-12))
         return own._replace(
-            log_value=own.log_value | {"time": math.log(max(float(roofline.sum()) * factor, 1e-12))},
+            log_value=own.log_value | {"time": value},
+            members=own.members | {"time": theirs.members["time"] + value - theirs.log_value["time"]},
             op_time_s=roofline * factor,
             prior=own.prior | {"time": prior_of(sigma)},
             known=own.known | {"time": True},
@@ -340,11 +355,13 @@ class GpuEngine:
             sums = quick_sums_of(graph, device)
             sigma = UNTRAINED_LOG_SIGMA
             value = dict.fromkeys(TARGETS, 0.0)
+            members = dict.fromkeys(TARGETS, np.full(_NUM_MEMBERS, np.nan))
             shares: dict[str, float] = {}
         else:
             run = as_run(self._trained.learner, graph, device)
-            asked = [*wanted, *(_SHARES if run.table == "perceptron" else ())]
-            predicted, spread = predict_with_spread(_asked_for(self._trained.learner, asked), [run])
+            asked = [*(target for target in wanted if target not in unknown), *(_SHARES if run.table == "perceptron" else ())]
+            predicted, spread, members_of_all = _ask(self._trained.learner, asked, [run])
+            members = {target: members_of_all[target][0] for target in TARGETS}
             value = {target: float(predicted[target][0]) for target in TARGETS}
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
@@ -366,6 +383,7 @@ class GpuEngine:
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
             dict.fromkeys(TARGETS, embedding_of(sums)),
             spent_of(sums),
+            members,
             {},
             {target: prior_of(sigma[target]) for target in TARGETS},
             shares,
@@ -386,6 +404,36 @@ def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
     few = copy.copy(learner)
     few._forests = {name: forests for name, forests in learner._forests.items() if name in names}
     return few
+
+
+class _Heard(NamedTuple):
+    """An ensemble whose members have spoken."""
+
+    learner: Ensemble
+    members: list[Predicted]
+
+    def parts(self, runs: Sequence[Run]) -> list[Predicted]:
+        return self.members
+
+    def combine(self, parts: Sequence[Predicted], runs: Sequence[Run]) -> Predicted:
+        return self.learner.combine(parts, runs)
+
+
+def _ask(
+    learner: Learner, targets: Sequence[str], runs: Sequence[Run]
+) -> tuple[Predicted, Predicted, dict[str, npt.NDArray[np.float64]]]:
+    """What ``runs`` cost, how far members are apart, and what networks and trees alone say of ``targets``, shapes (n, 2)."""
+    asked = _asked_for(learner, targets)
+    silent = np.full(len(runs), np.nan)
+    alone = dict.fromkeys(TARGETS, np.stack([silent] * _NUM_MEMBERS, 1))
+    if not isinstance(asked, GuardEnsemble):
+        return *predict_with_spread(asked, runs), alone
+    parts, number = asked.parts(runs), asked.settings["networks"]
+    of_kind = (parts[:number], parts[number:])
+    for target in set(TARGETS).intersection(targets):
+        alone[target] = np.stack([np.mean([part[target] for part in some] or [silent], axis=0) for some in of_kind], 1)
+    heard: Any = _Heard(asked, parts)  # as much of a learner as is asked for
+    return *predict_with_spread(heard, runs), alone
 
 
 def _apart(graph: OpGraph, device: Device, other: Device) -> float:
@@ -500,7 +548,9 @@ def prior_of(sigma: float) -> ResidualPrior:
         local=_LOCAL * sigma,
         length=1.0,
         noise=_NOISE * sigma,
-        physics=min(_PHYSICS * sigma, _MOST_PHYSICS),
+        trust=min(_TRUST * sigma, _MOST_TRUST),
+        of_the_step=_OF_THE_STEP,
+        guessed=True,
     )
 
 
@@ -513,6 +563,12 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
 def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What a step spends its time on, in steps that make a difference. Shape: (1, len(_SPENT))."""
     return torch.from_numpy(sums[_SPENT_INDEX].astype(np.float64))[None] / _APART
+
+
+def experts_of(target: str, sums: npt.NDArray[np.float32], log_value: float, members: npt.NDArray[np.float64]) -> torch.Tensor:
+    """How far physics and the ``members`` (2,) are from ``log_value``. Shape: (1, e)."""
+    apart = np.clip(np.nan_to_num(members - log_value), -_FARTHEST_MEMBER, _FARTHEST_MEMBER) * _TRUST_IN_MEMBERS
+    return torch.cat([physics_of(target, sums, log_value), torch.from_numpy(apart)[None]], 1)
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:

@@ -3,19 +3,29 @@
 Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelihood):
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
     Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
-    P  (n, e)  how far physics is from the network
-    K  = bias² (1 - s + s [r = r']) + linear² · X Xᵀ / d + physics² · P Pᵀ
-         + local² · exp(-(‖x - x'‖² / d + ‖z - z'‖² / f) / (2 · length²))
+    P  (n, e)  how far other experts are from the prediction: physics, the networks alone, the trees alone
+    K  = bias² (1 - s + s [r = r']) + linear² · X Xᵀ / d + trust² · P Pᵀ
+         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
     W  = diag(noise² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
          reading moves nothing.
 The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
-back to a region, the machine has a slow kernel); and whether physics is right where the network is not (far outside of its data).
+back to a region, the machine has a slow kernel); and whether another expert is right where the prediction is not (physics far
+outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
+these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like.
+
+How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
+whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
+a leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2) of errors with a Laplace
+distribution of unknown width, m being the mean absolute error:
+    p ∝ m^-n
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +34,16 @@ _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
 _OF_THE_REGIME = 0.5
 """Share of the constant factor's variance that a change of conditions draws anew."""
+_NEARER = 0.5
+"""How far neighbours reach where a setting is more particular than the prior says."""
+_SAME = 1e-5
+"""Nearer than that, two places are those of one step."""
+_LARGEST_ERROR = 1.0
+_ERROR_BEFORE, _ROWS_BEFORE = 0.3, 2.0
+"""What a hypothesis is expected to err by before it was tried, in standard deviations of the residual, and what that weighs."""
+_JUDGED = 200
+"""The newest runs by which hypotheses are judged."""
+_UNLIKELY = 0.01
 
 
 class Place(NamedTuple):
@@ -31,7 +51,7 @@ class Place(NamedTuple):
 
     x: torch.Tensor  # shape: (n, d)
     z: torch.Tensor  # shape: (n, f)
-    physics: torch.Tensor  # shape: (n, e)
+    experts: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
 
 
@@ -48,32 +68,46 @@ def under_equal_conditions(x: torch.Tensor) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class ResidualPrior:
-    """Standard deviations of the terms, in logarithms."""
+    """Standard deviations of the terms, in logarithms, and how far neighbours reach.
+
+    Attributes:
+        of_the_step: share of the noise's variance that another reading of the same step has, too.
+        guessed: whether the terms' shares were never fitted, so that others are tried beside them.
+    """
 
     bias: float
     linear: float
     local: float
     length: float
     noise: float
-    physics: float = 0.0
+    trust: float = 0.0
+    reach: float = 1.0
+    of_the_step: float = 0.0
+    guessed: bool = False
 
     def kernel(self, a: Place, b: Place) -> torch.Tensor:
         """Covariance of the residual between n and m runs. Shape: (n, m)."""
         width = a.x.shape[1]
-        distance = torch.cdist(a.x, b.x).square() / width + torch.cdist(a.z, b.z).square() / max(a.z.shape[1], 1)
+        distance = torch.cdist(a.x, b.x).square() / (width * self.length**2)
+        distance = distance + torch.cdist(a.z, b.z).square() / (max(a.z.shape[1], 1) * self.reach**2)
         same = (a.regime[:, None] == b.regime[None, :]).to(a.x.dtype)
         bias = self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same)
         linear = self.linear**2 * (a.x @ b.x.T) / width
-        physics = self.physics**2 * (a.physics @ b.physics.T)
-        return bias + linear + physics + self.local**2 * torch.exp(-distance / (2 * self.length**2))
+        experts = self.trust**2 * (a.experts @ b.experts.T)
+        return bias + linear + experts + self.local**2 * torch.exp(-distance / 2)
 
     def variance(self, at: Place) -> torch.Tensor:
         """Prior variance of the residual of n runs, noise included. Shape: (n,)."""
-        return self.before(at.x) + self.physics**2 * at.physics.square().sum(1)
+        return self.before(at.x) + self.trust**2 * at.experts.square().sum(1)
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """The same while nothing was measured: what the held-out runs had, whose network was trusted. Shape: (n,)."""
         return self.bias**2 + self.linear**2 * x.square().mean(1) + self.local**2 + self.noise**2
+
+    @property
+    def total(self) -> float:
+        """Standard deviation of the residual of a run in the middle of the embedding."""
+        return math.sqrt(self.bias**2 + self.linear**2 + self.local**2 + self.noise**2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +116,7 @@ class ResidualPosterior:
 
     prior: ResidualPrior
     seen: Place
+    y: torch.Tensor  # shape: (n,)
     cholesky: torch.Tensor  # shape: (n, n)
     alpha: torch.Tensor  # shape: (n,)
     noise: float
@@ -96,8 +131,19 @@ class ResidualPosterior:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
         cross = self.prior.kernel(place, self.seen)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
-        variance = self.prior.variance(place) - self.prior.noise**2 - half.square().sum(0)
-        return cross @ self.alpha, (variance.clamp_min(0) + self.noise**2).sqrt()
+        mean, variance = cross @ self.alpha, self.prior.variance(place) - self.prior.noise**2 - half.square().sum(0)
+        same = self._same(place).to(self.y.dtype)
+        number = same.sum(1)
+        share = self.prior.of_the_step
+        told = number * share / (number * share + 1 - share)
+        mean = mean + told * (same @ self.y / number.clamp_min(1) - mean)
+        return mean, (variance.clamp_min(0) * (1 - told).square() + self.noise**2 * (1 - share * told)).sqrt()
+
+    def _same(self, place: Place) -> torch.Tensor:
+        """Which of the n readings are of the m steps themselves, under the conditions of these. Shape: (m, n)."""
+        pairs = ((place.x, self.seen.x), (place.z, self.seen.z), (place.experts, self.seen.experts))
+        apart = torch.stack([torch.cdist(own, other) for own, other in pairs]).sum(0)
+        return (apart < _SAME) & (place.regime[:, None] == self.seen.regime[None, :])
 
     def left_out(self) -> torch.Tensor:
         """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).
@@ -121,7 +167,65 @@ def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor) -> ResidualPos
     error = y - covariance @ alpha
     noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
     noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
-    return ResidualPosterior(prior, seen, cholesky, alpha, noise)
+    return ResidualPosterior(prior, seen, y, cholesky, alpha, noise)
+
+
+def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
+    """What a setting may be like: as the prior says, and if that is a guess also more particular; a constant factor and little
+    else; or nothing that could be learnt, because the predictor is right and the rest is scatter."""
+    if not prior.guessed:
+        return (prior,)
+    total = prior.total
+    return (
+        prior,
+        replace(prior, reach=_NEARER * prior.reach),
+        replace(prior, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total, trust=0.0),
+        replace(prior, bias=0.0, linear=0.0, local=0.0, trust=0.0, noise=total),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualAverage:
+    """Posteriors of several hypotheses. Their weights add up to one."""
+
+    prior: ResidualPrior
+    posteriors: Sequence[ResidualPosterior]
+    weights: Sequence[float]
+
+    @property
+    def regime(self) -> torch.Tensor:
+        """Of the runs that come next. Shape: ()."""
+        return self.posteriors[0].regime
+
+    def at(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,)."""
+        found = [posterior.at(place) for posterior in self.posteriors]
+        mean, square = torch.zeros(len(place.x)).double(), torch.zeros(len(place.x)).double()
+        for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
+            mean = mean + weight * own_mean
+            square = square + weight * (own_sigma.square() + own_mean.square())
+        return mean, (square - mean.square()).clamp_min(0).sqrt()
+
+    def left_out(self) -> torch.Tensor:
+        """See :meth:`ResidualPosterior.left_out`."""
+        parts = [weight * posterior.left_out() for weight, posterior in zip(self.weights, self.posteriors, strict=True)]
+        return torch.stack(parts).sum(0)
+
+
+def learnt(prior: ResidualPrior, seen: Place, y: torch.Tensor) -> ResidualAverage:
+    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, n ≥ 1, in double precision."""
+    tried = hypotheses(prior)
+    newest = Place(*(column[-_JUDGED:] for column in seen))
+    judged = [condition(hypothesis, newest, y[-_JUDGED:]) for hypothesis in tried]
+    before = _ROWS_BEFORE * _ERROR_BEFORE * prior.total
+    number = len(newest.x)
+    errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
+    scores = [-number * math.log((error + before) / (number + _ROWS_BEFORE)) for error in errors]
+    shares = [math.exp(score - max(scores)) for score in scores]
+    likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
+    posteriors = [judged[index] if number == len(y) else condition(tried[index], seen, y) for index in likely]
+    total = sum(shares[index] for index in likely)
+    return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely])
 
 
 def _solve(covariance: torch.Tensor, noise2: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ that leaves over, trees learn from many runs (`refinement`).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph, SizedGraphs, StorageKind
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of, spent_of
-from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, joined
+from perfguard_models._residual import Place, ResidualAverage, ResidualPrior, joined, learnt
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
@@ -80,7 +81,7 @@ class GuardNet:
 
     def __init__(self, engines: dict[str, Engine]) -> None:
         self._engines = engines
-        self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
+        self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
         self._refinement: Refinement | None = None
@@ -95,12 +96,13 @@ class GuardNet:
 
     @property
     def lineage(self) -> str:
-        """Of its shipped weights: name and version. A refinement is good for these alone."""
-        return f"guardnet-{max(engine.version for engine in self._engines.values())}"
+        """Of its shipped weights: name and a hash of them. A refinement is good for these alone."""
+        versions = repr(sorted((kind, engine.version) for kind, engine in self._engines.items()))
+        return f"guardnet-{hashlib.sha256(versions.encode()).hexdigest()[:8]}"
 
     @property
     def name(self) -> str:
-        """Name and version; "+" says that it is refined."""
+        """The lineage; "+" says that it is refined."""
         return self.lineage if self._refinement is None else f"{self.lineage}+"
 
     @undisturbed
@@ -179,7 +181,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
         else:
-            means, log_sigmas = posterior.at(Place(x, answers.spent, answers.physics[target], posterior.regime.expand(len(x))))
+            means, log_sigmas = posterior.at(Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x))))
             mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.noise * prior_scale / posterior.prior.noise)
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
@@ -243,7 +245,7 @@ class GuardNet:
     def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
         answers = [self._answer(row.graph, row.device) for row in rows]
         residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
-        posterior = condition(residuals.prior, residuals.at, residuals.y)
+        posterior = learnt(residuals.prior, residuals.at, residuals.y)
         x = [self._row(target, answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
         ids = [row.decision_id for row in rows]
         return Lesson(ids, [device_id], np.stack(x), posterior.left_out().numpy())
@@ -280,7 +282,7 @@ class GuardNet:
     def _learn(self, device_id: str, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
         key = (device_id, target)
         if measured is not None:
-            self._posteriors[key] = condition(measured.prior, measured.at, measured.y)
+            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y)
         if bounds is None:
             return
         if measured is None:
@@ -290,7 +292,7 @@ class GuardNet:
         expected = _expected_above(bounds.y, mean, sigma)
         at = bounds.at if measured is None else joined([measured.at, bounds.at])
         y = expected if measured is None else torch.cat([measured.y, expected])
-        self._posteriors[key] = condition(bounds.prior, at, y)
+        self._posteriors[key] = learnt(bounds.prior, at, y)
 
     def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
@@ -298,7 +300,7 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.physics[target], posterior.regime[None]))
+            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.experts[target], posterior.regime[None]))
             # The process has one prior; this graph may be harder or easier than the one that it was made for.
             mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
         scale = self._engines[device.kind].interval_scale(target)
@@ -352,7 +354,7 @@ def _residuals_of(
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
         torch.cat([answer.spent for answer in answers]),
-        torch.cat([answer.physics[target] for answer in answers]),
+        torch.cat([answer.experts[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
     )
     return _Residuals(answers[0].prior[target], place, measured - predicted)

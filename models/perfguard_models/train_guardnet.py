@@ -28,7 +28,7 @@ from torch_geometric.loader import DataLoader
 from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.predictor import Observation
 from perfguard_models._network import GuardNetwork
-from perfguard_models._residual import ResidualPrior, condition, under_equal_conditions
+from perfguard_models._residual import ResidualPrior, learnt, under_equal_conditions
 from perfguard_models.calibration import quantile_scale
 from perfguard_models.cpu_corpus import STUDY, read_corpus
 from perfguard_models.weight_files import write_pair
@@ -177,7 +177,7 @@ def interval_scale(residuals: Sequence[Residuals], target: str, prior: ResidualP
             mean, deviation = 0.0, float(prior.before(x[index : index + 1]).sqrt())
             if index:
                 start = max(0, index - _FEW_RUNS)
-                posterior = condition(prior, under_equal_conditions(x[start:index]), y[start:index])
+                posterior = learnt(prior, under_equal_conditions(x[start:index]), y[start:index])
                 means, deviations = posterior.at(under_equal_conditions(x[index : index + 1]))
                 mean, deviation = float(means), float(deviations)
             scores.append(abs(float(y[index]) - mean) / deviation)

@@ -51,3 +51,8 @@ def check_hash(data: bytes, card: Mapping[str, Any], name: str) -> None:
     """Raises PredictorError unless the card was written for these tensors."""
     if len(data) > _LARGEST_BYTES or card.get("sha256") != hashlib.sha256(data).hexdigest():
         raise PredictorError(f"The weights {name!r} do not match the hash in their card; the file is damaged or exchanged.")
+
+
+def version_of(card: Mapping[str, Any]) -> str:
+    """Tells a card, and with it the tensors that it was written for, from all others."""
+    return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfguard_models import _residual
-from perfguard_models._residual import Place, ResidualPosterior, ResidualPrior, condition, under_equal_conditions
+from perfguard_models._residual import (
+    Place,
+    ResidualPosterior,
+    ResidualPrior,
+    condition,
+    hypotheses,
+    learnt,
+    under_equal_conditions,
+)
 
-PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, physics=0.1)
+PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1, reach=0.7)
 seeds = st.integers(0, 2**16)
 
 
@@ -49,10 +58,10 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
     for i, x in enumerate(a.x.tolist()):
         for j, y in enumerate(b.x.tolist()):
             product = sum(p * q for p, q in zip(x, y, strict=True))
-            distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True)) / width
-            distance += sum(float(p - q) ** 2 for p, q in zip(a.z[i], b.z[j], strict=True)) / a.z.shape[1]
-            local = prior.local**2 * math.exp(-distance / (2 * prior.length**2))
-            physics = prior.physics**2 * sum(float(p * q) for p, q in zip(a.physics[i], b.physics[j], strict=True))
+            distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True)) / width / prior.length**2
+            spent = sum(float(p - q) ** 2 for p, q in zip(a.z[i], b.z[j], strict=True)) / a.z.shape[1] / prior.reach**2
+            local = prior.local**2 * math.exp(-(distance + spent) / 2)
+            physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.experts[i], b.experts[j], strict=True))
             bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
             matrix[i, j] = bias + prior.linear**2 * product / width + local + physics
     return matrix
@@ -184,8 +193,63 @@ def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_
 
 
 def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
-    prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, physics=0.5)
+    prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, trust=0.5)
     x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
     posterior = condition(prior, Place(x, x.new_zeros((12, 0)), gap, x.new_zeros(12)), gap[:, 0])
     new = torch.tensor([[0.8]], dtype=torch.float64)
     assert posterior.at(Place(x[:1], x.new_zeros((1, 0)), new, x.new_zeros(1)))[0].item() == pytest.approx(0.8, abs=0.05)
+
+
+def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
+    x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(2, 3)]))
+    y = torch.cat([torch.zeros(10), torch.full((2,), 0.2)]).double()
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1)
+    same = Place(*(column[-1:] for column in x))
+    strange, of_steps = (condition(replace(prior, of_the_step=share), x, y) for share in (0.0, 0.9))
+    assert strange.at(same)[0].item() < 0.1
+    assert of_steps.at(same)[0].item() == pytest.approx(0.2, abs=0.02)
+    assert of_steps.at(same)[1].item() < 0.5 * strange.at(same)[1].item()
+    other = under_equal_conditions(embeddings(3, 2))
+    torch.testing.assert_close(of_steps.at(other), strange.at(other))
+    elsewhen = same._replace(regime=same.regime + 1)
+    assert of_steps.at(elsewhen)[0].item() < 0.1
+
+
+GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
+
+
+@settings(max_examples=20)
+@given(seeds, st.integers(1, 30))
+def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> None:
+    x, new = places(num_points, seed), places(5, seed + 1)
+    y = 0.3 * torch.randn(num_points, generator=torch.Generator().manual_seed(seed)).double()
+    average = learnt(GUESS, x, y)
+    means = torch.stack([condition(each, x, y).at(new)[0] for each in hypotheses(GUESS)])
+    assert sum(average.weights) == pytest.approx(1.0)
+    assert (average.at(new)[0] >= means.amin(0) - 1e-9).all()
+    assert (average.at(new)[0] <= means.amax(0) + 1e-9).all()
+    widest = torch.stack([posterior.at(new)[1] for posterior in average.posteriors]).amin(0)
+    assert (average.at(new)[1] >= widest - 1e-9).all()
+
+
+def test_a_few_runs_that_scatter_move_an_average_less_than_the_prior_alone() -> None:
+    new, generator = under_equal_conditions(embeddings(100, 1)), torch.Generator().manual_seed(0)
+    average, alone = 0.0, 0.0
+    for seed in range(20):
+        x, y = under_equal_conditions(embeddings(5, seed)), 0.4 * torch.randn(5, generator=generator).double()
+        average += float(learnt(GUESS, x, y).at(new)[0].abs().mean())
+        alone += float(condition(GUESS, x, y).at(new)[0].abs().mean())
+    assert average < 0.8 * alone
+
+
+def test_what_many_runs_agree_on_is_learnt_as_well_as_by_the_hypothesis_that_fits() -> None:
+    x, new = under_equal_conditions(embeddings(40, 0)), under_equal_conditions(embeddings(20, 1))
+    y = torch.full((40,), 0.4).double()
+    assert (learnt(GUESS, x, y).at(new)[0] - 0.4).abs().max() < 0.01
+    assert (learnt(GUESS, x, y).left_out()).abs().max() < 0.02
+
+
+def test_a_prior_that_was_fitted_stands_alone() -> None:
+    x, new = places(8, 0), places(3, 1)
+    y = torch.sin(x.x.sum(1))
+    torch.testing.assert_close(learnt(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))

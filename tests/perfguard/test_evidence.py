@@ -191,6 +191,15 @@ def test_intervals_hold_within_four_points_where_the_scatter_doubles() -> None:
     assert max(shares) <= 0.94
 
 
+def test_a_run_out_of_memory_is_a_miss_where_it_had_more_than_its_interval() -> None:
+    clean = runs(100)
+    widening = weigh(clean).widening["memory"]
+    above = [run(memory=1.5, status="oom", graph=index) for index in range(10)]
+    assert weigh([*clean, *above]).widening["memory"] > 2 * widening
+    inside = [run(memory=memory, status="oom", graph=index) for index, memory in enumerate([0.5, 1.0, 1.05])]
+    assert weigh([*clean, *inside]).widening["memory"] == pytest.approx(widening, rel=1e-9)
+
+
 def test_runs_at_the_same_time_widen_no_more_than_one_after_the_other() -> None:
     widening = weigh([run(time=1.5, graph=index) for index in range(64)]).widening["time"]
     assert math.log(1.5) / (1.645 * 0.1) == pytest.approx(widening, rel=0.25)
