@@ -47,11 +47,13 @@ from perfguard_models.leaderboard import predictions
 from perfguard_models.learner import identity_of
 from perfguard_models.registry import source_of
 from perfguard_models.served import Trained, group_of, read_trained, write_trained
+from perfguard_models.summary import NOTHING, Summary, drawn, summary_of
 
 A100 = "a100-pcie-40gb"
 MOST_OPERATORS = 30_000
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
+MOST_KNOWN = 200
 STRETCHES = ((0, 20), (20, 50), (50, 100), (100, 200), (200, 400))
 WINDOW = 200
 _NUM_STEPS = 100
@@ -65,6 +67,17 @@ class Row(NamedTuple):
     answer: Answer
     by_all: float
     """What weights that have seen the like say of the scenario's target; NaN for most rows."""
+
+
+class Streamed(NamedTuple):
+    """What a scenario is made of."""
+
+    rows: list[Row]
+    """In the order of the table."""
+    known: list[Row]
+    """Of the same GPU, which the weights have seen."""
+    summary: Summary
+    """Others of those, as weights ship with them."""
 
 
 class Scenario(NamedTuple):
@@ -106,8 +119,9 @@ class HeldOut:
 
     version = "held out"
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], summary: Summary) -> None:
         self._rows = rows
+        self._summary = summary
 
     def trained_on(self, device: Device) -> bool:
         return False
@@ -117,6 +131,9 @@ class HeldOut:
 
     def interval_scale(self, target: str) -> float:
         return 1.0
+
+    def summary(self, device: Device, target: str) -> Summary:
+        return self._summary.of(self._rows[0].run.gpu, target)
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         return self._rows[graph.storages[0].num_bytes - 1].answer._replace(op_time_s=torch.zeros(0))
@@ -138,6 +155,8 @@ class Curve(NamedTuple):
     """Mean error after the stream on those same rows."""
     as_they_come: dict[tuple[int, int], tuple[float, float]]
     """Mean error of the rows of each of STRETCHES, before anything was learnt, and as predicted just before each was learnt."""
+    of_known: tuple[float, float]
+    """Mean error on what the weights had seen of the GPU, before the stream and after it."""
     coverages: list[float]
     """Of the 90% intervals, over every window of WINDOW rows of the stream."""
     promoted: int
@@ -148,29 +167,31 @@ class Curve(NamedTuple):
     """Longest processor time of one update."""
 
 
-def stream(
-    target: Target, rows: Sequence[Row], *, num_rows: int, seed: int, poison: float = 0.0, in_order: bool = False
-) -> Curve:
+def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, poison: float = 0.0, in_order: bool = False) -> Curve:
     """Feed ``num_rows`` rows one by one, drawn or a piece of the table as it stands; judge on up to 300 others."""
-    order = list(range(len(rows)))
+    rows = [*streamed.rows, *streamed.known]
+    order = list(range(len(streamed.rows)))
+    known_before = list(range(len(streamed.rows), len(rows)))
     random.Random(seed).shuffle(order)
     judged, fed = order[:300], order[300:][:num_rows]
     if in_order:
-        begin = order[0] % (len(rows) - min(num_rows, len(rows) - 50) + 1)
-        fed = list(range(begin, min(begin + num_rows, len(rows))))
+        begin = order[0] % max(len(order) - num_rows, 50)
+        fed = list(range(begin, min(begin + num_rows, len(order))))
         judged = [index for index in order if index not in set(fed)][:300]
-    graphs = {index: graph_of(index) for index in order}
+    graphs = {index: graph_of(index) for index in range(len(rows))}
     device = replace(resolve_device(rows[0].run.gpu), id="streamed")
     generator = random.Random(seed + 1)
 
     def make() -> GuardNet:
-        return GuardNet({"cuda": HeldOut(rows), "cpu": HeldOut(rows)})
+        engine = HeldOut(rows, streamed.summary)
+        return GuardNet({"cuda": engine, "cpu": engine})
 
     net, errors, hits, teach_s, update_s = make(), {}, [], [], [0.0]
     came: list[tuple[float, float]] = []
     with MeasurementStore(":memory:") as log:
         lessons, trainer = Lessons(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
         evidence = Evidence()
+        before = judge(net, target, rows, known_before, graphs, device)[0]
         for count, index in enumerate(fed):
             if count in CHECKPOINTS:
                 errors[count] = judge(net, target, rows, judged, graphs, device)
@@ -196,7 +217,8 @@ def stream(
         errors[len(fed)] = judge(net, target, rows, judged, graphs, device)
         known = [index for index in judged if math.isfinite(rows[index].by_all)]
         of_all = [relative(rows[index].by_all, rows[index].run, target) for index in known]
-        same = judge(net, target, rows, known, graphs, device)[0] if known else math.nan
+        same = judge(net, target, rows, known, graphs, device)[0]
+        of_known = before, judge(net, target, rows, known_before, graphs, device)[0]
         promoted = sum(weights.state in ("promoted", "superseded") for weights in log.weights())
     windows = [statistics.fmean(hits[start : start + WINDOW]) for start in range(0, len(hits) - WINDOW + 1, 20)]
     stretches = {
@@ -205,8 +227,8 @@ def stream(
         if end <= len(came)
     }
     return Curve(
-        errors, statistics.fmean(of_all) if of_all else math.nan, same, stretches, windows, promoted, len(evidence.quarantined),
-        statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
+        errors, statistics.fmean(of_all) if of_all else math.nan, same, stretches, of_known, windows, promoted,
+        len(evidence.quarantined), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
 
@@ -242,7 +264,9 @@ def is_inside(prediction: Prediction, target: Target, run: Run) -> bool:
 def judge(
     net: GuardNet, target: Target, rows: Sequence[Row], judged: Sequence[int], graphs: dict[int, OpGraph], device: Device
 ) -> tuple[float, float]:
-    """Mean and median relative error."""
+    """Mean and median relative error; NaN of no rows."""
+    if not judged:
+        return math.nan, math.nan
     errors = [relative(estimate_of(net.predict(graphs[index], device), target)[0], rows[index].run, target) for index in judged]
     return statistics.fmean(errors), statistics.median(errors)
 
@@ -264,19 +288,33 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Tra
     return read_trained(place.with_suffix(".safetensors"), place.with_suffix(".json"), "guardnet")
 
 
-def rows_of(
+def streamed_of(
     scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], by_all: dict[Key, dict[str, float]], cache: Path
-) -> list[Row]:
-    """The scenario's rows, in the order of the table, with what the weights say of their graphs."""
+) -> Streamed:
+    """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
     net = GuardNet({"cuda": GpuEngine(weights_without(scenario, runs, cache))})
-    of_scenario = (run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels)
-    chosen = {key: place for place, key in enumerate(dict.fromkeys(map(key_of, of_scenario)))}
+    own = [run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels]
+    gpus = {run.gpu for run in own}
+    seen = [run for run in runs if run.gpu in gpus and not scenario.is_unseen(run) and scenario.target in run.labels]
+    seen = [run for run in seen if run.table != "operator"]
+    for_summary = {key_of(seen[index]) for index in drawn(seen)}
+    rest = sorted({key_of(run) for run in seen} - for_summary, key=str)
+    for_judging = set(random.Random(0).sample(rest, min(len(rest), MOST_KNOWN)))
+    place_of = {key: place for place, key in enumerate(dict.fromkeys(map(key_of, own)))}
+    chosen = {*place_of, *for_summary, *for_judging}
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
-    rows = [
-        Row(run, net._answer(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan))
+    rows = {
+        key_of(run): Row(
+            run, net._answer(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan)
+        )
         for run, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
-    ]
-    return sorted(rows, key=lambda row: chosen[key_of(row.run)])
+    }
+    known, shipped = ([rows[key] for key in sorted(keys, key=str) if key in rows] for keys in (for_judging, for_summary))
+    return Streamed(
+        [rows[key] for key in place_of if key in rows],
+        known,
+        summary_of((row.run.gpu, row.answer) for row in shipped) if shipped else NOTHING,
+    )
 
 
 def key_of(run: Run) -> Key:
@@ -313,9 +351,9 @@ def main() -> None:
     found = []
     for scenario in SCENARIOS:
         if arguments.only in scenario.name:
-            rows = rows_of(scenario, arguments.tables, runs, by_all, arguments.cache)
-            if len(rows) > 350:
-                found.append(show(scenario, rows, arguments.rows, range(arguments.seeds)))
+            streamed = streamed_of(scenario, arguments.tables, runs, by_all, arguments.cache)
+            if len(streamed.rows) > 350:
+                found.append(show(scenario, streamed, arguments.rows, range(arguments.seeds)))
     if arguments.plot is not None and found:
         draw(found, arguments.plot)
 
@@ -329,9 +367,9 @@ class Shown(NamedTuple):
     by_all: float
 
 
-def show(scenario: Scenario, rows: Sequence[Row], num_rows: int, seeds: Sequence[int]) -> Shown:
+def show(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[int]) -> Shown:
     """Stream and print."""
-    shown = Shown(scenario.name, {}, math.nan)
+    shown, rows = Shown(scenario.name, {}, math.nan), streamed.rows
     print(f"\n{scenario.name}: {len(rows)} rows; as served before anything is learnt, mean / median error:")
     for variant in sorted({row.run.variant for row in rows}):
         some = [row for row in rows if row.run.variant == variant]
@@ -340,7 +378,7 @@ def show(scenario: Scenario, rows: Sequence[Row], num_rows: int, seeds: Sequence
     kinds = {"clean": {}, "5% poisoned": {"poison": 0.05}, "table's order": {"in_order": True}}
     for kind, options in kinds.items():
         curves = [
-            stream(scenario.target, rows, num_rows=num_rows, seed=seed, **options)  # type: ignore[arg-type]
+            stream(scenario.target, streamed, num_rows=num_rows, seed=seed, **options)  # type: ignore[arg-type]
             for seed in track(seeds, description=kind, transient=True)
         ]
         counts = sorted(set.intersection(*(set(curve.errors) for curve in curves)))
@@ -352,6 +390,9 @@ def show(scenario: Scenario, rows: Sequence[Row], num_rows: int, seeds: Sequence
         came = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
         print("    predicted before it was learnt, before any / as they came: ", end="")
         print("; ".join(f"{start} to {end}: {before:.1%} / {now:.1%}" for (start, end), (before, now) in came.items()))
+        if streamed.known:
+            before, after = np.mean([curve.of_known for curve in curves], axis=0)
+            print(f"    {len(streamed.known)} rows of the GPU that the weights knew: {before:.1%}, after the stream {after:.1%}")
         windows = [coverage for curve in curves for coverage in curve.coverages]
         if windows:
             print(f"    coverage over windows of {WINDOW}: {min(windows):.1%} to {max(windows):.1%}, mean {np.mean(windows):.1%}")

@@ -21,7 +21,7 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
 from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
-from perfguard_models._residual import ResidualPrior
+from perfguard_models._residual import Place, ResidualPrior, as_shipped
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import Run, share_of
 from perfguard_models.ensemble import GuardEnsemble
@@ -32,6 +32,7 @@ from perfguard_models.quick_views import quick_sums_of
 from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
 from perfguard_models.sized_operators import operators_of_all
 from perfguard_models.sized_sums import sums_of_all
+from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.sums import SUMS
 from perfguard_models.weight_files import check_hash, version_of
 
@@ -141,6 +142,9 @@ class Engine(Protocol):
     def interval_scale(self, target: str) -> float:
         """By how much intervals are widened so that they hold."""
 
+    def summary(self, device: Device, target: str) -> Summary:
+        """Steps on the device of which the weights know the ``target``, for them that learn more; empty: there is none."""
+
 
 class CpuEngine:
     """A graph network, trained on processors.
@@ -217,13 +221,17 @@ class CpuEngine:
     def interval_scale(self, target: str) -> float:
         return self._scales[target]
 
+    def summary(self, device: Device, target: str) -> Summary:
+        return NOTHING
+
 
 class GpuEngine:
     """Networks and trees (`ensemble`), trained on tables of GPUs. Their memory was measured with cuDNN's benchmark mode on,
     their step time in half precision, or forward alone in float32."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, summary: Summary = NOTHING) -> None:
         self._trained = trained
+        self._summary = summary
         self.version = version_of(trained.card)
 
     def trained_on(self, device: Device) -> bool:
@@ -394,6 +402,17 @@ class GpuEngine:
 
     def interval_scale(self, target: str) -> float:
         return 1.0
+
+    def summary(self, device: Device, target: str) -> Summary:
+        return self._summary.of(device.id, target)
+
+
+def place_of(summary: Summary, target: str) -> Place:
+    """Where the residual process sees the steps of a summary, of which there is at least one."""
+    rows = zip(summary.sums, summary.log_value[target].tolist(), summary.members[target], strict=True)
+    experts = torch.cat([experts_of(target, *row) for row in rows])
+    x, z = (torch.cat([see(row) for row in summary.sums]) for see in (embedding_of, spent_of))
+    return as_shipped(x, z, experts)
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:

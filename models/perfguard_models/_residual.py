@@ -14,6 +14,11 @@ back to a region, the machine has a slow kernel); and whether another expert is 
 outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
 these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like.
 
+What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
+was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
+this machine can still be learnt; of the other terms, a shipped step and a measured one have a share c in common, so that where
+they contradict, what was measured counts.
+
 How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
 whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
 a leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2) of errors with a Laplace
@@ -41,6 +46,10 @@ _SAME = 1e-5
 _LARGEST_ERROR = 1.0
 _ERROR_BEFORE, _ROWS_BEFORE = 0.3, 2.0
 """What a hypothesis is expected to err by before it was tried, in standard deviations of the residual, and what that weighs."""
+_SHIPPED = -1.0
+"""The regime of what the predictor was fitted to."""
+_IN_COMMON = 0.9
+"""With less of it, more of what was known of a GPU is forgotten; with all of it, a world that changed is learnt more slowly."""
 _JUDGED = 200
 """The newest runs by which hypotheses are judged."""
 _UNLIKELY = 0.01
@@ -58,6 +67,11 @@ class Place(NamedTuple):
 def joined(places: list[Place]) -> Place:
     """All of them, in order."""
     return Place(*(torch.cat(column) for column in zip(*places, strict=True)))
+
+
+def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor) -> Place:
+    """Steps that the predictor was fitted to."""
+    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED))
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
@@ -94,7 +108,9 @@ class ResidualPrior:
         bias = self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same)
         linear = self.linear**2 * (a.x @ b.x.T) / width
         experts = self.trust**2 * (a.experts @ b.experts.T)
-        return bias + linear + experts + self.local**2 * torch.exp(-distance / 2)
+        shipped = (a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]
+        in_common = torch.where(shipped, _IN_COMMON, 1.0)
+        return bias + in_common * (linear + experts + self.local**2 * torch.exp(-distance / 2))
 
     def variance(self, at: Place) -> torch.Tensor:
         """Prior variance of the residual of n runs, noise included. Shape: (n,)."""
@@ -112,9 +128,11 @@ class ResidualPrior:
 
 @dataclass(frozen=True, slots=True)
 class ResidualPosterior:
-    """The process after some observations."""
+    """The process after some observations, n in all."""
 
     prior: ResidualPrior
+    num_shipped: int
+    """Of the n, the first ones."""
     seen: Place
     y: torch.Tensor  # shape: (n,)
     cholesky: torch.Tensor  # shape: (n, n)
@@ -149,13 +167,17 @@ class ResidualPosterior:
         """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).
 
         Returns:
-            Shape: (n,).
+            Of those that were measured. Shape: (n - num_shipped,).
         """
-        return self.alpha / torch.cholesky_inverse(self.cholesky).diagonal()
+        return (self.alpha / torch.cholesky_inverse(self.cholesky).diagonal())[self.num_shipped :]
 
 
-def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor) -> ResidualPosterior:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, n ≥ 1, in double precision."""
+def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None) -> ResidualPosterior:
+    """The process given residuals ``y`` (n,) of the runs ``seen``, n ≥ 1, in double precision, and the summary ``shipped``."""
+    num_shipped = 0
+    if shipped is not None:
+        num_shipped = len(shipped.x)
+        seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
     covariance = prior.kernel(seen, seen)
     weights = torch.ones_like(y)
     for _ in range(_REWEIGHTINGS):
@@ -164,10 +186,10 @@ def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor) -> ResidualPos
         scale = prior.noise**2 + _variance_at(covariance, cholesky)
         weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / scale)
     cholesky, alpha = _solve(covariance, prior.noise**2 / weights, y)
-    error = y - covariance @ alpha
+    error, weights = (y - covariance @ alpha)[num_shipped:], weights[num_shipped:]
     noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
     noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
-    return ResidualPosterior(prior, seen, y, cholesky, alpha, noise)
+    return ResidualPosterior(prior, num_shipped, seen, y, cholesky, alpha, noise)
 
 
 def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
@@ -212,18 +234,25 @@ class ResidualAverage:
         return torch.stack(parts).sum(0)
 
 
-def learnt(prior: ResidualPrior, seen: Place, y: torch.Tensor) -> ResidualAverage:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, n ≥ 1, in double precision."""
+def learnt(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None) -> ResidualAverage:
+    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, n ≥ 1, in double precision.
+
+    Args:
+        prior: before anything was measured.
+        seen: the runs.
+        y: their residuals.
+        shipped: steps of which the predictor was right where it was fitted.
+    """
     tried = hypotheses(prior)
     newest = Place(*(column[-_JUDGED:] for column in seen))
-    judged = [condition(hypothesis, newest, y[-_JUDGED:]) for hypothesis in tried]
+    judged = [condition(hypothesis, newest, y[-_JUDGED:], shipped) for hypothesis in tried]
     before = _ROWS_BEFORE * _ERROR_BEFORE * prior.total
     number = len(newest.x)
     errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
     scores = [-number * math.log((error + before) / (number + _ROWS_BEFORE)) for error in errors]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
-    posteriors = [judged[index] if number == len(y) else condition(tried[index], seen, y) for index in likely]
+    posteriors = [judged[index] if number == len(y) else condition(tried[index], seen, y, shipped) for index in likely]
     total = sum(shares[index] for index in likely)
     return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely])
 

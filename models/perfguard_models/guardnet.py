@@ -26,13 +26,25 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph, SizedGraphs, StorageKind
 from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import UNTRAINED_LOG_SIGMA, Answer, Answers, CpuEngine, Engine, GpuEngine, physics_of, spent_of
+from perfguard_models._engines import (
+    UNTRAINED_LOG_SIGMA,
+    Answer,
+    Answers,
+    CpuEngine,
+    Engine,
+    GpuEngine,
+    physics_of,
+    place_of,
+    spent_of,
+)
 from perfguard_models._residual import Place, ResidualAverage, ResidualPrior, joined, learnt
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
 from perfguard_models.served import trained_of
 from perfguard_models.sized_sums import sums_of_all
+from perfguard_models.summary import NAME as SUMMARY
+from perfguard_models.summary import read_summary
 from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.weight_files import read_pair
 
@@ -72,7 +84,10 @@ def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Engi
     """The kind of device, and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
     if "format" in document:
-        return "cuda", GpuEngine(trained_of(data, document, name))
+        folder = files("perfguard_models") / "weights"
+        tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
+        trained = trained_of(data, document, name)
+        return "cuda", GpuEngine(trained, read_summary(tensors, card, trained.card["sha256"]))
     return "cpu", CpuEngine(data, document, name)
 
 
@@ -84,6 +99,7 @@ class GuardNet:
         self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
+        self._summaries: dict[tuple[str, Target], Place | None] = {}
         self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
@@ -218,7 +234,7 @@ class GuardNet:
                 self._powers.pop(device_id, None)
             for target in TARGETS:
                 bounds = self._residuals(out_of_memory, target) if target == "memory" else None
-                self._learn(device_id, target, self._residuals(ended_well, target), bounds)
+                self._learn(rows[0].device, target, self._residuals(ended_well, target), bounds)
 
     @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
@@ -245,10 +261,13 @@ class GuardNet:
     def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
         answers = [self._answer(row.graph, row.device) for row in rows]
         residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
-        posterior = learnt(residuals.prior, residuals.at, residuals.y)
+        posterior = learnt(residuals.prior, residuals.at, residuals.y, self._shipped(rows[0].device, target))
         x = [self._row(target, answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
-        ids = [row.decision_id for row in rows]
-        return Lesson(ids, [device_id], np.stack(x), posterior.left_out().numpy())
+        summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
+        for sums, value in zip(summary.sums, summary.log_value[target].tolist(), strict=True):
+            x.append(row_of(sums, physics_of(target, sums, value), value))
+        ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
+        return Lesson(ids, [device_id], np.stack(x), np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
     def _row(self, target: Target, answer: Answer, graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
         sums = sums_of(graph, device) if answer.sums is None else answer.sums
@@ -279,10 +298,18 @@ class GuardNet:
             corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
         return _residuals_of(known, answers, target, corrections)
 
-    def _learn(self, device_id: str, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
-        key = (device_id, target)
+    def _shipped(self, device: Device, target: Target) -> Place | None:
+        """Where the process sees the weights' summary for the device; None: there is none."""
+        key = (device.id, target)
+        if key not in self._summaries:
+            summary = self._engines[device.kind].summary(device, target)
+            self._summaries[key] = place_of(summary, target) if len(summary.sums) else None
+        return self._summaries[key]
+
+    def _learn(self, device: Device, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
+        key, shipped = (device.id, target), self._shipped(device, target)
         if measured is not None:
-            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y)
+            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y, shipped)
         if bounds is None:
             return
         if measured is None:
@@ -292,7 +319,7 @@ class GuardNet:
         expected = _expected_above(bounds.y, mean, sigma)
         at = bounds.at if measured is None else joined([measured.at, bounds.at])
         y = expected if measured is None else torch.cat([measured.y, expected])
-        self._posteriors[key] = learnt(bounds.prior, at, y)
+        self._posteriors[key] = learnt(bounds.prior, at, y, shipped)
 
     def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]

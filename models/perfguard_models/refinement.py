@@ -32,12 +32,14 @@ FEWEST_ROWS = 30
 _TREES = 100
 _LEAF = 2
 _SHARE_OF_COLUMNS = 0.3
+_WEIGHT_OF_SUMMARY = 0.5
+"""Of a step of the summary, of which the weights are said to be right, beside that of a measured run."""
 _LARGEST_BYTES = 64 * 2**20
 _PHYSICS_COLUMNS = {"memory": 3, "time": 1}
 
 
 class Lesson(NamedTuple):
-    """What trees learn from: n runs, and of each what nothing else explains."""
+    """What trees learn from: n runs, and of each what nothing else explains. Steps of the weights' own summary have no id."""
 
     decision_ids: Sequence[str]
     devices: Sequence[str]
@@ -128,14 +130,15 @@ def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -
 
     parts: dict[str, _Part] = {}
     for target, lesson in lessons.items():
-        if len(lesson.y) < FEWEST_ROWS:
+        is_measured = np.array([decision_id != "" for decision_id in lesson.decision_ids])
+        if is_measured.sum() < FEWEST_ROWS:
             continue
         model = ExtraTreesRegressor(
             _TREES, min_samples_leaf=_LEAF, max_features=_SHARE_OF_COLUMNS, bootstrap=True, oob_score=True, random_state=seed
         )
-        model.fit(lesson.x, lesson.y)
+        model.fit(lesson.x, lesson.y, sample_weight=np.where(is_measured, 1.0, _WEIGHT_OF_SUMMARY))
         out_of_bag = np.nan_to_num(np.asarray(model.oob_prediction_, dtype=np.float64))
-        held_out = dict(zip(lesson.decision_ids, out_of_bag.tolist(), strict=True))
+        held_out = {key: said for key, said in zip(lesson.decision_ids, out_of_bag.tolist(), strict=True) if key}
         parts[target] = _Part(forest_of_bagging(model), frozenset(lesson.devices), held_out)
     return Refinement(made_for, parts) if parts else None
 

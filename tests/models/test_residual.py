@@ -17,6 +17,7 @@ from perfguard_models._residual import (
     Place,
     ResidualPosterior,
     ResidualPrior,
+    as_shipped,
     condition,
     hypotheses,
     learnt,
@@ -253,3 +254,43 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
     x, new = places(8, 0), places(3, 1)
     y = torch.sin(x.x.sum(1))
     torch.testing.assert_close(learnt(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))
+
+
+def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
+    """Forty steps of each of two kinds."""
+    one, other = (torch.cat([embeddings(40, seed, width=2), torch.full((40, 1), at)], 1) for seed, at in ((0, 1.0), (1, -1.0)))
+    return one.double(), other.double()
+
+
+def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
+    measured, known = two_kinds()
+    shipped = as_shipped(known[:20], known.new_zeros((20, 0)), known.new_zeros((20, 0)))
+    at, new = under_equal_conditions(measured), under_equal_conditions(known[20:])
+    y = 0.4 * measured[:, 0]
+    forgetful, mindful = learnt(GUESS, at, y), learnt(GUESS, at, y, shipped)
+    assert mindful.at(new)[0].abs().mean() < 0.7 * forgetful.at(new)[0].abs().mean()
+    assert (mindful.at(at)[0] - y).abs().max() < 0.05
+
+
+def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
+    measured, known = two_kinds()
+    shipped = as_shipped(known[:20], known.new_zeros((20, 0)), known.new_zeros((20, 0)))
+    some = torch.cat([measured[:20], known[20:25]])
+    posterior = learnt(GUESS, under_equal_conditions(some), torch.full((25,), 0.4).double(), shipped)
+    assert (posterior.at(under_equal_conditions(known[25:]))[0] - 0.4).abs().mean() < 0.1
+
+
+def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:
+    x = embeddings(30, 0)
+    nothing = x.new_zeros((30, 0))
+    y = 0.5 * torch.sign(x[:, 0])
+    posterior = learnt(GUESS, under_equal_conditions(x), y, as_shipped(x, nothing, nothing))
+    assert (posterior.at(under_equal_conditions(x))[0] - y).abs().mean() < 0.05
+    assert posterior.left_out().shape == (30,)
+
+
+def test_a_summary_does_not_make_the_noise_of_measurements_smaller() -> None:
+    x = under_equal_conditions(torch.zeros(20, 3, dtype=torch.float64))
+    y = 0.3 * torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
+    shipped = as_shipped(embeddings(60, 0), torch.zeros(60, 0).double(), torch.zeros(60, 0).double())
+    assert condition(PRIOR, x, y, shipped).noise == pytest.approx(condition(PRIOR, x, y).noise, rel=0.1)
