@@ -38,6 +38,8 @@ _STANDARD_ERRORS = 2.0
 """And by how many standard errors of that difference, so that chance promotes nothing."""
 _LOSS = 0.005
 """How much worse it may be on what was kept back, as a logarithm: half a percentage point."""
+_MOST_STRAYING = 0.01
+"""How far it may be from the shipped weights on what these were fitted to, as a logarithm."""
 _RECENT = 0.25
 _FEWEST_RECENT, _MOST_RECENT = 8, 200
 _KEPT_BACK = 5
@@ -103,7 +105,8 @@ class Generation:
     num_rows: int
     """That were learnt."""
     metrics: Mapping[str, float]
-    """Mean |log(measured / predicted)| by "recent" or "kept back", target, and "before" or "after"."""
+    """Mean |log(measured / predicted)| by "recent" or "kept back", target, and "before" or "after"; "shipped moved": how far from
+    the shipped weights it is on what these were fitted to."""
 
     def __str__(self) -> str:
         errors = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
@@ -116,7 +119,8 @@ class OnlineTrainer:
     A generation learns from at most ``max_rows`` runs of all devices: half of each device's share are its newest, half are drawn
     from all that came before, so that nothing old is forgotten. The newest quarter of the runs of each device (at most 200), and
     one run in five of the others (the same for every generation), are kept back to judge it: it must be better on the newest, by
-    more than chance, and no worse on the others of the present regime, than what is in use. Its memory is bounded by
+    more than chance, and no worse on the others of the present regime, than what is in use, and leave what the shipped weights
+    were fitted to as it was. Its memory is bounded by
     ``max_rows``, its processor time by where it runs.
 
     Args:
@@ -183,7 +187,8 @@ class OnlineTrainer:
         self._candidate.use_refinement(data)
         errors = self._judged(splits)
         metrics = {f"{what} {when}": statistics.fmean(found) for (what, when), found in errors.items() if found}
-        promoted = _is_better(errors) and may_promote()
+        metrics["shipped moved"] = self._candidate.strays
+        promoted = _is_better(errors) and self._candidate.strays <= _MOST_STRAYING and may_promote()
         weights_id = self._log.record_weights(
             predictor=self._lineage,
             data=data,

@@ -175,6 +175,11 @@ class Refinable(Protocol):
     def lineage(self) -> str:
         """Name and version of the weights that it shipped with; refined weights are good for these alone."""
 
+    @property
+    def strays(self) -> float:
+        """How far the refinement in use is from the shipped weights on a summary of what these were fitted to: mean |logarithm|.
+        0: there is no refinement, or no summary."""
+
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """New weights, fine-tuned on ``observations`` of any devices; None if they are too few. The predictor stays as it is."""
 

@@ -4,9 +4,10 @@ Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelih
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
     Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
     P  (n, e)  how far other experts are from the prediction: physics, the networks alone, the trees alone
-    K  = bias² (1 - s + s [r = r']) + linear² · X Xᵀ / d + trust² · P Pᵀ
-         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
-    W  = diag(noise² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
+    q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
+    K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
+         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2))
+    W  = diag(noise² q² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
          reading moves nothing.
 The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
@@ -17,7 +18,8 @@ these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from i
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
 this machine can still be learnt; of the other terms, a shipped step and a measured one have a share c in common, so that where
-they contradict, what was measured counts.
+they contradict, what was measured counts. And where the predictor is far surer of a step than of those that are measured, what
+these teach moves it less (its inference was measured, its training was not).
 
 How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
 whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
@@ -62,6 +64,7 @@ class Place(NamedTuple):
     z: torch.Tensor  # shape: (n, f)
     experts: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
+    scale: torch.Tensor  # shape: (n,)
 
 
 def joined(places: list[Place]) -> Place:
@@ -69,15 +72,15 @@ def joined(places: list[Place]) -> Place:
     return Place(*(torch.cat(column) for column in zip(*places, strict=True)))
 
 
-def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor) -> Place:
+def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor) -> Place:
     """Steps that the predictor was fitted to."""
-    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED))
+    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale)
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
     nothing = x.new_zeros((len(x), 0))
-    return Place(x, nothing, nothing, x.new_zeros(len(x)))
+    return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +112,18 @@ class ResidualPrior:
         linear = self.linear**2 * (a.x @ b.x.T) / width
         experts = self.trust**2 * (a.experts @ b.experts.T)
         shipped = (a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]
-        in_common = torch.where(shipped, _IN_COMMON, 1.0)
+        in_common = torch.where(shipped, _IN_COMMON, 1.0) * a.scale[:, None] * b.scale[None, :]
         return bias + in_common * (linear + experts + self.local**2 * torch.exp(-distance / 2))
 
     def variance(self, at: Place) -> torch.Tensor:
-        """Prior variance of the residual of n runs, noise included. Shape: (n,)."""
-        return self.before(at.x) + self.trust**2 * at.experts.square().sum(1)
+        """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
+        width, experts = at.x.shape[1], self.trust**2 * at.experts.square().sum(1)
+        scaled = self.linear**2 * at.x.square().sum(1) / width + experts + self.local**2
+        return self.bias**2 + at.scale.square() * scaled
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """The same while nothing was measured: what the held-out runs had, whose network was trusted. Shape: (n,)."""
+        """Prior variance of the residual of n runs, noise included, while nothing was measured: what the held-out runs had, whose
+        network was trusted. Shape: (n,)."""
         return self.bias**2 + self.linear**2 * x.square().mean(1) + self.local**2 + self.noise**2
 
     @property
@@ -138,7 +144,7 @@ class ResidualPosterior:
     cholesky: torch.Tensor  # shape: (n, n)
     alpha: torch.Tensor  # shape: (n,)
     noise: float
-    """Noise level after seeing how well the observations agree."""
+    """Noise level, at a scale of 1, after seeing how well the observations agree."""
 
     @property
     def regime(self) -> torch.Tensor:
@@ -149,13 +155,14 @@ class ResidualPosterior:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
         cross = self.prior.kernel(place, self.seen)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
-        mean, variance = cross @ self.alpha, self.prior.variance(place) - self.prior.noise**2 - half.square().sum(0)
+        mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
         same = self._same(place).to(self.y.dtype)
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
         mean = mean + told * (same @ self.y / number.clamp_min(1) - mean)
-        return mean, (variance.clamp_min(0) * (1 - told).square() + self.noise**2 * (1 - share * told)).sqrt()
+        noise2 = self.noise**2 * place.scale.square() * (1 - share * told)
+        return mean, (variance.clamp_min(0) * (1 - told).square() + noise2).sqrt()
 
     def _same(self, place: Place) -> torch.Tensor:
         """Which of the n readings are of the m steps themselves, under the conditions of these. Shape: (m, n)."""
@@ -178,15 +185,15 @@ def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place
     if shipped is not None:
         num_shipped = len(shipped.x)
         seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
-    covariance = prior.kernel(seen, seen)
+    covariance, noise2_of = prior.kernel(seen, seen), prior.noise**2 * seen.scale.square()
     weights = torch.ones_like(y)
     for _ in range(_REWEIGHTINGS):
-        cholesky, alpha = _solve(covariance, prior.noise**2 / weights, y)
+        cholesky, alpha = _solve(covariance, noise2_of / weights, y)
         error = y - covariance @ alpha  # what the smooth part leaves over
-        scale = prior.noise**2 + _variance_at(covariance, cholesky)
-        weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / scale)
-    cholesky, alpha = _solve(covariance, prior.noise**2 / weights, y)
-    error, weights = (y - covariance @ alpha)[num_shipped:], weights[num_shipped:]
+        expected = noise2_of + _variance_at(covariance, cholesky)
+        weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / expected)
+    cholesky, alpha = _solve(covariance, noise2_of / weights, y)
+    error, weights = ((y - covariance @ alpha) / seen.scale)[num_shipped:], weights[num_shipped:]
     noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
     noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
     return ResidualPosterior(prior, num_shipped, seen, y, cholesky, alpha, noise)

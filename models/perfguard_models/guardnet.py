@@ -35,6 +35,7 @@ from perfguard_models._engines import (
     GpuEngine,
     physics_of,
     place_of,
+    scale_of,
     spent_of,
 )
 from perfguard_models._residual import Place, ResidualAverage, ResidualPrior, joined, learnt
@@ -99,7 +100,6 @@ class GuardNet:
         self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
-        self._summaries: dict[tuple[str, Target], Place | None] = {}
         self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
@@ -197,8 +197,11 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
         else:
-            means, log_sigmas = posterior.at(Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x))))
-            mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.noise * prior_scale / posterior.prior.noise)
+            of_the_process = posterior.prior.total
+            scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
+            place = Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x)), scale)
+            means, log_sigmas = posterior.at(place)
+            mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.total * prior_scale / of_the_process / scale.numpy())
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
@@ -246,6 +249,11 @@ class GuardNet:
         self._corrections = WeakKeyDictionary()
         self._posteriors.clear()
 
+    @property
+    def strays(self) -> float:
+        """See :class:`perfguard.predictor.Refinable`."""
+        return 0.0 if self._refinement is None else self._refinement.strays
+
     @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
@@ -261,7 +269,8 @@ class GuardNet:
     def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
         answers = [self._answer(row.graph, row.device) for row in rows]
         residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
-        posterior = learnt(residuals.prior, residuals.at, residuals.y, self._shipped(rows[0].device, target))
+        shipped = self._shipped(rows[0].device, target, residuals.prior)
+        posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
         x = [self._row(target, answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
         summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
         for sums, value in zip(summary.sums, summary.log_value[target].tolist(), strict=True):
@@ -298,18 +307,15 @@ class GuardNet:
             corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
         return _residuals_of(known, answers, target, corrections)
 
-    def _shipped(self, device: Device, target: Target) -> Place | None:
-        """Where the process sees the weights' summary for the device; None: there is none."""
-        key = (device.id, target)
-        if key not in self._summaries:
-            summary = self._engines[device.kind].summary(device, target)
-            self._summaries[key] = place_of(summary, target) if len(summary.sums) else None
-        return self._summaries[key]
+    def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
+        """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
+        summary = self._engines[device.kind].summary(device, target)
+        return place_of(summary, target, prior.total) if len(summary.sums) else None
 
     def _learn(self, device: Device, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
-        key, shipped = (device.id, target), self._shipped(device, target)
+        key = (device.id, target)
         if measured is not None:
-            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y, shipped)
+            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y, self._shipped(device, target, measured.prior))
         if bounds is None:
             return
         if measured is None:
@@ -319,7 +325,8 @@ class GuardNet:
         expected = _expected_above(bounds.y, mean, sigma)
         at = bounds.at if measured is None else joined([measured.at, bounds.at])
         y = expected if measured is None else torch.cat([measured.y, expected])
-        self._posteriors[key] = learnt(bounds.prior, at, y, shipped)
+        prior = bounds.prior if measured is None else measured.prior
+        self._posteriors[key] = learnt(prior, at, y, self._shipped(device, target, prior))
 
     def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
@@ -327,9 +334,12 @@ class GuardNet:
         if posterior is None:
             mean, log_sigma = 0.0, float(prior.before(x).sqrt())
         else:
-            means, log_sigmas = posterior.at(Place(x, answer.spent, answer.experts[target], posterior.regime[None]))
-            # The process has one prior; this graph may be harder or easier than the one that it was made for.
-            mean, log_sigma = float(means), float(log_sigmas) * prior.noise / posterior.prior.noise
+            of_the_process = posterior.prior.total
+            scale = scale_of(prior.total, of_the_process)
+            place = Place(x, answer.spent, answer.experts[target], posterior.regime[None], x.new_full((1,), scale))
+            means, log_sigmas = posterior.at(place)
+            # The process has one prior; this graph may be harder or easier than those that it was made for.
+            mean, log_sigma = float(means), float(log_sigmas) * prior.total / of_the_process / scale
         scale = self._engines[device.kind].interval_scale(target)
         return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma * scale)
 
@@ -378,13 +388,15 @@ def _residuals_of(
     values = [answer.log_value[target] + more for answer, more in zip(answers, corrections, strict=True)]
     predicted = torch.tensor(values, dtype=torch.float64)
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
+    prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
         torch.cat([answer.spent for answer in answers]),
         torch.cat([answer.experts[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
+        torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
     )
-    return _Residuals(answers[0].prior[target], place, measured - predicted)
+    return _Residuals(prior, place, measured - predicted)
 
 
 def _pooled(lessons: dict[Target, list[Lesson]]) -> dict[Target, Lesson]:

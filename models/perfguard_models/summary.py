@@ -49,12 +49,15 @@ class Summary(NamedTuple):
     """By target; NaN where they do not know the like. Shapes: (N,)"""
     members: Mapping[str, npt.NDArray[np.float64]]
     """What networks alone and trees alone say. Shapes: (N, 2)"""
+    log_sigma: Mapping[str, npt.NDArray[np.float64]]
+    """How unsure they are, as the standard deviation of a logarithm. Shapes: (N,)"""
 
     def of(self, device_id: str, target: str) -> Summary:
         """Of the steps on one GPU whose ``target`` is known."""
         chosen = (self.device_ids == device_id) & np.isfinite(self.log_value[target])
-        log_value, members = ({name: values[chosen] for name, values in of.items()} for of in (self.log_value, self.members))
-        return Summary(self.device_ids[chosen], self.sums[chosen], log_value, members)
+        by_target = (self.log_value, self.members, self.log_sigma)
+        chosen_of = ({name: values[chosen] for name, values in of.items()} for of in by_target)
+        return Summary(self.device_ids[chosen], self.sums[chosen], *chosen_of)
 
 
 NOTHING = Summary(
@@ -62,6 +65,7 @@ NOTHING = Summary(
     np.zeros((0, len(SUMS)), dtype=np.float32),
     {target: np.zeros(0) for target in _TARGETS},
     {target: np.zeros((0, 2)) for target in _TARGETS},
+    {target: np.zeros(0) for target in _TARGETS},
 )
 
 
@@ -76,6 +80,7 @@ def summary_of(answers: Iterable[tuple[str, Answer]]) -> Summary:
             for target in _TARGETS
         },
         {target: np.stack([answer.members[target] for _, answer in found]) for target in _TARGETS},
+        {target: np.array([answer.prior[target].total for _, answer in found]) for target in _TARGETS},
     )
 
 
@@ -96,6 +101,7 @@ def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summa
             found["sums"],
             {target: found[f"{target}.value"].astype(np.float64) for target in _TARGETS},
             {target: found[f"{target}.members"].astype(np.float64) for target in _TARGETS},
+            {target: found[f"{target}.log_sigma"].astype(np.float64) for target in _TARGETS},
         )
     except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
         raise PredictorError(f"GuardNet's summary cannot be used: {type(error).__name__}: {error}") from error
@@ -111,6 +117,7 @@ def write_summary(out: Path, summary: Summary, weights: str, command: str) -> st
     for target in _TARGETS:
         tensors[f"{target}.value"] = torch.from_numpy(summary.log_value[target]).float()
         tensors[f"{target}.members"] = torch.from_numpy(summary.members[target]).float()
+        tensors[f"{target}.log_sigma"] = torch.from_numpy(summary.log_sigma[target]).float()
     card = {"weights": weights, "device_ids": device_ids, "sums": list(SUMS), "steps": len(summary.sums), "command": command}
     return write_pair(out, tensors, card)
 

@@ -40,6 +40,7 @@ def places(num_points: int, seed: int) -> Place:
         embeddings(num_points, seed + 3, width=4),
         embeddings(num_points, seed + 7, width=2),
         regime,
+        1 - 0.5 * torch.rand(num_points, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
     )
 
 
@@ -49,7 +50,7 @@ def first(place: Place, count: int) -> Place:
 
 def latent_variance(posterior: ResidualPosterior, x: Place) -> torch.Tensor:
     """Of the residual itself, without the noise of a new measurement."""
-    return posterior.at(x)[1].square() - posterior.noise**2
+    return posterior.at(x)[1].square() - posterior.noise**2 * x.scale.square()
 
 
 def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.float64]:
@@ -64,7 +65,8 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
             local = prior.local**2 * math.exp(-(distance + spent) / 2)
             physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.experts[i], b.experts[j], strict=True))
             bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
-            matrix[i, j] = bias + prior.linear**2 * product / width + local + physics
+            scale = float(a.scale[i] * b.scale[j])
+            matrix[i, j] = bias + scale * (prior.linear**2 * product / width + local + physics)
     return matrix
 
 
@@ -72,7 +74,7 @@ def textbook(
     prior: ResidualPrior, x: Place, y: torch.Tensor, new: Place
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Mean and variance of the latent function (Rasmussen and Williams 2006, equations 2.23 and 2.24)."""
-    inverse = np.linalg.inv(slow_kernel(prior, x, x) + prior.noise**2 * np.eye(len(y)))
+    inverse = np.linalg.inv(slow_kernel(prior, x, x) + prior.noise**2 * np.diag(x.scale.numpy() ** 2))
     cross = slow_kernel(prior, new, x)
     variance = slow_kernel(prior, new, new) - cross @ inverse @ cross.T
     return cross @ inverse @ y.numpy(), np.diag(variance)
@@ -83,7 +85,7 @@ def textbook(
 def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int) -> None:
     a, b = places(4, seed), places(3, seed + 1)
     np.testing.assert_allclose(PRIOR.kernel(a, b), slow_kernel(PRIOR, a, b), rtol=1e-6)
-    np.testing.assert_allclose(PRIOR.variance(a), np.diag(slow_kernel(PRIOR, a, a)) + PRIOR.noise**2, rtol=1e-6)
+    np.testing.assert_allclose(PRIOR.variance(a), np.diag(slow_kernel(PRIOR, a, a)), rtol=1e-6)
 
 
 @settings(max_examples=20)
@@ -132,7 +134,7 @@ def test_more_data_never_raises_the_latent_variance(seed: int, num_points: int, 
     y = torch.zeros(num_points + more, dtype=torch.float64)
     few, many = (condition(PRIOR, first(x, count), y[:count]) for count in (num_points, num_points + more))
     assert (latent_variance(many, new) <= latent_variance(few, new) + 1e-9).all()
-    assert (latent_variance(few, new) <= PRIOR.variance(new) - PRIOR.noise**2 + 1e-9).all()
+    assert (latent_variance(few, new) <= PRIOR.variance(new) + 1e-9).all()
 
 
 def test_data_from_far_away_leave_the_prior() -> None:
@@ -141,7 +143,7 @@ def test_data_from_far_away_leave_the_prior() -> None:
     new = under_equal_conditions(embeddings(5, 1))
     posterior = condition(prior, x, torch.full((6,), 0.5, dtype=torch.float64))
     torch.testing.assert_close(posterior.at(new)[0], torch.zeros(5, dtype=torch.float64), atol=1e-6, rtol=0)
-    torch.testing.assert_close(latent_variance(posterior, new), prior.variance(new) - prior.noise**2)
+    torch.testing.assert_close(latent_variance(posterior, new), prior.variance(new))
 
 
 def test_a_constant_factor_is_learnt_everywhere() -> None:
@@ -186,19 +188,19 @@ def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_
     x = embeddings(60, 0)
     trend = 0.4 * x.sum(1)
     regime = torch.cat([torch.zeros(57, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
-    place = Place(x, x.new_zeros((60, 0)), x.new_zeros((60, 0)), regime)
+    place = under_equal_conditions(x)._replace(regime=regime)
     posterior = condition(prior, place, trend + 0.5 * regime)
     new = embeddings(5, 1)
-    at = Place(new, new.new_zeros((5, 0)), new.new_zeros((5, 0)), posterior.regime.expand(5))
+    at = under_equal_conditions(new)._replace(regime=posterior.regime.expand(5))
     torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
 
 
 def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
     prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, trust=0.5)
     x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
-    posterior = condition(prior, Place(x, x.new_zeros((12, 0)), gap, x.new_zeros(12)), gap[:, 0])
+    posterior = condition(prior, under_equal_conditions(x)._replace(experts=gap), gap[:, 0])
     new = torch.tensor([[0.8]], dtype=torch.float64)
-    assert posterior.at(Place(x[:1], x.new_zeros((1, 0)), new, x.new_zeros(1)))[0].item() == pytest.approx(0.8, abs=0.05)
+    assert posterior.at(under_equal_conditions(x[:1])._replace(experts=new))[0].item() == pytest.approx(0.8, abs=0.05)
 
 
 def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
@@ -262,9 +264,13 @@ def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
     return one.double(), other.double()
 
 
+def fitted_to(x: torch.Tensor, *, scale: float = 1.0) -> Place:
+    return as_shipped(x, x.new_zeros((len(x), 0)), x.new_zeros((len(x), 0)), x.new_full((len(x),), scale))
+
+
 def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
     measured, known = two_kinds()
-    shipped = as_shipped(known[:20], known.new_zeros((20, 0)), known.new_zeros((20, 0)))
+    shipped = fitted_to(known[:20])
     at, new = under_equal_conditions(measured), under_equal_conditions(known[20:])
     y = 0.4 * measured[:, 0]
     forgetful, mindful = learnt(GUESS, at, y), learnt(GUESS, at, y, shipped)
@@ -274,7 +280,7 @@ def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
 
 def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
     measured, known = two_kinds()
-    shipped = as_shipped(known[:20], known.new_zeros((20, 0)), known.new_zeros((20, 0)))
+    shipped = fitted_to(known[:20])
     some = torch.cat([measured[:20], known[20:25]])
     posterior = learnt(GUESS, under_equal_conditions(some), torch.full((25,), 0.4).double(), shipped)
     assert (posterior.at(under_equal_conditions(known[25:]))[0] - 0.4).abs().mean() < 0.1
@@ -282,9 +288,8 @@ def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
 
 def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:
     x = embeddings(30, 0)
-    nothing = x.new_zeros((30, 0))
     y = 0.5 * torch.sign(x[:, 0])
-    posterior = learnt(GUESS, under_equal_conditions(x), y, as_shipped(x, nothing, nothing))
+    posterior = learnt(GUESS, under_equal_conditions(x), y, fitted_to(x))
     assert (posterior.at(under_equal_conditions(x))[0] - y).abs().mean() < 0.05
     assert posterior.left_out().shape == (30,)
 
@@ -292,5 +297,18 @@ def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None
 def test_a_summary_does_not_make_the_noise_of_measurements_smaller() -> None:
     x = under_equal_conditions(torch.zeros(20, 3, dtype=torch.float64))
     y = 0.3 * torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
-    shipped = as_shipped(embeddings(60, 0), torch.zeros(60, 0).double(), torch.zeros(60, 0).double())
+    shipped = fitted_to(embeddings(60, 0))
     assert condition(PRIOR, x, y, shipped).noise == pytest.approx(condition(PRIOR, x, y).noise, rel=0.1)
+
+
+def test_what_the_predictor_is_far_surer_of_is_moved_less_by_others() -> None:
+    measured, known = two_kinds()
+    at, y = under_equal_conditions(measured), 0.4 * measured[:, 0]
+    new, sure = under_equal_conditions(known[20:]), torch.full((20,), 0.2).double()
+    alike = learnt(GUESS, at, y, fitted_to(known[:20])).at(new)
+    surer = learnt(GUESS, at, y, fitted_to(known[:20], scale=0.2)).at(new._replace(scale=sure))
+    assert surer[0].abs().mean() < 0.5 * alike[0].abs().mean()
+    assert surer[1].mean() < alike[1].mean()
+    constant = torch.full((40,), 0.4).double()
+    of_the_machine = learnt(GUESS, at, constant).at(under_equal_conditions(measured[:20])._replace(scale=sure))
+    assert (of_the_machine[0] - 0.4).abs().max() < 0.1  # a factor of the machine is the same for all

@@ -1,0 +1,168 @@
+"""The summary of what the weights were fitted to: what is in it, and that learning does not cost what it says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from perfguard.devices import resolve_device
+from perfguard.exceptions import PredictorError
+from perfguard.graph import OpGraph, trace
+from perfguard.measure import Measurement
+from perfguard.predictor import Observation
+from perfguard.workload import TensorSpec, Workload
+from perfguard_models import guardnet
+from perfguard_models._engines import GpuEngine, physics_of
+from perfguard_models.dataset import Run
+from perfguard_models.guardnet import GuardNet
+from perfguard_models.refinement import row_of
+from perfguard_models.served import Trained, read_trained
+from perfguard_models.summary import NAME, STEPS_A_SETTING, Summary, drawn, read_summary, summary_of, write_summary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WEIGHTS = files("perfguard_models") / "weights"
+A100 = resolve_device("a100")
+
+
+@functools.cache
+def trained() -> Trained:
+    return read_trained(WEIGHTS / "guardnet.safetensors", WEIGHTS / "guardnet.json", "guardnet")
+
+
+def shipped(weights: str = "") -> Summary:
+    """As it is read for weights of this hash; for those that it was made for, if none is given."""
+    return read_summary(WEIGHTS / f"{NAME}.safetensors", WEIGHTS / f"{NAME}.json", weights or trained().card["sha256"])
+
+
+@functools.cache
+def perceptron(width: int, batch: int) -> OpGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    return trace(Workload(model, (batch, 256), TensorSpec((batch,), "int64"), F.cross_entropy))
+
+
+@functools.cache
+def convnet(width: int, batch: int) -> OpGraph:
+    with torch.device("meta"):
+        layers = [nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return trace(Workload(model, (batch, 3, 64, 64), TensorSpec((batch,), "int64"), F.cross_entropy, cudnn_benchmark=True))
+
+
+def perceptrons() -> list[OpGraph]:
+    return [perceptron(width, batch) for width in range(512, 8192, 768) for batch in (64, 512, 4096)]
+
+
+def convnets() -> list[OpGraph]:
+    return [convnet(width, batch) for width in (32, 64, 128) for batch in (8, 32, 128)]
+
+
+def memory_of(net: GuardNet, graphs: Sequence[OpGraph]) -> list[float]:
+    return [math.log(net.predict(graph, A100).peak_memory.median) for graph in graphs]
+
+
+def trending(net: GuardNet) -> list[Observation]:
+    """Perceptrons that took the more than predicted, the larger they are: 0.9 to 1.5 times."""
+    said = memory_of(net, perceptrons())
+    return [
+        Observation(
+            graph, A100, Measurement("ok", A100.id, A100.name, int(math.exp(log_bytes + factor)), None, 1.0, 10, "nvml", "")
+        )
+        for graph, log_bytes, factor in zip(perceptrons(), said, np.linspace(-0.1, 0.4, len(said)).tolist(), strict=True)
+    ]
+
+
+def test_it_is_of_the_gpus_of_the_tables_and_says_what_the_weights_say() -> None:
+    summary = shipped()
+    assert set(summary.device_ids.tolist()) <= set(trained().card["trained_devices"])
+    networks = summary.of("a100-pcie-40gb", "memory")
+    assert 2 * STEPS_A_SETTING <= len(networks.sums) <= 4 * STEPS_A_SETTING
+    assert len(summary.of("rtx3090", "time").sums) >= 2 * STEPS_A_SETTING
+    assert len(summary.of("h100-sxm", "time").sums) == 0
+    for target in ("memory", "time"):
+        apart = summary.of("rtx3090", target)
+        members, value = apart.members[target], apart.log_value[target]
+        assert np.isfinite(members).all()
+        assert (value >= members.min(axis=1) - 1e-3).all()  # a weighted mean of them
+        assert (value <= members.max(axis=1) + 1e-3).all()
+
+
+def test_other_weights_have_no_summary() -> None:
+    assert len(shipped("0" * 64).sums) == 0
+
+
+def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> None:
+    engine = GpuEngine(trained())
+    summary = summary_of((A100.id, engine.answer(graph, A100)) for graph in convnets())
+    write_summary(tmp_path / NAME, summary, "some weights", "a test")
+    tensors, card = tmp_path / f"{NAME}.safetensors", tmp_path / f"{NAME}.json"
+    again = read_summary(tensors, card, "some weights")
+    np.testing.assert_array_equal(again.sums, summary.sums)
+    np.testing.assert_array_equal(again.device_ids, summary.device_ids)
+    np.testing.assert_allclose(again.log_value["memory"], summary.log_value["memory"], rtol=1e-6)
+    assert len(again.of(A100.id, "memory").sums) == len(convnets())
+    assert len(again.of(A100.id, "time").sums) == 0  # float32 training of convolutions was never timed
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
+    with pytest.raises(PredictorError, match="do not match the hash"):
+        read_summary(tensors, card, "some weights")
+    card.unlink()
+    with pytest.raises(PredictorError, match=r"GuardNet's summary cannot be read.*make it again"):
+        read_summary(tensors, card, "some weights")
+
+
+def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_convolutions() -> None:
+    mindful, forgetful = guardnet.load(), GuardNet(guardnet.load()._engines | {"cuda": GpuEngine(trained())})
+    before = memory_of(mindful, convnets())
+    moved = []
+    for net in (mindful, forgetful):
+        rows = trending(net)
+        net.fine_tune(rows)
+        after = memory_of(net, convnets())
+        moved.append(np.mean(np.abs(np.subtract(after, before))))
+        said, measured = memory_of(net, perceptrons()), [math.log(row.measured("memory") or 0) for row in rows]
+        assert np.mean(np.abs(np.subtract(said, measured))) < 0.03
+    assert moved[0] < 0.6 * moved[1]
+
+
+def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() -> None:
+    strayed = []
+    for net in (guardnet.load(), GuardNet(guardnet.load()._engines | {"cuda": GpuEngine(trained())})):
+        assert net.strays == 0.0
+        rows = [replace(row, decision_id=f"{index:032x}") for index, row in enumerate(trending(net))]
+        data = net.refine(rows)
+        assert data is not None
+        net.use_refinement(data)
+        steps = shipped().of(A100.id, "memory")
+        x = [
+            row_of(sums, physics_of("memory", sums, value), value)
+            for sums, value in zip(steps.sums, steps.log_value["memory"].tolist(), strict=True)
+        ]
+        assert net._refinement is not None
+        corrections = [net._refinement.correction("memory", A100.id, row) for row in x]
+        strayed.append((net.strays, np.mean(np.abs(corrections))))
+    (said, mindful), (nothing, forgetful) = strayed
+    assert mindful < 0.2 * forgetful
+    assert mindful < said < 0.02  # of trees that had not seen them
+    assert nothing == 0.0  # there was no summary
+
+
+def test_so_many_steps_of_each_setting_are_drawn_and_no_single_operators(tmp_path: Path) -> None:
+    def run(gpu: str, table: str, index: int) -> Run:
+        return Run(table, "", "f", "m", gpu, "train", "fp32", f"s{index}", 1, {"memory": 20.0}, 1, True, {})
+
+    runs = [run(gpu, table, index) for gpu in ("a", "b") for table in ("workload", "operator") for index in range(100)]
+    runs += [run("c", "workload", index) for index in range(5)]
+    chosen = drawn(runs)
+    assert len(chosen) == 2 * STEPS_A_SETTING + 5
+    assert all(runs[index].table == "workload" for index in chosen)
+    assert drawn(runs) == chosen
