@@ -151,8 +151,8 @@ class Curve(NamedTuple):
     """Mean and median relative error on the judged rows, after so many rows were learnt."""
     by_all: float
     """Mean error of weights that know the like, on those of the judged rows that they were judged on."""
-    at_last_of_same: float
-    """Mean error after the stream on those same rows."""
+    of_same: dict[int, float]
+    """Mean error on those same rows, after so many rows were learnt."""
     as_they_come: dict[tuple[int, int], tuple[float, float]]
     """Mean error of the rows of each of STRETCHES, before anything was learnt, and as predicted just before each was learnt."""
     of_known: tuple[float, float]
@@ -186,7 +186,9 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
         engine = HeldOut(rows, streamed.summary)
         return GuardNet({"cuda": engine, "cpu": engine})
 
-    net, errors, hits, teach_s, update_s = make(), {}, [], [], [0.0]
+    seen_by_all = [index for index in judged if math.isfinite(rows[index].by_all)]
+    of_all = [relative(rows[index].by_all, rows[index].run, target) for index in seen_by_all]
+    net, errors, of_same, hits, teach_s, update_s = make(), {}, {}, [], [], [0.0]
     came: list[tuple[float, float]] = []
     with MeasurementStore(":memory:") as log:
         lessons, trainer = Lessons(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
@@ -195,6 +197,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
         for count, index in enumerate(fed):
             if count in CHECKPOINTS:
                 errors[count] = judge(net, target, rows, judged, graphs, device)
+                of_same[count] = judge(net, target, rows, seen_by_all, graphs, device)[0]
             prediction = net.predict(graphs[index], device).widened(evidence.widening)
             is_poisoned = generator.random() < poison
             if not is_poisoned:
@@ -215,9 +218,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
                 update_s.append(time.process_time() - begun)
         lessons.teach(device.id)
         errors[len(fed)] = judge(net, target, rows, judged, graphs, device)
-        known = [index for index in judged if math.isfinite(rows[index].by_all)]
-        of_all = [relative(rows[index].by_all, rows[index].run, target) for index in known]
-        same = judge(net, target, rows, known, graphs, device)[0]
+        of_same[len(fed)] = judge(net, target, rows, seen_by_all, graphs, device)[0]
         of_known = before, judge(net, target, rows, known_before, graphs, device)[0]
         promoted = sum(weights.state in ("promoted", "superseded") for weights in log.weights())
     windows = [statistics.fmean(hits[start : start + WINDOW]) for start in range(0, len(hits) - WINDOW + 1, 20)]
@@ -227,7 +228,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
         if end <= len(came)
     }
     return Curve(
-        errors, statistics.fmean(of_all) if of_all else math.nan, same, stretches, of_known, windows, promoted,
+        errors, statistics.fmean(of_all) if of_all else math.nan, of_same, stretches, of_known, windows, promoted,
         len(evidence.quarantined), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
@@ -402,8 +403,12 @@ def show(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[
             f"an update at most {max(c.update_s for c in curves):.1f} s of processor time"
         )
         if kind == "clean":
-            of_all, same = np.nanmean([c.by_all for c in curves]), np.nanmean([c.at_last_of_same for c in curves])
-            print(f"    weights that know the like: {of_all:.1%}; on the same rows after the stream: {same:.1%}")
+            of_all = np.nanmean([curve.by_all for curve in curves])
+            same = {count: np.nanmean([curve.of_same[count] for curve in curves]) for count in counts}
+            print(
+                f"    weights that know the like: {of_all:.1%} on some of the judged rows; on the same ones, after rows: ", end=""
+            )
+            print("; ".join(f"{count}: {error:.1%} ({error / of_all:.2f} times)" for count, error in same.items()))
             shown = shown._replace(by_all=float(of_all))
     return shown
 

@@ -33,7 +33,7 @@ _TREES = 100
 _LEAF = 2
 _SHARE_OF_COLUMNS = 0.3
 _ROWS_FOR_HALF = 300
-"""So many runs it takes until half of what trees say is believed: of 100, all of it made times 2% and memory 10% worse."""
+"""So many runs it takes until half of what trees say is believed. All of what they say of 100 runs is worse than nothing."""
 _WEIGHT_OF_SUMMARY = 0.5
 """Of a step of the summary, of which the weights are said to be right, beside that of a measured run."""
 _LARGEST_BYTES = 64 * 2**20
