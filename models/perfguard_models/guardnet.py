@@ -236,8 +236,10 @@ class GuardNet:
             else:
                 self._powers.pop(device_id, None)
             for target in TARGETS:
-                bounds = self._residuals(out_of_memory, target) if target == "memory" else None
-                self._learn(rows[0].device, target, self._residuals(ended_well, target), bounds)
+                measured = self._residuals(ended_well, target)
+                prior = None if measured is None else measured.prior
+                bounds = self._residuals(out_of_memory, target, prior) if target == "memory" else None
+                self._learn(rows[0].device, target, measured, bounds)
 
     @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
@@ -294,8 +296,8 @@ class GuardNet:
             of_graph[key] = {target: self._refinement.correction(target, device.id, row) for target, row in rows.items()}
         return of_graph[key]
 
-    def _residuals(self, rows: Sequence[Observation], target: Target) -> _Residuals | None:
-        """Of the rows whose ``target`` was measured; None: of none."""
+    def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
+        """Of the rows whose ``target`` was measured, for a process of this ``prior``, or of their own; None: of none."""
         known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
@@ -305,7 +307,7 @@ class GuardNet:
         for row, answer in zip(known, answers, strict=True):
             held_out = None if refinement is None else refinement.held_out(target, row.decision_id)
             corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
-        return _residuals_of(known, answers, target, corrections)
+        return _residuals_of(known, answers, target, corrections, prior)
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
@@ -313,20 +315,24 @@ class GuardNet:
         return place_of(summary, target, prior.total) if len(summary.sums) else None
 
     def _learn(self, device: Device, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
-        key = (device.id, target)
-        if measured is not None:
-            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y, self._shipped(device, target, measured.prior))
-        if bounds is None:
+        """Replace what was learnt of the device, at once: other threads may be predicting."""
+        key, known = (device.id, target), measured if measured is not None else bounds
+        if known is None:
+            self._posteriors.pop(key, None)
             return
-        if measured is None:
-            mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
-        else:
-            mean, sigma = self._posteriors[key].at(bounds.at)
-        expected = _expected_above(bounds.y, mean, sigma)
-        at = bounds.at if measured is None else joined([measured.at, bounds.at])
-        y = expected if measured is None else torch.cat([measured.y, expected])
-        prior = bounds.prior if measured is None else measured.prior
-        self._posteriors[key] = learnt(prior, at, y, self._shipped(device, target, prior))
+        shipped = self._shipped(device, target, known.prior)
+        posterior = None if measured is None else learnt(measured.prior, measured.at, measured.y, shipped)
+        if bounds is not None:
+            if posterior is None:
+                mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
+            else:
+                mean, sigma = posterior.at(bounds.at)
+            expected = _expected_above(bounds.y, mean, sigma)
+            at = bounds.at if measured is None else joined([measured.at, bounds.at])
+            y = expected if measured is None else torch.cat([measured.y, expected])
+            posterior = learnt(known.prior, at, y, shipped)
+        assert posterior is not None
+        self._posteriors[key] = posterior
 
     def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
@@ -382,13 +388,18 @@ class _Residuals(NamedTuple):
 
 
 def _residuals_of(
-    rows: Sequence[Observation], answers: Sequence[Answer], target: Target, corrections: Sequence[float]
+    rows: Sequence[Observation],
+    answers: Sequence[Answer],
+    target: Target,
+    corrections: Sequence[float],
+    prior: ResidualPrior | None = None,
 ) -> _Residuals:
-    """Of at least one row, all with ``target`` measured."""
+    """Of at least one row, all with ``target`` measured, for a process of this ``prior``; None: the middle one of the rows."""
     values = [answer.log_value[target] + more for answer, more in zip(answers, corrections, strict=True)]
     predicted = torch.tensor(values, dtype=torch.float64)
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
-    prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
+    if prior is None:
+        prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
         torch.cat([answer.spent for answer in answers]),

@@ -408,6 +408,13 @@ def test_learning_replaces_what_was_learnt_for_the_same_device_only(net: GuardNe
     assert net.predict(NINTH, CPU) == once
 
 
+def test_learning_again_without_a_reading_of_memory_forgets_what_it_was(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU)
+    net.fine_tune(half_as_much_again(net, EIGHT, CPU))
+    net.fine_tune([Observation(graph, CPU, measured(None, 1.0)) for graph in EIGHT])
+    assert net.predict(NINTH, CPU).peak_memory == before.peak_memory
+
+
 @pytest.mark.parametrize(
     "measurement",
     [
@@ -495,6 +502,16 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
     net.fine_tune([*measured_rows, *[ran_out(NINTH, 1.3 * alone)] * 3])
     assert net.predict(NINTH, CPU).peak_memory.median > 1.05 * alone
     assert net.predict(NINTH, CPU).step_time.median > 0
+
+
+def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: GuardNet) -> None:
+    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
+    ran_out_there = replace(ran_out(sure, 1.5 * net.predict(sure, gpu).peak_memory.median), device=gpu)
+    net.fine_tune([*half_as_much_again(net, [*unsure, sure], gpu), ran_out_there])
+    scale = net._posteriors[gpu.id, "memory"].posteriors[0].seen.scale
+    assert scale[-1] == scale[-2] < 0.5
+    assert scale[-3] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
