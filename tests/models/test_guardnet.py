@@ -504,6 +504,36 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
     assert net.predict(NINTH, CPU).step_time.median > 0
 
 
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("gpu", ["cpu", "a100"])
+@pytest.mark.parametrize("factor", [1.05, 1.5, 10.0])
+def test_a_step_that_ran_out_of_memory_is_not_said_to_fit_because_others_do(
+    net: GuardNet, times: int, gpu: str, factor: float
+) -> None:
+    device = CPU if gpu == "cpu" else resolve_device(gpu)
+    predicted = net.predict(NINTH, device).peak_memory.median
+    others = [Observation(graph, device, measured(net.predict(graph, device).peak_memory.median, 1e-3)) for graph in EIGHT]
+    failed = replace(ran_out(NINTH, factor * predicted), device=device)
+    fitting = Observation(NINTH, device, measured(predicted, 1e-3))
+    for rows in (others, [*others, fitting]):
+        net.fine_tune([*rows, *[failed] * times])
+        assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) > 0.7
+    net.fine_tune([*others, *[failed] * times, fitting])
+    assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) < 0.5
+
+
+def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) -> None:
+    gpu = resolve_device("a100")
+    rows = half_as_much_again(net, EIGHT, gpu)
+    net.fine_tune(rows)
+    before = net.predict(EIGHT[0], gpu).peak_memory
+    failed = replace(ran_out(EIGHT[0], 0.9 * before.median), device=gpu)  # others were on the card, too
+    net.fine_tune([*rows, failed])
+    after = net.predict(EIGHT[0], gpu).peak_memory
+    assert after.median == pytest.approx(before.median, rel=0.01)
+    assert after.log_sigma == pytest.approx(before.log_sigma, rel=0.2)
+
+
 def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: GuardNet) -> None:
     gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
     unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from perfguard_models import _residual
 from perfguard_models._residual import (
+    Bounds,
     Place,
     ResidualPosterior,
     ResidualPrior,
@@ -218,6 +219,16 @@ def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
     assert of_steps.at(elsewhen)[0].item() < 0.1
 
 
+def test_what_is_expected_of_a_step_that_was_not_read_is_no_reading_of_it() -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
+    x = under_equal_conditions(embeddings(11, 0))
+    y = torch.cat([torch.zeros(10), torch.ones(1)]).double()
+    same = Place(*(column[-1:] for column in x))
+    read, expected = condition(prior, x, y).at(same), condition(prior, x, y, num_bounds=1).at(same)
+    torch.testing.assert_close(expected, condition(replace(prior, of_the_step=0.0), x, y).at(same))
+    assert read[1] < expected[1]
+
+
 GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
 
 
@@ -256,6 +267,27 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
     x, new = places(8, 0), places(3, 1)
     y = torch.sin(x.x.sum(1))
     torch.testing.assert_close(learnt(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))
+
+
+@settings(max_examples=20)
+@given(seeds, st.integers(1, 4), st.floats(-50, 50))
+def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed: int, num_bounds: int, least: float) -> None:
+    at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
+    out = Place(*(column[8:] for column in at))
+    expected = torch.maximum(number, torch.zeros(num_bounds))
+    average = learnt(GUESS, at, torch.cat([torch.zeros(8).double(), expected]), bounds=Bounds(out, number))
+    mean, sigma = average.at(at)
+    before = torch.full_like(mean, 0.4)
+    above, own_sigma = average.above_bounds(at, mean, sigma, before)
+    torch.testing.assert_close(above[:8], mean[:8])
+    torch.testing.assert_close(own_sigma[:8], sigma[:8])
+    assert (above[8:] >= number).all()
+    assert (own_sigma >= sigma).all()
+    if least < -10:
+        torch.testing.assert_close(above, mean)
+    if least > 10:  # more than what others say by far
+        assert (above[8:] > number + 0.3).all()
+        assert (own_sigma[8:] > 0.3).all()
 
 
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
