@@ -54,7 +54,7 @@ _SHIPPED = -1.0
 _IN_COMMON = 0.9
 """With less of it, more of what was known of a GPU is forgotten; with all of it, a world that changed is learnt more slowly."""
 _JUDGED = 200
-"""The newest runs by which hypotheses are judged."""
+"""The newest readings by which hypotheses are judged."""
 _UNLIKELY = 0.01
 
 
@@ -288,18 +288,17 @@ def learnt(
         bounds: of the last of the runs, which were out of memory; their residuals are what is expected.
     """
     num_bounds = 0 if bounds is None else len(bounds.least)
-    tried = hypotheses(prior)
-    newest = Place(*(column[-_JUDGED:] for column in seen))
-    judged = [condition(hypothesis, newest, y[-_JUDGED:], shipped, num_bounds=min(num_bounds, _JUDGED)) for hypothesis in tried]
+    begin = max(0, len(y) - num_bounds - _JUDGED)
+    tried, newest = hypotheses(prior), Place(*(column[begin:] for column in seen))
+    judged = [condition(hypothesis, newest, y[begin:], shipped, num_bounds=num_bounds) for hypothesis in tried]
     before = _ROWS_BEFORE * _ERROR_BEFORE * prior.total
-    number = len(newest.x)
-    errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
+    number = len(y) - begin - num_bounds or num_bounds  # what is only expected judges nothing, unless there is nothing else
+    errors = [float(each.left_out()[:number].abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
     scores = [-number * math.log((error + before) / (number + _ROWS_BEFORE)) for error in errors]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
     posteriors = [
-        judged[index] if number == len(y) else condition(tried[index], seen, y, shipped, num_bounds=num_bounds)
-        for index in likely
+        judged[index] if begin == 0 else condition(tried[index], seen, y, shipped, num_bounds=num_bounds) for index in likely
     ]
     total = sum(shares[index] for index in likely)
     return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely], bounds)

@@ -290,6 +290,21 @@ def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed:
         assert (own_sigma[8:] > 0.3).all()
 
 
+def test_hypotheses_are_judged_by_what_was_read_and_not_by_what_is_expected() -> None:
+    at, expected = under_equal_conditions(embeddings(270, 0)), torch.zeros(250).double()
+    bounds = Bounds(Place(*(column[20:] for column in at)), expected)
+
+    def share_of_scatter(readings: torch.Tensor) -> float:
+        found = learnt(GUESS, at, torch.cat([readings, expected]), bounds=bounds)
+        assert sum(found.weights) == pytest.approx(1.0)
+        return sum(weight for weight, each in zip(found.weights, found.posteriors, strict=True) if each.prior.bias == 0)
+
+    sign = torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
+    assert share_of_scatter(0.4 * sign) > 1.3 * share_of_scatter(0.3 * at.x[:20, 0])
+    only_bounds = learnt(GUESS, bounds.at, expected, bounds=bounds)
+    assert sum(only_bounds.weights) == pytest.approx(1.0)
+
+
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
     """Forty steps of each of two kinds."""
     one, other = (torch.cat([embeddings(40, seed, width=2), torch.full((40, 1), at)], 1) for seed, at in ((0, 1.0), (1, -1.0)))
