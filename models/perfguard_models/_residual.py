@@ -13,8 +13,8 @@ The terms are what a new setting differs by: a constant factor (another machine)
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
 back to a region, the machine has a slow kernel); and whether another expert is right where the prediction is not (physics far
 outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
-these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like. A step that ran out of memory was not
-read, but is known to need more than it had.
+these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings scatter by more than
+that leaves to them, so may the next. A step that ran out of memory was not read, but is known to need more than it had.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
@@ -170,9 +170,14 @@ class ResidualPosterior:
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
-        mean = mean + told * (same @ self.y / number.clamp_min(1) - mean)
-        noise2 = self.noise**2 * place.scale.square() * (1 - share * told)
-        return mean, (variance.clamp_min(0) * (1 - told).square() + noise2).sqrt()
+        read = same @ self.y / number.clamp_min(1)
+        noise2 = self.noise**2 * place.scale.square()
+        apart2 = (same @ self.y.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
+        more = (number - 1).clamp_min(0)
+        of_readings2 = (_DEGREES_OF_FREEDOM * (1 - share) * noise2 + apart2) / (_DEGREES_OF_FREEDOM + more)
+        beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (told > 0)
+        smooth2 = variance.clamp_min(0) * (1 - told).square()
+        return mean + told * (read - mean), (smooth2 + (1 - share * told) * noise2 + beyond2).sqrt()
 
     def left_out(self) -> torch.Tensor:
         """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).

@@ -219,6 +219,20 @@ def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
     assert of_steps.at(elsewhen)[0].item() < 0.1
 
 
+@pytest.mark.parametrize("scatter", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("num_readings", [10, 30])
+def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(scatter: float, num_readings: int) -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
+    x = under_equal_conditions(embeddings(1, 1).expand(num_readings, 3))
+    y = 0.2 + scatter * torch.where(torch.arange(num_readings) % 2 == 0, 1.0, -1.0).double()
+    same = Place(*(column[-1:] for column in x))
+    mean, sigma = condition(prior, x, y).at(same)
+    assert mean.item() == pytest.approx(0.2, abs=0.02)
+    assert 0.8 * scatter < sigma.item() < 1.2 * scatter + 0.03
+    agreeing = condition(prior, x, torch.full_like(y, 0.2)).at(same)[1]
+    assert agreeing.item() < 0.03
+
+
 def test_what_is_expected_of_a_step_that_was_not_read_is_no_reading_of_it() -> None:
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
     x = under_equal_conditions(embeddings(11, 0))
