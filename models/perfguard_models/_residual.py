@@ -262,14 +262,17 @@ class ResidualAverage:
         mean: torch.Tensor,  # shape: (m,)
         sigma: torch.Tensor,  # shape: (m,)
         before: torch.Tensor,  # shape: (m,)
+        refuted: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``mean`` and ``sigma`` of m new measurements, given that steps that ran out of memory need more than they had.
 
-        How much more, nobody measured; so that is no surer than it was ``before`` any run. Shapes: (m,), (m,)
+        How much more, nobody measured; so that is no surer than it was ``before`` any run, and where they had more than was
+        expected, no surer than ``refuted``, a standard deviation, too. Shapes: (m,), (m,)
         """
         if self.bounds is None:
             return mean, sigma
         least = torch.where(are_same(place, self.bounds.at), self.bounds.least, -math.inf).amax(1)
+        before = torch.where(least > mean, before.clamp_min(refuted), before)
         mean = torch.maximum(mean, least)
         above = expected_above(least, mean, torch.maximum(sigma, before))
         return above, torch.maximum(sigma, above - mean)

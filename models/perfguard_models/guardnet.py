@@ -202,7 +202,8 @@ class GuardNet:
             place = Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x)), scale)
             means, log_sigmas = posterior.at(place)
             before = torch.from_numpy(prior.total * prior_scale)
-            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas * before / of_the_process / scale, before)
+            log_sigmas = log_sigmas * before / of_the_process / scale
+            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
@@ -358,7 +359,8 @@ class GuardNet:
             means, log_sigmas = posterior.at(place)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
             log_sigmas = log_sigmas * prior.total / of_the_process / scale
-            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, torch.full_like(means, prior.total))
+            before = torch.full_like(means, prior.total)
+            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = float(means), float(log_sigmas)
         scale = self._engines[device.kind].interval_scale(target)
         return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma * scale)

@@ -522,6 +522,15 @@ def test_a_step_that_ran_out_of_memory_is_not_said_to_fit_because_others_do(
     assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) < 0.5
 
 
+def test_what_ran_out_of_nearly_all_of_a_gpu_is_not_said_to_fit_into_the_rest(net: GuardNet) -> None:
+    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    before = net.predict(sure, gpu).peak_memory
+    assert before.log_sigma < 0.02
+    rows = [Observation(graph, gpu, measured(net.predict(graph, gpu).peak_memory.median, 1e-3)) for graph in EIGHT]
+    net.fine_tune([*rows, *[replace(ran_out(sure, 0.97 * gpu.memory_bytes), device=gpu)] * 3])
+    assert net.predict(sure, gpu).p_oom(gpu.memory_bytes) > 0.7
+
+
 def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) -> None:
     gpu = resolve_device("a100")
     rows = half_as_much_again(net, EIGHT, gpu)
