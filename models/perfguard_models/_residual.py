@@ -247,13 +247,19 @@ class ResidualAverage:
         """Of the runs that come next. Shape: ()."""
         return self.posteriors[0].regime
 
-    def at(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,)."""
+    def at(self, place: Place, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,).
+
+        Args:
+            place: where they are.
+            times: what the standard deviation of each hypothesis is multiplied by, for steps that are harder or easier than
+                those that the process was made for. How far hypotheses are apart is not.
+        """
         found = [posterior.at(place) for posterior in self.posteriors]
         mean, square = torch.zeros(len(place.x)).double(), torch.zeros(len(place.x)).double()
         for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
             mean = mean + weight * own_mean
-            square = square + weight * (own_sigma.square() + own_mean.square())
+            square = square + weight * ((times * own_sigma).square() + own_mean.square())
         return mean, (square - mean.square()).clamp_min(0).sqrt()
 
     def above_bounds(

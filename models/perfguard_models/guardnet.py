@@ -200,9 +200,8 @@ class GuardNet:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
             place = Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x)), scale)
-            means, log_sigmas = posterior.at(place)
             before = torch.from_numpy(prior.total * prior_scale)
-            log_sigmas = log_sigmas * before / of_the_process / scale
+            means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
@@ -356,9 +355,8 @@ class GuardNet:
             of_the_process = posterior.prior.total
             scale = scale_of(prior.total, of_the_process)
             place = Place(x, answer.spent, answer.experts[target], posterior.regime[None], x.new_full((1,), scale))
-            means, log_sigmas = posterior.at(place)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
-            log_sigmas = log_sigmas * prior.total / of_the_process / scale
+            means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
             before = torch.full_like(means, prior.total)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = float(means), float(log_sigmas)

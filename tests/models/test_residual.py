@@ -260,6 +260,17 @@ def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> No
     assert (average.at(new)[1] >= widest - 1e-9).all()
 
 
+def test_how_far_hypotheses_are_apart_does_not_grow_with_how_hard_a_step_is() -> None:
+    x, new = under_equal_conditions(embeddings(1, 0)), under_equal_conditions(embeddings(3, 1))
+    average = learnt(GUESS, x, torch.full((1,), 2.0).double())  # by no hypothesis to be expected
+    of_each = [posterior.at(new) for posterior in average.posteriors]
+    within = sum(weight * sigma.square() for weight, (_, sigma) in zip(average.weights, of_each, strict=True))
+    (mean, sigma), (same_mean, harder) = average.at(new), average.at(new, times=10.0)
+    torch.testing.assert_close(mean, same_mean)
+    torch.testing.assert_close(harder.square() - sigma.square(), 99 * within)
+    assert (sigma.square() - within > 0.1).all()
+
+
 def test_a_few_runs_that_scatter_move_an_average_less_than_the_prior_alone() -> None:
     new, generator = under_equal_conditions(embeddings(100, 1)), torch.Generator().manual_seed(0)
     average, alone = 0.0, 0.0
