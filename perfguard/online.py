@@ -1,6 +1,7 @@
 """Learning from the measurement log: lessons after every run, and new weights that are judged before anybody uses them.
 
-    every run       Lessons: the evidence is weighed (`evidence.py`), the predictor conditioned on it anew; at most 0.1 s
+    every run       Lessons: the evidence is weighed (`evidence.py`), the predictor conditioned on it anew; half a second of one
+                    core for the newest 500 runs, a few hundredths for 100
     now and then    OnlineTrainer: weights are fine-tuned on new runs and a replay of old ones, judged on runs that they have not
                     seen, and promoted in the log if they are better; a process of its own, see `perfguard learn`
 

@@ -13,7 +13,8 @@ The terms are what a new setting differs by: a constant factor (another machine)
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
 back to a region, the machine has a slow kernel); and whether another expert is right where the prediction is not (physics far
 outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
-these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like.
+these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings scatter by more than
+that leaves to them, so may the next. A step that ran out of memory was not read, but is known to need more than it had.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
@@ -53,7 +54,7 @@ _SHIPPED = -1.0
 _IN_COMMON = 0.9
 """With less of it, more of what was known of a GPU is forgotten; with all of it, a world that changed is learnt more slowly."""
 _JUDGED = 200
-"""The newest runs by which hypotheses are judged."""
+"""The newest readings by which hypotheses are judged."""
 _UNLIKELY = 0.01
 
 
@@ -81,6 +82,12 @@ def under_equal_conditions(x: torch.Tensor) -> Place:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
     nothing = x.new_zeros((len(x), 0))
     return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)))
+
+
+def are_same(a: Place, b: Place) -> torch.Tensor:
+    """Which of m steps are which of n, under the same conditions. Shape: (m, n)."""
+    apart = torch.stack([torch.cdist(*pair) for pair in ((a.x, b.x), (a.z, b.z), (a.experts, b.experts))]).sum(0)
+    return (apart < _SAME) & (a.regime[:, None] == b.regime[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,8 @@ class ResidualPosterior:
     prior: ResidualPrior
     num_shipped: int
     """Of the n, the first ones."""
+    num_bounds: int
+    """Of the n, the last ones: what is expected of steps that were not read."""
     seen: Place
     y: torch.Tensor  # shape: (n,)
     cholesky: torch.Tensor  # shape: (n, n)
@@ -156,19 +165,19 @@ class ResidualPosterior:
         cross = self.prior.kernel(place, self.seen)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
         mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
-        same = self._same(place).to(self.y.dtype)
+        same = are_same(place, self.seen).to(self.y.dtype)
+        same[:, len(self.y) - self.num_bounds :] = 0
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
-        mean = mean + told * (same @ self.y / number.clamp_min(1) - mean)
-        noise2 = self.noise**2 * place.scale.square() * (1 - share * told)
-        return mean, (variance.clamp_min(0) * (1 - told).square() + noise2).sqrt()
-
-    def _same(self, place: Place) -> torch.Tensor:
-        """Which of the n readings are of the m steps themselves, under the conditions of these. Shape: (m, n)."""
-        pairs = ((place.x, self.seen.x), (place.z, self.seen.z), (place.experts, self.seen.experts))
-        apart = torch.stack([torch.cdist(own, other) for own, other in pairs]).sum(0)
-        return (apart < _SAME) & (place.regime[:, None] == self.seen.regime[None, :])
+        read = same @ self.y / number.clamp_min(1)
+        noise2 = self.noise**2 * place.scale.square()
+        apart2 = (same @ self.y.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
+        more = (number - 1).clamp_min(0)
+        of_readings2 = (_DEGREES_OF_FREEDOM * (1 - share) * noise2 + apart2) / (_DEGREES_OF_FREEDOM + more)
+        beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (told > 0)
+        smooth2 = variance.clamp_min(0) * (1 - told).square()
+        return mean + told * (read - mean), (smooth2 + (1 - share * told) * noise2 + beyond2).sqrt()
 
     def left_out(self) -> torch.Tensor:
         """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).
@@ -179,8 +188,11 @@ class ResidualPosterior:
         return (self.alpha / torch.cholesky_inverse(self.cholesky).diagonal())[self.num_shipped :]
 
 
-def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None) -> ResidualPosterior:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, n ≥ 1, in double precision, and the summary ``shipped``."""
+def condition(
+    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, *, num_bounds: int = 0
+) -> ResidualPosterior:
+    """The process given residuals ``y`` (n,) of the runs ``seen``, n ≥ 1, in double precision, and the summary ``shipped``; the
+    last ``num_bounds`` of the runs were not read."""
     num_shipped = 0
     if shipped is not None:
         num_shipped = len(shipped.x)
@@ -196,7 +208,7 @@ def condition(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place
     error, weights = ((y - covariance @ alpha) / seen.scale)[num_shipped:], weights[num_shipped:]
     noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
     noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
-    return ResidualPosterior(prior, num_shipped, seen, y, cholesky, alpha, noise)
+    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, cholesky, alpha, noise)
 
 
 def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
@@ -213,6 +225,14 @@ def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
     )
 
 
+class Bounds(NamedTuple):
+    """Of b runs that were out of memory, how much they needed at the least."""
+
+    at: Place
+    least: torch.Tensor  # shape: (b,)
+    """As residuals; -inf where another run has shown that it was not so."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResidualAverage:
     """Posteriors of several hypotheses. Their weights add up to one."""
@@ -220,20 +240,48 @@ class ResidualAverage:
     prior: ResidualPrior
     posteriors: Sequence[ResidualPosterior]
     weights: Sequence[float]
+    bounds: Bounds | None = None
 
     @property
     def regime(self) -> torch.Tensor:
         """Of the runs that come next. Shape: ()."""
         return self.posteriors[0].regime
 
-    def at(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,)."""
+    def at(self, place: Place, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,).
+
+        Args:
+            place: where they are.
+            times: what the standard deviation of each hypothesis is multiplied by, for steps that are harder or easier than
+                those that the process was made for. How far hypotheses are apart is not.
+        """
         found = [posterior.at(place) for posterior in self.posteriors]
         mean, square = torch.zeros(len(place.x)).double(), torch.zeros(len(place.x)).double()
         for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
             mean = mean + weight * own_mean
-            square = square + weight * (own_sigma.square() + own_mean.square())
+            square = square + weight * ((times * own_sigma).square() + own_mean.square())
         return mean, (square - mean.square()).clamp_min(0).sqrt()
+
+    def above_bounds(
+        self,
+        place: Place,
+        mean: torch.Tensor,  # shape: (m,)
+        sigma: torch.Tensor,  # shape: (m,)
+        before: torch.Tensor,  # shape: (m,)
+        refuted: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``mean`` and ``sigma`` of m new measurements, given that steps that ran out of memory need more than they had.
+
+        How much more, nobody measured; so that is no surer than it was ``before`` any run, and where they had more than was
+        expected, no surer than ``refuted``, a standard deviation, too. Shapes: (m,), (m,)
+        """
+        if self.bounds is None:
+            return mean, sigma
+        least = torch.where(are_same(place, self.bounds.at), self.bounds.least, -math.inf).amax(1)
+        before = torch.where(least > mean, before.clamp_min(refuted), before)
+        mean = torch.maximum(mean, least)
+        above = expected_above(least, mean, torch.maximum(sigma, before))
+        return above, torch.maximum(sigma, above - mean)
 
     def left_out(self) -> torch.Tensor:
         """See :meth:`ResidualPosterior.left_out`."""
@@ -241,7 +289,9 @@ class ResidualAverage:
         return torch.stack(parts).sum(0)
 
 
-def learnt(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None) -> ResidualAverage:
+def learnt(
+    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, *, bounds: Bounds | None = None
+) -> ResidualAverage:
     """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, n ≥ 1, in double precision.
 
     Args:
@@ -249,19 +299,31 @@ def learnt(prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | 
         seen: the runs.
         y: their residuals.
         shipped: steps of which the predictor was right where it was fitted.
+        bounds: of the last of the runs, which were out of memory; their residuals are what is expected.
     """
-    tried = hypotheses(prior)
-    newest = Place(*(column[-_JUDGED:] for column in seen))
-    judged = [condition(hypothesis, newest, y[-_JUDGED:], shipped) for hypothesis in tried]
+    num_bounds = 0 if bounds is None else len(bounds.least)
+    begin = max(0, len(y) - num_bounds - _JUDGED)
+    tried, newest = hypotheses(prior), Place(*(column[begin:] for column in seen))
+    judged = [condition(hypothesis, newest, y[begin:], shipped, num_bounds=num_bounds) for hypothesis in tried]
     before = _ROWS_BEFORE * _ERROR_BEFORE * prior.total
-    number = len(newest.x)
-    errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
+    number = len(y) - begin - num_bounds or num_bounds  # what is only expected judges nothing, unless there is nothing else
+    errors = [float(each.left_out()[:number].abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
     scores = [-number * math.log((error + before) / (number + _ROWS_BEFORE)) for error in errors]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
-    posteriors = [judged[index] if number == len(y) else condition(tried[index], seen, y, shipped) for index in likely]
+    posteriors = [
+        judged[index] if begin == 0 else condition(tried[index], seen, y, shipped, num_bounds=num_bounds) for index in likely
+    ]
     total = sum(shares[index] for index in likely)
-    return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely])
+    return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely], bounds)
+
+
+def expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean of a normal variable that is known to exceed ``bound``, by the inverse Mills ratio; -inf: nothing is known. All
+    shapes: (n,)."""
+    z = (bound - mean) / sigma
+    log_tail = torch.special.log_ndtr(-z)
+    return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
 
 
 def _solve(covariance: torch.Tensor, noise2: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ from perfguard_models._engines import (
     scale_of,
     spent_of,
 )
-from perfguard_models._residual import Place, ResidualAverage, ResidualPrior, joined, learnt
+from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, expected_above, joined, learnt
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, row_of
@@ -200,8 +200,10 @@ class GuardNet:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
             place = Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x)), scale)
-            means, log_sigmas = posterior.at(place)
-            mean, log_sigma = means.numpy(), log_sigmas.numpy() * (prior.total * prior_scale / of_the_process / scale.numpy())
+            before = torch.from_numpy(prior.total * prior_scale)
+            means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
+            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
+            mean, log_sigma = means.numpy(), log_sigmas.numpy()
         log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
@@ -222,22 +224,26 @@ class GuardNet:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
         A run that was out of memory needed more than was measured. It counts with what it is expected to have needed, given that
-        and what the others say (one step of expectation and maximisation for a censored Gaussian, Tobin 1958).
+        and what the others say (one step of expectation and maximisation for a censored Gaussian, Tobin 1958). Of the step itself
+        nothing below what it had is said again, unless a run has shown since that it fits.
         """
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:
             by_device.setdefault(observation.device.id, []).append(observation)
         for device_id, rows in by_device.items():
             ended_well = [row for row in rows if row.measurement.status == "ok"]
-            out_of_memory = [row for row in rows if row.measurement.status == "oom"]
+            out_of_memory = [row for row in rows if row.measurement.status == "oom" and row.measured("memory") is not None]
+            is_refuted = _are_refuted(rows, out_of_memory)
             self._overheads[device_id] = _overhead_of(ended_well)
             if (power := _power_of(ended_well)) is not None:
                 self._powers[device_id] = power
             else:
                 self._powers.pop(device_id, None)
             for target in TARGETS:
-                bounds = self._residuals(out_of_memory, target) if target == "memory" else None
-                self._learn(rows[0].device, target, self._residuals(ended_well, target), bounds)
+                measured = self._residuals(ended_well, target)
+                prior = None if measured is None else measured.prior
+                bounds = self._residuals(out_of_memory, target, prior) if target == "memory" else None
+                self._learn(rows[0].device, target, measured, bounds, is_refuted)
 
     @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
@@ -294,8 +300,8 @@ class GuardNet:
             of_graph[key] = {target: self._refinement.correction(target, device.id, row) for target, row in rows.items()}
         return of_graph[key]
 
-    def _residuals(self, rows: Sequence[Observation], target: Target) -> _Residuals | None:
-        """Of the rows whose ``target`` was measured; None: of none."""
+    def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
+        """Of the rows whose ``target`` was measured, for a process of this ``prior``, or of their own; None: of none."""
         known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
@@ -305,28 +311,40 @@ class GuardNet:
         for row, answer in zip(known, answers, strict=True):
             held_out = None if refinement is None else refinement.held_out(target, row.decision_id)
             corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
-        return _residuals_of(known, answers, target, corrections)
+        return _residuals_of(known, answers, target, corrections, prior)
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
         summary = self._engines[device.kind].summary(device, target)
         return place_of(summary, target, prior.total) if len(summary.sums) else None
 
-    def _learn(self, device: Device, target: Target, measured: _Residuals | None, bounds: _Residuals | None) -> None:
-        key = (device.id, target)
-        if measured is not None:
-            self._posteriors[key] = learnt(measured.prior, measured.at, measured.y, self._shipped(device, target, measured.prior))
-        if bounds is None:
+    def _learn(
+        self,
+        device: Device,
+        target: Target,
+        measured: _Residuals | None,
+        bounds: _Residuals | None,
+        is_refuted: Sequence[bool],  # of the bounds
+    ) -> None:
+        """Replace what was learnt of the device, at once: other threads may be predicting."""
+        key, known = (device.id, target), measured if measured is not None else bounds
+        if known is None:
+            self._posteriors.pop(key, None)
             return
-        if measured is None:
-            mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
-        else:
-            mean, sigma = self._posteriors[key].at(bounds.at)
-        expected = _expected_above(bounds.y, mean, sigma)
-        at = bounds.at if measured is None else joined([measured.at, bounds.at])
-        y = expected if measured is None else torch.cat([measured.y, expected])
-        prior = bounds.prior if measured is None else measured.prior
-        self._posteriors[key] = learnt(prior, at, y, self._shipped(device, target, prior))
+        shipped = self._shipped(device, target, known.prior)
+        posterior = None if measured is None else learnt(measured.prior, measured.at, measured.y, shipped)
+        if bounds is not None:
+            if posterior is None:
+                mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
+            else:
+                mean, sigma = posterior.at(bounds.at)
+            expected = expected_above(bounds.y, mean, sigma)
+            at = bounds.at if measured is None else joined([measured.at, bounds.at])
+            y = expected if measured is None else torch.cat([measured.y, expected])
+            least = torch.where(torch.tensor(is_refuted), -math.inf, bounds.y)
+            posterior = learnt(known.prior, at, y, shipped, bounds=Bounds(bounds.at, least))
+        assert posterior is not None
+        self._posteriors[key] = posterior
 
     def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
@@ -337,9 +355,11 @@ class GuardNet:
             of_the_process = posterior.prior.total
             scale = scale_of(prior.total, of_the_process)
             place = Place(x, answer.spent, answer.experts[target], posterior.regime[None], x.new_full((1,), scale))
-            means, log_sigmas = posterior.at(place)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
-            mean, log_sigma = float(means), float(log_sigmas) * prior.total / of_the_process / scale
+            means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
+            before = torch.full_like(means, prior.total)
+            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
+            mean, log_sigma = float(means), float(log_sigmas)
         scale = self._engines[device.kind].interval_scale(target)
         return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma * scale)
 
@@ -382,13 +402,18 @@ class _Residuals(NamedTuple):
 
 
 def _residuals_of(
-    rows: Sequence[Observation], answers: Sequence[Answer], target: Target, corrections: Sequence[float]
+    rows: Sequence[Observation],
+    answers: Sequence[Answer],
+    target: Target,
+    corrections: Sequence[float],
+    prior: ResidualPrior | None = None,
 ) -> _Residuals:
-    """Of at least one row, all with ``target`` measured."""
+    """Of at least one row, all with ``target`` measured, for a process of this ``prior``; None: the middle one of the rows."""
     values = [answer.log_value[target] + more for answer, more in zip(answers, corrections, strict=True)]
     predicted = torch.tensor(values, dtype=torch.float64)
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
-    prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
+    if prior is None:
+        prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
     place = Place(
         torch.cat([answer.embedding[target] for answer in answers]),
         torch.cat([answer.spent for answer in answers]),
@@ -397,6 +422,22 @@ def _residuals_of(
         torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
     )
     return _Residuals(prior, place, measured - predicted)
+
+
+def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observation]) -> list[bool]:
+    """Whether the same step ended well later, or having needed as much; ``rows`` are from the oldest to the newest."""
+    last_ok: dict[str, int] = {}
+    most_bytes: dict[str, float] = {}
+    position = {id(row): index for index, row in enumerate(rows)}
+    for index, row in enumerate(rows):
+        if row.measurement.status == "ok" and (num_bytes := row.measured("memory")) is not None:
+            step = row.graph.content_hash
+            last_ok[step], most_bytes[step] = index, max(num_bytes, most_bytes.get(step, 0.0))
+    steps = [row.graph.content_hash for row in out_of_memory]
+    return [
+        last_ok.get(step, -1) > position[id(row)] or most_bytes.get(step, 0.0) >= (row.measured("memory") or 0.0)
+        for step, row in zip(steps, out_of_memory, strict=True)
+    ]
 
 
 def _pooled(lessons: dict[Target, list[Lesson]]) -> dict[Target, Lesson]:
@@ -411,13 +452,6 @@ def _pooled(lessons: dict[Target, list[Lesson]]) -> dict[Target, Lesson]:
         for target, found in lessons.items()
         if found
     }
-
-
-def _expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Mean of a normal variable that is known to exceed ``bound``, by the inverse Mills ratio. All shapes: (n,)."""
-    z = (bound - mean) / sigma
-    log_tail = torch.special.log_ndtr(-z)
-    return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
 
 
 def _middle_of(values: Sequence[float]) -> tuple[float, float]:

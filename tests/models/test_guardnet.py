@@ -408,6 +408,13 @@ def test_learning_replaces_what_was_learnt_for_the_same_device_only(net: GuardNe
     assert net.predict(NINTH, CPU) == once
 
 
+def test_learning_again_without_a_reading_of_memory_forgets_what_it_was(net: GuardNet) -> None:
+    before = net.predict(NINTH, CPU)
+    net.fine_tune(half_as_much_again(net, EIGHT, CPU))
+    net.fine_tune([Observation(graph, CPU, measured(None, 1.0)) for graph in EIGHT])
+    assert net.predict(NINTH, CPU).peak_memory == before.peak_memory
+
+
 @pytest.mark.parametrize(
     "measurement",
     [
@@ -495,6 +502,55 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
     net.fine_tune([*measured_rows, *[ran_out(NINTH, 1.3 * alone)] * 3])
     assert net.predict(NINTH, CPU).peak_memory.median > 1.05 * alone
     assert net.predict(NINTH, CPU).step_time.median > 0
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("gpu", ["cpu", "a100"])
+@pytest.mark.parametrize("factor", [1.05, 1.5, 10.0])
+def test_a_step_that_ran_out_of_memory_is_not_said_to_fit_because_others_do(
+    net: GuardNet, times: int, gpu: str, factor: float
+) -> None:
+    device = CPU if gpu == "cpu" else resolve_device(gpu)
+    predicted = net.predict(NINTH, device).peak_memory.median
+    others = [Observation(graph, device, measured(net.predict(graph, device).peak_memory.median, 1e-3)) for graph in EIGHT]
+    failed = replace(ran_out(NINTH, factor * predicted), device=device)
+    fitting = Observation(NINTH, device, measured(predicted, 1e-3))
+    for rows in (others, [*others, fitting]):
+        net.fine_tune([*rows, *[failed] * times])
+        assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) > 0.7
+    net.fine_tune([*others, *[failed] * times, fitting])
+    assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) < 0.5
+
+
+def test_what_ran_out_of_nearly_all_of_a_gpu_is_not_said_to_fit_into_the_rest(net: GuardNet) -> None:
+    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    before = net.predict(sure, gpu).peak_memory
+    assert before.log_sigma < 0.02
+    rows = [Observation(graph, gpu, measured(net.predict(graph, gpu).peak_memory.median, 1e-3)) for graph in EIGHT]
+    net.fine_tune([*rows, *[replace(ran_out(sure, 0.97 * gpu.memory_bytes), device=gpu)] * 3])
+    assert net.predict(sure, gpu).p_oom(gpu.memory_bytes) > 0.7
+
+
+def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) -> None:
+    gpu = resolve_device("a100")
+    rows = half_as_much_again(net, EIGHT, gpu)
+    net.fine_tune(rows)
+    before = net.predict(EIGHT[0], gpu).peak_memory
+    failed = replace(ran_out(EIGHT[0], 0.9 * before.median), device=gpu)  # others were on the card, too
+    net.fine_tune([*rows, failed])
+    after = net.predict(EIGHT[0], gpu).peak_memory
+    assert after.median == pytest.approx(before.median, rel=0.01)
+    assert after.log_sigma == pytest.approx(before.log_sigma, rel=0.2)
+
+
+def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: GuardNet) -> None:
+    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
+    ran_out_there = replace(ran_out(sure, 1.5 * net.predict(sure, gpu).peak_memory.median), device=gpu)
+    net.fine_tune([*half_as_much_again(net, [*unsure, sure], gpu), ran_out_there])
+    scale = net._posteriors[gpu.id, "memory"].posteriors[0].seen.scale
+    assert scale[-1] == scale[-2] < 0.5
+    assert scale[-3] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from perfguard_models import _residual
 from perfguard_models._residual import (
+    Bounds,
     Place,
     ResidualPosterior,
     ResidualPrior,
@@ -218,6 +219,30 @@ def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
     assert of_steps.at(elsewhen)[0].item() < 0.1
 
 
+@pytest.mark.parametrize("scatter", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("num_readings", [10, 30])
+def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(scatter: float, num_readings: int) -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
+    x = under_equal_conditions(embeddings(1, 1).expand(num_readings, 3))
+    y = 0.2 + scatter * torch.where(torch.arange(num_readings) % 2 == 0, 1.0, -1.0).double()
+    same = Place(*(column[-1:] for column in x))
+    mean, sigma = condition(prior, x, y).at(same)
+    assert mean.item() == pytest.approx(0.2, abs=0.02)
+    assert 0.8 * scatter < sigma.item() < 1.2 * scatter + 0.03
+    agreeing = condition(prior, x, torch.full_like(y, 0.2)).at(same)[1]
+    assert agreeing.item() < 0.03
+
+
+def test_what_is_expected_of_a_step_that_was_not_read_is_no_reading_of_it() -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
+    x = under_equal_conditions(embeddings(11, 0))
+    y = torch.cat([torch.zeros(10), torch.ones(1)]).double()
+    same = Place(*(column[-1:] for column in x))
+    read, expected = condition(prior, x, y).at(same), condition(prior, x, y, num_bounds=1).at(same)
+    torch.testing.assert_close(expected, condition(replace(prior, of_the_step=0.0), x, y).at(same))
+    assert read[1] < expected[1]
+
+
 GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
 
 
@@ -233,6 +258,17 @@ def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> No
     assert (average.at(new)[0] <= means.amax(0) + 1e-9).all()
     widest = torch.stack([posterior.at(new)[1] for posterior in average.posteriors]).amin(0)
     assert (average.at(new)[1] >= widest - 1e-9).all()
+
+
+def test_how_far_hypotheses_are_apart_does_not_grow_with_how_hard_a_step_is() -> None:
+    x, new = under_equal_conditions(embeddings(1, 0)), under_equal_conditions(embeddings(3, 1))
+    average = learnt(GUESS, x, torch.full((1,), 2.0).double())  # by no hypothesis to be expected
+    of_each = [posterior.at(new) for posterior in average.posteriors]
+    within = sum(weight * sigma.square() for weight, (_, sigma) in zip(average.weights, of_each, strict=True))
+    (mean, sigma), (same_mean, harder) = average.at(new), average.at(new, times=10.0)
+    torch.testing.assert_close(mean, same_mean)
+    torch.testing.assert_close(harder.square() - sigma.square(), 99 * within)
+    assert (sigma.square() - within > 0.1).all()
 
 
 def test_a_few_runs_that_scatter_move_an_average_less_than_the_prior_alone() -> None:
@@ -256,6 +292,42 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
     x, new = places(8, 0), places(3, 1)
     y = torch.sin(x.x.sum(1))
     torch.testing.assert_close(learnt(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))
+
+
+@settings(max_examples=20)
+@given(seeds, st.integers(1, 4), st.floats(-50, 50))
+def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed: int, num_bounds: int, least: float) -> None:
+    at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
+    out = Place(*(column[8:] for column in at))
+    expected = torch.maximum(number, torch.zeros(num_bounds))
+    average = learnt(GUESS, at, torch.cat([torch.zeros(8).double(), expected]), bounds=Bounds(out, number))
+    mean, sigma = average.at(at)
+    before = torch.full_like(mean, 0.4)
+    above, own_sigma = average.above_bounds(at, mean, sigma, before, 0.5)
+    torch.testing.assert_close(above[:8], mean[:8])
+    torch.testing.assert_close(own_sigma[:8], sigma[:8])
+    assert (above[8:] >= number).all()
+    assert (own_sigma >= sigma).all()
+    if least < -10:
+        torch.testing.assert_close(above, mean)
+    if least > 10:  # more than what others say by far
+        assert (above[8:] > number + 0.39).all()
+        assert (own_sigma[8:] > 0.39).all()
+
+
+def test_hypotheses_are_judged_by_what_was_read_and_not_by_what_is_expected() -> None:
+    at, expected = under_equal_conditions(embeddings(270, 0)), torch.zeros(250).double()
+    bounds = Bounds(Place(*(column[20:] for column in at)), expected)
+
+    def share_of_scatter(readings: torch.Tensor) -> float:
+        found = learnt(GUESS, at, torch.cat([readings, expected]), bounds=bounds)
+        assert sum(found.weights) == pytest.approx(1.0)
+        return sum(weight for weight, each in zip(found.weights, found.posteriors, strict=True) if each.prior.bias == 0)
+
+    sign = torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
+    assert share_of_scatter(0.4 * sign) > 1.3 * share_of_scatter(0.3 * at.x[:20, 0])
+    only_bounds = learnt(GUESS, bounds.at, expected, bounds=bounds)
+    assert sum(only_bounds.weights) == pytest.approx(1.0)
 
 
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:

@@ -132,6 +132,18 @@ def test_what_was_learnt_counts_in_both_ways(gpu: str) -> None:
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
 
 
+@pytest.mark.parametrize("gpu", ["cpu", "t4"])
+def test_a_step_that_ran_out_of_memory_counts_in_both_ways(gpu: str) -> None:
+    predictor, device, graphs = load(), resolve_device(gpu), graphs_of(gpu)
+    rows = observed(graphs[:4], device, predictor)
+    least = 3 * predictor.predict(graphs[4], device).peak_memory.median
+    failed = Measurement("oom", device.id, device.name, int(least), None, 1.0, 0, method="told", framework="")
+    predictor.fine_tune([*rows, Observation(graphs[4], device, failed)])
+    found = predictor.predict_all(SizedGraphs.of(graphs), device)
+    assert found[4].peak_memory.median > least
+    assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
+
+
 def test_refined_weights_count_in_both_ways() -> None:
     predictor, device, graphs = load(), resolve_device("t4"), graphs_of("t4")
     rows = [
