@@ -14,7 +14,8 @@ The terms are what a new setting differs by: a constant factor (another machine)
 back to a region, the machine has a slow kernel); and whether another expert is right where the prediction is not (physics far
 outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
 these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings scatter by more than
-that leaves to them, so may the next. A step that ran out of memory was not read, but is known to need more than it had.
+that leaves to them, so may the next. Of other steps k readings of one say little more than one of them would, so each counts as
+if its noise were 1 + o (k - 1) times as large. A step that ran out of memory was not read, but is known to need more than it had.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
@@ -66,6 +67,8 @@ class Place(NamedTuple):
     experts: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
     scale: torch.Tensor  # shape: (n,)
+    setting: torch.Tensor
+    """Other switches (cuDNN's benchmark mode, a precision), which the rest may not show, have other numbers. Shape: (n,)"""
 
 
 def joined(places: list[Place]) -> Place:
@@ -75,19 +78,20 @@ def joined(places: list[Place]) -> Place:
 
 def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor) -> Place:
     """Steps that the predictor was fitted to."""
-    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale)
+    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale, x.new_zeros(len(x)))
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
     nothing = x.new_zeros((len(x), 0))
-    return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)))
+    return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)), x.new_zeros(len(x)))
 
 
 def are_same(a: Place, b: Place) -> torch.Tensor:
     """Which of m steps are which of n, under the same conditions. Shape: (m, n)."""
     apart = torch.stack([torch.cdist(*pair) for pair in ((a.x, b.x), (a.z, b.z), (a.experts, b.experts))]).sum(0)
-    return (apart < _SAME) & (a.regime[:, None] == b.regime[None, :])
+    equal = [one[:, None] == other[None, :] for one, other in ((a.regime, b.regime), (a.setting, b.setting))]
+    return (apart < _SAME) & equal[0] & equal[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,8 @@ def condition(
     if shipped is not None:
         num_shipped = len(shipped.x)
         seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
-    covariance, noise2_of = prior.kernel(seen, seen), prior.noise**2 * seen.scale.square()
+    alike = 1 + prior.of_the_step * (are_same(seen, seen).sum(1) - 1)  # k readings of a step say of others what one says
+    covariance, noise2_of = prior.kernel(seen, seen), prior.noise**2 * seen.scale.square() * alike
     weights = torch.ones_like(y)
     for _ in range(_REWEIGHTINGS):
         cholesky, alpha = _solve(covariance, noise2_of / weights, y)
@@ -205,7 +210,7 @@ def condition(
         expected = noise2_of + _variance_at(covariance, cholesky)
         weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / expected)
     cholesky, alpha = _solve(covariance, noise2_of / weights, y)
-    error, weights = ((y - covariance @ alpha) / seen.scale)[num_shipped:], weights[num_shipped:]
+    error, weights = ((y - covariance @ alpha) / seen.scale)[num_shipped:], (weights / alike)[num_shipped:]
     noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
     noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
     return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, cholesky, alpha, noise)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+import zlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -58,6 +59,8 @@ _ON_CPU, _ON_GPU = "guardnet_cpu", "guardnet"
 _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
+_SUREST = {"memory": 0.005, "time": 0.01}
+"""No prediction is surer, however often its step was read: the driver tells memory in blocks of 2 MiB, and clocks wander."""
 _POWER_PRIOR_ROWS = 3.0
 _POWER_LOG_SIGMA = 0.3
 """How far the powers of two workloads on one card are apart, before a few were measured: from waiting to its limit is a factor of
@@ -130,8 +133,8 @@ class GuardNet:
             self._engines[device.kind].trained_on(device) and all(answer.known.values())
         )
         correction = self._correction(graph, device, answer)
-        memory = self._estimate("memory", answer, correction["memory"], device)
-        step_time = self._estimate("time", answer, correction["time"], device)
+        memory = self._estimate("memory", answer, correction["memory"], graph, device)
+        step_time = self._estimate("time", answer, correction["time"], graph, device)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
         power = self._powers.get(device.id)
@@ -199,12 +202,13 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
-            place = Place(x, answers.spent, answers.experts[target], posterior.regime.expand(len(x)), scale)
+            regime, setting = posterior.regime.expand(len(x)), torch.full_like(scale, _setting_of(graphs.form))
+            place = Place(x, answers.spent, answers.experts[target], regime, scale, setting)
             before = torch.from_numpy(prior.total * prior_scale)
             means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = log_sigma * self._engines[device.kind].interval_scale(target)
+        log_sigma = np.maximum(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
         median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
@@ -346,7 +350,7 @@ class GuardNet:
         assert posterior is not None
         self._posteriors[key] = posterior
 
-    def _estimate(self, target: Target, answer: Answer, correction: float, device: Device) -> Estimate:
+    def _estimate(self, target: Target, answer: Answer, correction: float, graph: OpGraph, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
@@ -354,14 +358,15 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = scale_of(prior.total, of_the_process)
-            place = Place(x, answer.spent, answer.experts[target], posterior.regime[None], x.new_full((1,), scale))
+            of_one = (x.new_full((1,), value) for value in (float(posterior.regime), scale, _setting_of(graph)))
+            place = Place(x, answer.spent, answer.experts[target], *of_one)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
             means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
             before = torch.full_like(means, prior.total)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = float(means), float(log_sigmas)
-        scale = self._engines[device.kind].interval_scale(target)
-        return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma * scale)
+        log_sigma = max(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
+        return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma)
 
     def _answer(self, graph: OpGraph, device: Device) -> Answer:
         of_graph = self._answers.setdefault(graph, {})
@@ -393,6 +398,11 @@ def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
     return answer._replace(sums=sums, spent=spent_of(sums))
 
 
+def _setting_of(graph: OpGraph) -> float:
+    """Another number for other switches."""
+    return float(zlib.crc32(repr((graph.mode, graph.precision, graph.layout, graph.options)).encode()))
+
+
 class _Residuals(NamedTuple):
     """What was measured beyond what was predicted, as logarithms, for n runs."""
 
@@ -420,6 +430,7 @@ def _residuals_of(
         torch.cat([answer.experts[target] for answer in answers]),
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
         torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
+        torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
     )
     return _Residuals(prior, place, measured - predicted)
 

@@ -567,3 +567,19 @@ def test_the_default_dtype_of_the_script_changes_nothing(net: GuardNet, weights:
     finally:
         torch.set_default_dtype(torch.float32)
     assert found == expected
+
+
+def test_a_step_that_was_read_often_is_sure_of_itself_and_not_of_its_like_under_another_switch(net: GuardNet) -> None:
+    device = resolve_device("a100")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    off, on = (
+        trace(Workload(model, (64, 3, 64, 64), TensorSpec((64,), "int64"), F.cross_entropy, cudnn_benchmark=flag))
+        for flag in (False, True)
+    )
+    said = net.predict(on, device).step_time.median
+    net.fine_tune([Observation(on, device, measured(None, 0.7 * said))] * 10)
+    again, other = net.predict(on, device).step_time, net.predict(off, device).step_time
+    assert again.median == pytest.approx(0.7 * said, rel=0.02)
+    assert again.log_sigma >= 0.01
+    assert other.log_sigma > 2 * again.log_sigma
