@@ -13,7 +13,8 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
    the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does. A miss is judged by
    the width that the runs before it in the log come to, which is the one it was launched with if runs follow each other; where
-   many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing.
+   many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing. A run out of memory is
+   a miss if what it had by then is above its interval, and says nothing else.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """

@@ -414,13 +414,12 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
     return min(1.0, _SURER * log_sigma / of_the_process)
 
 
-def place_of(summary: Summary, target: str, of_the_process: float) -> Place:
-    """Where a residual process of this standard deviation sees the steps of a summary, of which there is at least one."""
+def place_of(summary: Summary, target: str) -> Place:
+    """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
     rows = zip(summary.sums, summary.log_value[target].tolist(), summary.members[target], strict=True)
     experts = torch.cat([experts_of(target, *row) for row in rows])
     x, z = (torch.cat([see(row) for row in summary.sums]) for see in (embedding_of, spent_of))
-    scale = [scale_of(log_sigma, of_the_process) for log_sigma in summary.log_sigma[target].tolist()]
-    return as_shipped(x, z, experts, torch.tensor(scale, dtype=torch.float64))
+    return as_shipped(x, z, experts, x.new_ones(len(x)))
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:

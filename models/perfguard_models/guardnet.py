@@ -103,6 +103,7 @@ class GuardNet:
         self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
+        self._summaries: dict[tuple[str, Target], Place] = {}
         self._refinement: Refinement | None = None
         self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
         self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
@@ -319,8 +320,13 @@ class GuardNet:
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
-        summary = self._engines[device.kind].summary(device, target)
-        return place_of(summary, target, prior.total) if len(summary.sums) else None
+        summary, key = self._engines[device.kind].summary(device, target), (device.id, target)
+        if not len(summary.sums):
+            return None
+        if key not in self._summaries:  # a lesson after every run asks for it
+            self._summaries[key] = place_of(summary, target)
+        scale = [scale_of(log_sigma, prior.total) for log_sigma in summary.log_sigma[target].tolist()]
+        return self._summaries[key]._replace(scale=torch.tensor(scale, dtype=torch.float64))
 
     def _learn(
         self,

@@ -24,6 +24,7 @@ from safetensors.torch import load as load_tensors
 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
+from perfguard.predictor import TARGETS
 from perfguard_models.dataset import Run, dataset_of, graphs_of
 from perfguard_models.served import group_of, read_trained
 from perfguard_models.sums import SUMS
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 NAME = "guardnet-summary"
 STEPS_A_SETTING = 32
-_TARGETS = ("memory", "time")
 _MOST_OPERATORS = 30_000
 
 
@@ -63,9 +63,9 @@ class Summary(NamedTuple):
 NOTHING = Summary(
     np.zeros(0, dtype=np.str_),
     np.zeros((0, len(SUMS)), dtype=np.float32),
-    {target: np.zeros(0) for target in _TARGETS},
-    {target: np.zeros((0, 2)) for target in _TARGETS},
-    {target: np.zeros(0) for target in _TARGETS},
+    {target: np.zeros(0) for target in TARGETS},
+    {target: np.zeros((0, 2)) for target in TARGETS},
+    {target: np.zeros(0) for target in TARGETS},
 )
 
 
@@ -77,10 +77,10 @@ def summary_of(answers: Iterable[tuple[str, Answer]]) -> Summary:
         np.stack([answer.sums for _, answer in found if answer.sums is not None]),
         {
             target: np.array([answer.log_value[target] if answer.known[target] else np.nan for _, answer in found])
-            for target in _TARGETS
+            for target in TARGETS
         },
-        {target: np.stack([answer.members[target] for _, answer in found]) for target in _TARGETS},
-        {target: np.array([answer.prior[target].total for _, answer in found]) for target in _TARGETS},
+        {target: np.stack([answer.members[target] for _, answer in found]) for target in TARGETS},
+        {target: np.array([answer.prior[target].total for _, answer in found]) for target in TARGETS},
     )
 
 
@@ -99,9 +99,9 @@ def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summa
         return Summary(
             np.array(document["device_ids"])[found["device"]],
             found["sums"],
-            {target: found[f"{target}.value"].astype(np.float64) for target in _TARGETS},
-            {target: found[f"{target}.members"].astype(np.float64) for target in _TARGETS},
-            {target: found[f"{target}.log_sigma"].astype(np.float64) for target in _TARGETS},
+            {target: found[f"{target}.value"].astype(np.float64) for target in TARGETS},
+            {target: found[f"{target}.members"].astype(np.float64) for target in TARGETS},
+            {target: found[f"{target}.log_sigma"].astype(np.float64) for target in TARGETS},
         )
     except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
         raise PredictorError(f"GuardNet's summary cannot be used: {type(error).__name__}: {error}") from error
@@ -114,7 +114,7 @@ def write_summary(out: Path, summary: Summary, weights: str, command: str) -> st
         "device": torch.tensor([device_ids.index(device_id) for device_id in summary.device_ids], dtype=torch.int64),
         "sums": torch.from_numpy(summary.sums),
     }
-    for target in _TARGETS:
+    for target in TARGETS:
         tensors[f"{target}.value"] = torch.from_numpy(summary.log_value[target]).float()
         tensors[f"{target}.members"] = torch.from_numpy(summary.members[target]).float()
         tensors[f"{target}.log_sigma"] = torch.from_numpy(summary.log_sigma[target]).float()
