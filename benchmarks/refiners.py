@@ -43,7 +43,7 @@ from perfguard_models.dataset import Run, dataset_of
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.guardnet import _residuals_of
 from perfguard_models.operator_network import OperatorNetwork, _parts
-from perfguard_models.refinement import Lesson, refined, row_of
+from perfguard_models.refinement import Lesson, refined, rows_of
 
 _FOLDS = 4
 _HUBER = 0.1
@@ -71,18 +71,17 @@ def nothing(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values
 
 def trees(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values) -> tuple[Values, Values]:
     """As shipped."""
-    ids, x = [f"{index:032x}" for index in learn], [_seen(case, index) for index in learn]
-    made = refined("", {case.target: Lesson(ids, ["any"], np.stack(x), left)})
+    ids = [f"{index:032x}" for index in learn]
+    made = refined("", {case.target: Lesson(ids, ["any"], _seen(case, learn), left)})
     assert made is not None
     own = [made.held_out(case.target, one) or 0.0 for one in ids]
-    return np.array(own), np.array([made.correction(case.target, "any", _seen(case, index)) for index in judge])
+    return np.array(own), made.corrections(case.target, "any", _seen(case, judge))
 
 
-def _seen(case: Case, index: int) -> npt.NDArray[np.float32]:
-    answer = case.rows[index].answer
-    assert answer.sums is not None
-    value = answer.log_value[case.target]
-    return row_of(answer.sums, physics_of(case.target, answer.sums, value), value)
+def _seen(case: Case, indices: Sequence[int]) -> npt.NDArray[np.float32]:
+    answers = [case.rows[index].answer for index in indices]
+    sums, values = np.stack([answer.sums for answer in answers]), np.array([answer.log_value[case.target] for answer in answers])
+    return rows_of(sums, physics_of(case.target, sums, values), values)
 
 
 def last_layer(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values) -> tuple[Values, Values]:

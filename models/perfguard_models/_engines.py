@@ -74,6 +74,7 @@ _EMBEDDED = (
     ("train", 0.5, 0.5), ("half", 0.5, 0.5),
 )  # fmt: skip
 """Sums that the residual process sees: name, middle and width."""
+_EMBEDDED_INDEX = [SUMS.index(name) for name, _, _ in _EMBEDDED]
 _SPENT = (
     *(name for name in SUMS if name.startswith(("time_", "name_", "product_"))),
     *(name for name in SUMS if name.startswith("conv_") and not name.startswith("conv_log_")),
@@ -249,7 +250,8 @@ class GpuEngine:
                 answer = by_operators(answer, graph, device)
         assert answer.sums is not None
         experts = {
-            target: experts_of(target, answer.sums, answer.log_value[target], answer.members[target]) for target in TARGETS
+            target: experts_of(target, answer.sums[None], np.array([answer.log_value[target]]), answer.members[target][None])
+            for target in TARGETS
         }
         return answer._replace(experts=experts)
 
@@ -290,8 +292,8 @@ class GpuEngine:
         answers = Answers(
             value,
             roofline * (np.exp(value["time"]) / total_s)[:, None],
-            dict.fromkeys(TARGETS, torch.cat([embedding_of(row) for row in sums])),
-            torch.cat([spent_of(row) for row in sums]),
+            dict.fromkeys(TARGETS, embedding_of(sums)),
+            spent_of(sums),
             {},
             dict.fromkeys(TARGETS, prior_of(1.0)),
             sigma,
@@ -300,10 +302,7 @@ class GpuEngine:
             sums,
         )
         answers = by_physics_of_all(answers, graphs, device, unknown)
-        experts = {
-            target: torch.cat([experts_of(target, *row) for row in zip(sums, said.tolist(), members[target], strict=True)])
-            for target, said in answers.log_value.items()
-        }
+        experts = {target: experts_of(target, sums, answers.log_value[target], members[target]) for target in TARGETS}
         return answers._replace(experts=experts)
 
     def _reference(self, graph: OpGraph, device: Device) -> Device | None:
@@ -391,8 +390,8 @@ class GpuEngine:
         answer = Answer(
             value,
             roofline * (math.exp(value["time"]) / max(float(roofline.sum()), 1e-12)),
-            dict.fromkeys(TARGETS, embedding_of(sums)),
-            spent_of(sums),
+            dict.fromkeys(TARGETS, embedding_of(sums[None])),
+            spent_of(sums[None]),
             members,
             {},
             {target: prior_of(sigma[target]) for target in TARGETS},
@@ -416,10 +415,9 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
 
 def place_of(summary: Summary, target: str) -> Place:
     """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
-    rows = zip(summary.sums, summary.log_value[target].tolist(), summary.members[target], strict=True)
-    experts = torch.cat([experts_of(target, *row) for row in rows])
-    x, z = (torch.cat([see(row) for row in summary.sums]) for see in (embedding_of, spent_of))
-    return as_shipped(x, z, experts, x.new_ones(len(x)))
+    sums = summary.sums
+    experts = experts_of(target, sums, summary.log_value[target], summary.members[target])
+    return as_shipped(embedding_of(sums), spent_of(sums), experts, torch.ones(len(sums), dtype=torch.float64))
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
@@ -581,26 +579,29 @@ def prior_of(sigma: float) -> ResidualPrior:
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """What a study varies, each roughly within ±1. Shape: (1, len(_EMBEDDED))."""
-    columns = [(float(sums[SUMS.index(name)]) - middle) / width for name, middle, width in _EMBEDDED]
-    return torch.tensor([columns], dtype=torch.float64)
+    """What a study varies, each roughly within ±1, of C steps' ``sums`` (C, len(SUMS)). Shape: (C, len(_EMBEDDED))."""
+    middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
+    return torch.from_numpy((sums[:, _EMBEDDED_INDEX].astype(np.float64) - middles) / widths)
 
 
 def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """What a step spends its time on, in steps that make a difference. Shape: (1, len(_SPENT))."""
-    return torch.from_numpy(sums[_SPENT_INDEX].astype(np.float64))[None] / _APART
+    """What each of C steps spends its time on, in steps that make a difference. Shape: (C, len(_SPENT))."""
+    return torch.from_numpy(sums[:, _SPENT_INDEX].astype(np.float64)) / _APART
 
 
-def experts_of(target: str, sums: npt.NDArray[np.float32], log_value: float, members: npt.NDArray[np.float64]) -> torch.Tensor:
-    """How far physics and the ``members`` (2,) are from ``log_value``. Shape: (1, e)."""
-    apart = np.clip(np.nan_to_num(members - log_value), -_FARTHEST_MEMBER, _FARTHEST_MEMBER) * _TRUST_IN_MEMBERS
-    return torch.cat([physics_of(target, sums, log_value), torch.from_numpy(apart)[None]], 1)
+def experts_of(
+    target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64], members: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """How far physics and the ``members`` (C, 2) are from ``log_value`` (C,). Shape: (C, e)."""
+    apart = np.clip(np.nan_to_num(members - log_value[:, None]), -_FARTHEST_MEMBER, _FARTHEST_MEMBER) * _TRUST_IN_MEMBERS
+    return torch.from_numpy(np.concatenate([physics_of(target, sums, log_value), apart], axis=1))
 
 
-def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: float) -> torch.Tensor:
-    """What physics says less ``log_value``; of memory also what a constant gibibyte would add. Shape: (1, 3) or (1, 1)."""
+def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What physics says less ``log_value`` (C,); of memory also what a constant gibibyte would add. Shape: (C, 3) or (C, 1)."""
     by_name = ("log_reserved", "log_live") if target == "memory" else ("log_roofline",)
-    columns = [min(max(float(sums[SUMS.index(name)]) - log_value, -_FARTHEST), _FARTHEST) for name in by_name]
+    said = sums[:, [SUMS.index(name) for name in by_name]].astype(np.float64)
+    columns = [np.clip(said - log_value[:, None], -_FARTHEST, _FARTHEST)]
     if target == "memory":
-        columns.append(min(2**30 / math.exp(float(sums[SUMS.index("log_reserved")])), _MOST_OF_A_CONSTANT))
-    return torch.tensor([columns], dtype=torch.float64)
+        columns.append(np.minimum(2**30 / np.exp(said[:, :1]), _MOST_OF_A_CONSTANT))
+    return np.concatenate(columns, axis=1)

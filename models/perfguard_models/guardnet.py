@@ -42,7 +42,7 @@ from perfguard_models._engines import (
 from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, expected_above, joined, learnt
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
-from perfguard_models.refinement import Lesson, Refinement, refined, row_of
+from perfguard_models.refinement import Lesson, Refinement, refined, rows_of
 from perfguard_models.served import trained_of
 from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.summary import NAME as SUMMARY
@@ -219,10 +219,8 @@ class GuardNet:
         """What the refinement adds to each. Shape: (C,)."""
         if self._refinement is None:
             return np.zeros(len(graphs))
-        values = answers.log_value[target].tolist()
         sums = sums_of_all(graphs, device) if answers.sums is None else answers.sums
-        rows = [row_of(row, physics_of(target, row, value), value) for row, value in zip(sums, values, strict=True)]
-        return np.array([self._refinement.correction(target, device.id, row) for row in rows])
+        return self._refinement.corrections(target, device.id, _seen_by_trees(target, sums, answers.log_value[target]))
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -282,17 +280,12 @@ class GuardNet:
         residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
         shipped = self._shipped(rows[0].device, target, residuals.prior)
         posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
-        x = [self._row(target, answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
         summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
-        for sums, value in zip(summary.sums, summary.log_value[target].tolist(), strict=True):
-            x.append(row_of(sums, physics_of(target, sums, value), value))
+        sums = [_sums_of(answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
+        values = np.array([answer.log_value[target] for answer in answers])
+        x = _seen_by_trees(target, np.stack([*sums, *summary.sums]), np.append(values, summary.log_value[target]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
-        return Lesson(ids, [device_id], np.stack(x), np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
-
-    def _row(self, target: Target, answer: Answer, graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
-        sums = sums_of(graph, device) if answer.sums is None else answer.sums
-        physics = physics_of(target, sums, answer.log_value[target])  # of every device, unlike what its process may look at
-        return row_of(sums, physics, answer.log_value[target])
+        return Lesson(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
     def _correction(self, graph: OpGraph, device: Device, answer: Answer) -> dict[Target, float]:
         """What the refinement adds."""
@@ -301,8 +294,11 @@ class GuardNet:
         of_graph = self._corrections.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            rows = {target: self._row(target, answer, graph, device) for target in TARGETS}
-            of_graph[key] = {target: self._refinement.correction(target, device.id, row) for target, row in rows.items()}
+            sums, values = _sums_of(answer, graph, device)[None], answer.log_value
+            rows = {target: _seen_by_trees(target, sums, np.array([values[target]])) for target in TARGETS}
+            of_graph[key] = {
+                target: float(self._refinement.corrections(target, device.id, rows[target])[0]) for target in TARGETS
+            }
         return of_graph[key]
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
@@ -401,7 +397,16 @@ def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
         return answer
     sums = answer.sums.copy()
     sums[SUMS.index("compiled")] = 1.0
-    return answer._replace(sums=sums, spent=spent_of(sums))
+    return answer._replace(sums=sums, spent=spent_of(sums[None]))
+
+
+def _sums_of(answer: Answer, graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
+    return sums_of(graph, device) if answer.sums is None else answer.sums
+
+
+def _seen_by_trees(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Of C steps; physics of every device, unlike what its process may look at. Shape: (C, columns)."""
+    return rows_of(sums, physics_of(target, sums, log_value), log_value)
 
 
 def _setting_of(graph: OpGraph) -> float:

@@ -56,10 +56,10 @@ class Refinement:
         self.made_for = made_for
         self._parts = parts
 
-    def correction(self, target: str, device_id: str, x: npt.NDArray[np.float32]) -> float:
-        """To be added to the predictor's logarithm; 0 where nothing was learnt. ``x`` has the shape (columns,)."""
+    def corrections(self, target: str, device_id: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """To be added to the predictor's logarithms; 0 where nothing was learnt. From (C, columns) to (C,)."""
         part = self._parts.get(target)
-        return 0.0 if part is None or device_id not in part.devices else float(part.forest.predict(x[None])[0])
+        return np.zeros(len(x)) if part is None or device_id not in part.devices else part.forest.predict(x)
 
     def held_out(self, target: str, decision_id: str) -> float | None:
         """What the trees say of a run that they learnt from which did not see it; None if they did not learn from it."""
@@ -128,9 +128,12 @@ def columns_of(target: str) -> int:
     return len(SUMS) + _PHYSICS_COLUMNS[target] + 1
 
 
-def row_of(sums: npt.NDArray[np.float32], physics: torch.Tensor, log_value: float) -> npt.NDArray[np.float32]:
-    """What the trees see of one run: its sums, how far physics is from the predictor, and what that says. Shape: (columns,)."""
-    return np.concatenate([sums, physics[0].numpy(), [log_value]]).astype(np.float32)
+def rows_of(
+    sums: npt.NDArray[np.float32], physics: npt.NDArray[np.float64], log_value: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float32]:
+    """What the trees see of C runs: their sums (C, len(SUMS)), how far physics is from the predictor (C, 1 or 3), and what that
+    says (C,). Shape: (C, columns)."""
+    return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 
 def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -> Refinement | None:

@@ -25,7 +25,7 @@ from perfguard_models import guardnet
 from perfguard_models._engines import GpuEngine, physics_of
 from perfguard_models.dataset import Run
 from perfguard_models.guardnet import GuardNet
-from perfguard_models.refinement import row_of
+from perfguard_models.refinement import rows_of
 from perfguard_models.served import Trained, read_trained
 from perfguard_models.summary import NAME, STEPS_A_SETTING, Summary, drawn, read_summary, summary_of, write_summary
 
@@ -143,12 +143,10 @@ def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() 
         assert data is not None
         net.use_refinement(data)
         steps = shipped().of(A100.id, "memory")
-        x = [
-            row_of(sums, physics_of("memory", sums, value), value)
-            for sums, value in zip(steps.sums, steps.log_value["memory"].tolist(), strict=True)
-        ]
+        values = steps.log_value["memory"]
         assert net._refinement is not None
-        corrections = [net._refinement.correction("memory", A100.id, row) for row in x]
+        x = rows_of(steps.sums, physics_of("memory", steps.sums, values), values)
+        corrections = net._refinement.corrections("memory", A100.id, x)
         strayed.append((net.strays, np.mean(np.abs(corrections))))
     (said, mindful), (nothing, forgetful) = strayed
     assert mindful < 0.2 * forgetful
