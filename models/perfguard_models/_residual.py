@@ -6,16 +6,18 @@ Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelih
     P  (n, e)  how far other experts are from the prediction: physics, the networks alone, the trees alone
     q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
     K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
-         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2))
+         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
+         + kind² · exp(-‖z - z'‖² / f / reach² / 2))
     W  = diag(noise² q² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
          reading moves nothing.
 The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
-back to a region, the machine has a slow kernel); and whether another expert is right where the prediction is not (physics far
-outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was read k times under
-these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings scatter by more than
-that leaves to them, so may the next. Of other steps k readings of one say little more than one of them would, so each counts as
-if its noise were 1 + o (k - 1) times as large. A step that ran out of memory was not read, but is known to need more than it had.
+back to a region, the machine has a slow kernel); a factor of each kind of network, whatever its size; and whether another expert
+is right where the prediction is not (physics far outside of the data). A share o of the noise's variance is of a step and not of
+its readings: a step that was read k times under these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from
+its like; where its readings scatter by more than that leaves to them, so may the next. Of other steps k readings of one say
+little more than one of them would, so each counts as if its noise were 1 + o (k - 1) times as large. A step that ran out of
+memory was not read, but is known to need more than it had, whatever the conditions.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
@@ -26,8 +28,8 @@ these teach moves it less (its inference was measured, its training was not).
 How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
 whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
 a leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2) of errors with a Laplace
-distribution of unknown width, m being the mean absolute error:
-    p ∝ m^-n
+distribution of unknown width, m being the mean absolute error and π how plausible the hypothesis was before:
+    p ∝ π m^-n
 """
 
 from __future__ import annotations
@@ -43,10 +45,13 @@ _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
 _OF_THE_REGIME = 0.5
 """Share of the constant factor's variance that a change of conditions draws anew."""
-_NEARER = 0.5
-"""How far neighbours reach where a setting is more particular than the prior says."""
+_NEARER, _PARTICULAR = 0.5, 0.01
+"""How far neighbours reach where a setting is more particular than the prior says, and how likely that is: five runs of a kind
+agree by chance."""
 _SAME = 1e-5
 """Nearer than that, two places are those of one step."""
+_JITTER = 1e-9
+_NOTHING_BELOW = -30.0
 _LARGEST_ERROR = 1.0
 _ERROR_BEFORE, _ROWS_BEFORE = 0.3, 2.0
 """What a hypothesis is expected to err by before it was tried, in standard deviations of the residual, and what that weighs."""
@@ -87,11 +92,38 @@ def under_equal_conditions(x: torch.Tensor) -> Place:
     return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)), x.new_zeros(len(x)))
 
 
-def are_same(a: Place, b: Place) -> torch.Tensor:
-    """Which of m steps are which of n, under the same conditions. Shape: (m, n)."""
-    apart = torch.stack([torch.cdist(*pair) for pair in ((a.x, b.x), (a.z, b.z), (a.experts, b.experts))]).sum(0)
-    equal = [one[:, None] == other[None, :] for one, other in ((a.regime, b.regime), (a.setting, b.setting))]
-    return (apart < _SAME) & equal[0] & equal[1]
+class Pairs(NamedTuple):
+    """Each of m runs beside each of n others, as every hypothesis sees them. Shapes: (m, n)"""
+
+    same_regime: torch.Tensor
+    in_common: torch.Tensor
+    """What all terms but the constant factor are multiplied by."""
+    linear: torch.Tensor
+    experts: torch.Tensor
+    apart2: torch.Tensor
+    """‖x - x'‖² / d"""
+    apart_in_kind2: torch.Tensor
+    """‖z - z'‖² / f"""
+    same_step: torch.Tensor
+    """Whether they are runs of one step."""
+
+
+def beside(a: Place, b: Place) -> Pairs:
+    """Each run of ``a`` beside each of ``b``."""
+    width, shares = a.x.shape[1], max(a.z.shape[1], 1)
+    same_regime = a.regime[:, None] == b.regime[None, :]
+    one_is_shipped = (a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]
+    x2, z2 = torch.cdist(a.x, b.x).square(), torch.cdist(a.z, b.z).square()
+    apart = x2 + z2 + torch.cdist(a.experts, b.experts).square()
+    return Pairs(
+        same_regime,
+        (1 - (1 - _IN_COMMON) * one_is_shipped.to(a.x.dtype)) * a.scale[:, None] * b.scale[None, :],
+        (a.x @ b.x.T) / width,
+        a.experts @ b.experts.T,
+        x2 / width,
+        z2 / shares,
+        (apart < _SAME**2) & (a.setting[:, None] == b.setting[None, :]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +131,7 @@ class ResidualPrior:
     """Standard deviations of the terms, in logarithms, and how far neighbours reach.
 
     Attributes:
+        plausible: how likely it is beside other hypotheses before anything was measured.
         of_the_step: share of the noise's variance that another reading of the same step has, too.
         guessed: whether the terms' shares were never fitted, so that others are tried beside them.
     """
@@ -110,26 +143,25 @@ class ResidualPrior:
     noise: float
     trust: float = 0.0
     reach: float = 1.0
+    kind: float = 0.0
+    plausible: float = 1.0
     of_the_step: float = 0.0
     guessed: bool = False
 
-    def kernel(self, a: Place, b: Place) -> torch.Tensor:
-        """Covariance of the residual between n and m runs. Shape: (n, m)."""
-        width = a.x.shape[1]
-        distance = torch.cdist(a.x, b.x).square() / (width * self.length**2)
-        distance = distance + torch.cdist(a.z, b.z).square() / (max(a.z.shape[1], 1) * self.reach**2)
-        same = (a.regime[:, None] == b.regime[None, :]).to(a.x.dtype)
-        bias = self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same)
-        linear = self.linear**2 * (a.x @ b.x.T) / width
-        experts = self.trust**2 * (a.experts @ b.experts.T)
-        shipped = (a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]
-        in_common = torch.where(shipped, _IN_COMMON, 1.0) * a.scale[:, None] * b.scale[None, :]
-        return bias + in_common * (linear + experts + self.local**2 * torch.exp(-distance / 2))
+    def kernel(self, pairs: Pairs) -> torch.Tensor:
+        """Covariance of the residual between m and n runs. Shape: (m, n)."""
+        in_kind2 = pairs.apart_in_kind2 / (2 * self.reach**2)
+        smooth = self.linear**2 * pairs.linear + self.trust**2 * pairs.experts
+        smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
+        if self.kind > 0:
+            smooth = smooth + self.kind**2 * torch.exp(-in_kind2)
+        same_regime = pairs.same_regime.to(smooth.dtype)
+        return self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same_regime) + pairs.in_common * smooth
 
     def variance(self, at: Place) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
         width, experts = at.x.shape[1], self.trust**2 * at.experts.square().sum(1)
-        scaled = self.linear**2 * at.x.square().sum(1) / width + experts + self.local**2
+        scaled = self.linear**2 * at.x.square().sum(1) / width + experts + self.local**2 + self.kind**2
         return self.bias**2 + at.scale.square() * scaled
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,11 +183,14 @@ class ResidualPosterior:
     num_shipped: int
     """Of the n, the first ones."""
     num_bounds: int
-    """Of the n, the last ones: what is expected of steps that were not read."""
+    """Of the n, the last ones: steps that were not read."""
     seen: Place
     y: torch.Tensor  # shape: (n,)
+    weights: torch.Tensor  # shape: (n,)
     cholesky: torch.Tensor  # shape: (n, n)
     alpha: torch.Tensor  # shape: (n,)
+    precision: torch.Tensor
+    """Diagonal of the inverse of K + W. Shape: (n,)"""
     noise: float
     """Noise level, at a scale of 1, after seeing how well the observations agree."""
 
@@ -164,13 +199,21 @@ class ResidualPosterior:
         """Of the runs that come next. Shape: ()."""
         return self.seen.regime.max()
 
-    def at(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
-        cross = self.prior.kernel(place, self.seen)  # shape: (m, n)
+    def at(self, place: Place, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,).
+
+        Args:
+            place: where they are.
+            pairs: they beside what was seen, if that is known already.
+        """
+        pairs = beside(place, self.seen) if pairs is None else pairs
+        cross = self.prior.kernel(pairs)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
         mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
-        same = are_same(place, self.seen).to(self.y.dtype)
+        same = (pairs.same_step & pairs.same_regime).to(self.y.dtype)
         same[:, len(self.y) - self.num_bounds :] = 0
+        same = same * self.weights  # of its readings, one that is absurd counts as little as it does elsewhere
+        same = same / same.amax(1, keepdim=True).clamp_min(_JITTER) if same.shape[1] else same
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
@@ -187,47 +230,9 @@ class ResidualPosterior:
         """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).
 
         Returns:
-            Of those that were measured. Shape: (n - num_shipped,).
+            Of those that were measured. Shape: (n - num_shipped - num_bounds,).
         """
-        return (self.alpha / torch.cholesky_inverse(self.cholesky).diagonal())[self.num_shipped :]
-
-
-def condition(
-    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, *, num_bounds: int = 0
-) -> ResidualPosterior:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, n ≥ 1, in double precision, and the summary ``shipped``; the
-    last ``num_bounds`` of the runs were not read."""
-    num_shipped = 0
-    if shipped is not None:
-        num_shipped = len(shipped.x)
-        seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
-    alike = 1 + prior.of_the_step * (are_same(seen, seen).sum(1) - 1)  # k readings of a step say of others what one says
-    covariance, noise2_of = prior.kernel(seen, seen), prior.noise**2 * seen.scale.square() * alike
-    weights = torch.ones_like(y)
-    for _ in range(_REWEIGHTINGS):
-        cholesky, alpha = _solve(covariance, noise2_of / weights, y)
-        error = y - covariance @ alpha  # what the smooth part leaves over
-        expected = noise2_of + _variance_at(covariance, cholesky)
-        weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / expected)
-    cholesky, alpha = _solve(covariance, noise2_of / weights, y)
-    error, weights = ((y - covariance @ alpha) / seen.scale)[num_shipped:], (weights / alike)[num_shipped:]
-    noise2 = (_DEGREES_OF_FREEDOM * prior.noise**2 + (weights * error.square()).sum()) / (_DEGREES_OF_FREEDOM + weights.sum())
-    noise = max(float(noise2.sqrt()), 0.5 * prior.noise)
-    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, cholesky, alpha, noise)
-
-
-def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
-    """What a setting may be like: as the prior says, and if that is a guess also more particular; a constant factor and little
-    else; or nothing that could be learnt, because the predictor is right and the rest is scatter."""
-    if not prior.guessed:
-        return (prior,)
-    total = prior.total
-    return (
-        prior,
-        replace(prior, reach=_NEARER * prior.reach),
-        replace(prior, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total, trust=0.0),
-        replace(prior, bias=0.0, linear=0.0, local=0.0, trust=0.0, noise=total),
-    )
+        return (self.alpha / self.precision)[self.num_shipped : len(self.y) - self.num_bounds]
 
 
 class Bounds(NamedTuple):
@@ -236,6 +241,84 @@ class Bounds(NamedTuple):
     at: Place
     least: torch.Tensor  # shape: (b,)
     """As residuals; -inf where another run has shown that it was not so."""
+
+
+def condition(
+    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, bounds: Bounds | None = None
+) -> ResidualPosterior:
+    """The process given residuals ``y`` (n,) of the runs ``seen``, in double precision, a summary, and bounds of other runs."""
+    return _all_of([prior], seen, y, shipped, bounds)[0]
+
+
+def _all_of(
+    priors: Sequence[ResidualPrior], seen: Place, y: torch.Tensor, shipped: Place | None, bounds: Bounds | None
+) -> list[ResidualPosterior]:
+    """:func:`condition` for each of ``priors``.
+
+    What is only bounded counts as a reading that would leave the mean and the variance that it has, given its bound: assumed
+    density filtering (Minka 2001, chapter 3), from what readings say of it.
+    """
+    num_shipped = 0
+    if shipped is not None:
+        num_shipped = len(shipped.x)
+        seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
+    pairs = beside(seen, seen)
+    posteriors = [_conditioned(prior, seen, pairs, y, torch.zeros_like(y), num_shipped) for prior in priors]
+    if bounds is None:
+        return posteriors
+    at = beside(bounds.at, seen)
+    told = [as_readings(bounds.least, *posterior.at(bounds.at, at)) for posterior in posteriors]
+    seen = joined([seen, bounds.at])
+    pairs = beside(seen, seen)
+    return [
+        _conditioned(
+            prior, seen, pairs, torch.cat([y, read]), torch.cat([torch.zeros_like(y), noise2]), num_shipped, len(bounds.least)
+        )
+        for prior, (read, noise2) in zip(priors, told, strict=True)
+    ]
+
+
+def _conditioned(
+    prior: ResidualPrior,
+    seen: Place,
+    pairs: Pairs,
+    y: torch.Tensor,  # shape: (n,)
+    more_noise2: torch.Tensor,  # shape: (n,)
+    num_shipped: int,
+    num_bounds: int = 0,
+) -> ResidualPosterior:
+    alike = 1 + prior.of_the_step * ((pairs.same_step & pairs.same_regime).sum(1) - 1)  # k readings say of others what one says
+    covariance, noise2_of = prior.kernel(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
+    weights = torch.ones_like(y)
+    for remaining in reversed(range(_REWEIGHTINGS + 1)):
+        own2 = noise2_of / weights + _JITTER
+        cholesky = torch.linalg.cholesky(covariance + torch.diag(own2))
+        precision = torch.cholesky_inverse(cholesky).diagonal()
+        alpha = torch.cholesky_solve(y[:, None], cholesky)[:, 0]
+        error = own2 * alpha  # what the smooth part leaves over: y - K alpha
+        if remaining:
+            variance = (own2 - own2.square() * precision).clamp_min(0)  # of the smooth part, at the observations themselves
+            weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / (noise2_of + variance))
+    read = slice(num_shipped, len(y) - num_bounds)
+    of_noise = (weights / alike)[read]
+    noise2 = _DEGREES_OF_FREEDOM * prior.noise**2 + (of_noise * (error / seen.scale)[read].square()).sum()
+    noise = max(float((noise2 / (_DEGREES_OF_FREEDOM + of_noise.sum())).sqrt()), 0.5 * prior.noise)
+    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, weights, cholesky, alpha, precision, noise)
+
+
+def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
+    """What a setting may be like: as the prior says, and if that is a guess also more particular, with a factor of its own for
+    each kind of network; a constant factor and little else; or nothing that could be learnt, because the predictor is right and
+    the rest is scatter."""
+    if not prior.guessed:
+        return (prior,)
+    total = prior.total
+    return (
+        prior,
+        replace(prior, reach=_NEARER * prior.reach, kind=total, plausible=_PARTICULAR),
+        replace(prior, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total, trust=0.0),
+        replace(prior, bias=0.0, linear=0.0, local=0.0, trust=0.0, noise=total),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +343,8 @@ class ResidualAverage:
             times: what the standard deviation of each hypothesis is multiplied by, for steps that are harder or easier than
                 those that the process was made for. How far hypotheses are apart is not.
         """
-        found = [posterior.at(place) for posterior in self.posteriors]
+        pairs = beside(place, self.posteriors[0].seen)  # all have seen the same
+        found = [posterior.at(place, pairs) for posterior in self.posteriors]
         mean, square = torch.zeros(len(place.x)).double(), torch.zeros(len(place.x)).double()
         for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
             mean = mean + weight * own_mean
@@ -282,7 +366,7 @@ class ResidualAverage:
         """
         if self.bounds is None:
             return mean, sigma
-        least = torch.where(are_same(place, self.bounds.at), self.bounds.least, -math.inf).amax(1)
+        least = torch.where(beside(place, self.bounds.at).same_step, self.bounds.least, -math.inf).amax(1)
         before = torch.where(least > mean, before.clamp_min(refuted), before)
         mean = torch.maximum(mean, least)
         above = expected_above(least, mean, torch.maximum(sigma, before))
@@ -295,49 +379,50 @@ class ResidualAverage:
 
 
 def learnt(
-    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, *, bounds: Bounds | None = None
+    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, bounds: Bounds | None = None
 ) -> ResidualAverage:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, n ≥ 1, in double precision.
+    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, in double precision.
 
     Args:
         prior: before anything was measured.
         seen: the runs.
         y: their residuals.
         shipped: steps of which the predictor was right where it was fitted.
-        bounds: of the last of the runs, which were out of memory; their residuals are what is expected.
+        bounds: of other runs, which were out of memory.
     """
-    num_bounds = 0 if bounds is None else len(bounds.least)
-    begin = max(0, len(y) - num_bounds - _JUDGED)
+    begin = max(0, len(y) - _JUDGED)
     tried, newest = hypotheses(prior), Place(*(column[begin:] for column in seen))
-    judged = [condition(hypothesis, newest, y[begin:], shipped, num_bounds=num_bounds) for hypothesis in tried]
-    before = _ROWS_BEFORE * _ERROR_BEFORE * prior.total
-    number = len(y) - begin - num_bounds or num_bounds  # what is only expected judges nothing, unless there is nothing else
-    errors = [float(each.left_out()[:number].abs().clamp_max(_LARGEST_ERROR).sum()) for each in judged]
-    scores = [-number * math.log((error + before) / (number + _ROWS_BEFORE)) for error in errors]
+    posteriors = _all_of(tried, newest, y[begin:], shipped, None)
+    number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
+    errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]
+    scores = [
+        math.log(hypothesis.plausible) - number * math.log((error + before) / (number + _ROWS_BEFORE))
+        for hypothesis, error in zip(tried, errors, strict=True)
+    ]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
-    posteriors = [
-        judged[index] if begin == 0 else condition(tried[index], seen, y, shipped, num_bounds=num_bounds) for index in likely
-    ]
+    if begin > 0 or bounds is not None:
+        posteriors = _all_of([tried[index] for index in likely], seen, y, shipped, bounds)
+    else:
+        posteriors = [posteriors[index] for index in likely]
     total = sum(shares[index] for index in likely)
     return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely], bounds)
 
 
+def as_readings(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Readings, and their variances, that leave a normal variable with the mean and variance that it has above ``bound``; -inf:
+    nothing is known, so the variance is huge. All shapes: (n,)."""
+    z = ((bound - mean) / sigma).clamp_min(_NOTHING_BELOW)
+    ratio = _mills(z)
+    narrowed = (ratio * (ratio - z)).clamp(_JITTER, 1 - _JITTER)  # share of the variance that the bound takes away
+    return mean + sigma / (ratio - z), sigma.square() * (1 / narrowed - 1)
+
+
 def expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Mean of a normal variable that is known to exceed ``bound``, by the inverse Mills ratio; -inf: nothing is known. All
-    shapes: (n,)."""
-    z = (bound - mean) / sigma
-    log_tail = torch.special.log_ndtr(-z)
-    return mean + sigma * torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - log_tail)
+    """Mean of a normal variable that is known to exceed ``bound``; -inf: nothing is known. All shapes: (n,)."""
+    return mean + sigma * _mills((bound - mean) / sigma)
 
 
-def _solve(covariance: torch.Tensor, noise2: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    cholesky = torch.linalg.cholesky(covariance + torch.diag(noise2 + 1e-9))
-    return cholesky, torch.cholesky_solve(y[:, None], cholesky)[:, 0]
-
-
-def _variance_at(covariance: torch.Tensor, cholesky: torch.Tensor) -> torch.Tensor:
-    """Posterior variance of the smooth part at the observations themselves. Shape: (n,)."""
-    half = torch.linalg.solve_triangular(cholesky, covariance, upper=False)
-    variance: torch.Tensor = covariance.diagonal() - half.square().sum(0)
-    return variance.clamp_min(0)
+def _mills(z: torch.Tensor) -> torch.Tensor:
+    """The inverse Mills ratio: the mean of a standard normal variable above ``z``. Shapes: (n,), (n,)."""
+    return torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - torch.special.log_ndtr(-z))

@@ -39,7 +39,7 @@ from perfguard_models._engines import (
     scale_of,
     spent_of,
 )
-from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, expected_above, joined, learnt
+from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, learnt
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, rows_of
@@ -226,9 +226,9 @@ class GuardNet:
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
-        A run that was out of memory needed more than was measured. It counts with what it is expected to have needed, given that
-        and what the others say (one step of expectation and maximisation for a censored Gaussian, Tobin 1958). Of the step itself
-        nothing below what it had is said again, unless a run has shown since that it fits.
+        A run that was out of memory needed more than was measured. It counts as a reading that says as much as that, given what
+        the others say (a censored observation, Tobin 1958). Of the step itself nothing below what it had is said again, unless a
+        run has shown since that it fits.
         """
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:
@@ -338,19 +338,11 @@ class GuardNet:
             self._posteriors.pop(key, None)
             return
         shipped = self._shipped(device, target, known.prior)
-        posterior = None if measured is None else learnt(measured.prior, measured.at, measured.y, shipped)
+        limits = None
         if bounds is not None:
-            if posterior is None:
-                mean, sigma = torch.zeros_like(bounds.y), bounds.prior.before(bounds.at.x).sqrt()
-            else:
-                mean, sigma = posterior.at(bounds.at)
-            expected = expected_above(bounds.y, mean, sigma)
-            at = bounds.at if measured is None else joined([measured.at, bounds.at])
-            y = expected if measured is None else torch.cat([measured.y, expected])
-            least = torch.where(torch.tensor(is_refuted), -math.inf, bounds.y)
-            posterior = learnt(known.prior, at, y, shipped, bounds=Bounds(bounds.at, least))
-        assert posterior is not None
-        self._posteriors[key] = posterior
+            limits = Bounds(bounds.at, torch.where(torch.tensor(is_refuted), -math.inf, bounds.y))
+        at, y = (Place(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
+        self._posteriors[key] = learnt(known.prior, at, y, shipped, limits)
 
     def _estimate(self, target: Target, answer: Answer, correction: float, graph: OpGraph, device: Device) -> Estimate:
         x, prior = answer.embedding[target], answer.prior[target]

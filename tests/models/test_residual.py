@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import truncnorm
 
 from perfguard_models import _residual
 from perfguard_models._residual import (
@@ -19,13 +20,14 @@ from perfguard_models._residual import (
     ResidualPosterior,
     ResidualPrior,
     as_shipped,
+    beside,
     condition,
     hypotheses,
     learnt,
     under_equal_conditions,
 )
 
-PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1, reach=0.7)
+PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1, reach=0.7, kind=0.1)
 seeds = st.integers(0, 2**16)
 
 
@@ -68,7 +70,8 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
             physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.experts[i], b.experts[j], strict=True))
             bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
             scale = float(a.scale[i] * b.scale[j])
-            matrix[i, j] = bias + scale * (prior.linear**2 * product / width + local + physics)
+            kind = prior.kind**2 * math.exp(-spent / 2)
+            matrix[i, j] = bias + scale * (prior.linear**2 * product / width + local + kind + physics)
     return matrix
 
 
@@ -86,7 +89,7 @@ def textbook(
 @given(seeds)
 def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int) -> None:
     a, b = places(4, seed), places(3, seed + 1)
-    np.testing.assert_allclose(PRIOR.kernel(a, b), slow_kernel(PRIOR, a, b), rtol=1e-6)
+    np.testing.assert_allclose(PRIOR.kernel(beside(a, b)), slow_kernel(PRIOR, a, b), rtol=1e-6)
     np.testing.assert_allclose(PRIOR.variance(a), np.diag(slow_kernel(PRIOR, a, a)), rtol=1e-6)
 
 
@@ -234,14 +237,51 @@ def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(sca
     assert agreeing.item() < 0.03
 
 
-def test_what_is_expected_of_a_step_that_was_not_read_is_no_reading_of_it() -> None:
-    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
-    x = under_equal_conditions(embeddings(11, 0))
-    y = torch.cat([torch.zeros(10), torch.ones(1)]).double()
+def test_of_three_readings_of_a_step_one_that_is_absurd_counts_for_little() -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.03, of_the_step=0.9)
+    x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(3, 3)]))
+    y = torch.cat([torch.zeros(10), torch.tensor([0.1, math.log(4), 0.1])]).double()
     same = Place(*(column[-1:] for column in x))
-    read, expected = condition(prior, x, y).at(same), condition(prior, x, y, num_bounds=1).at(same)
-    torch.testing.assert_close(expected, condition(replace(prior, of_the_step=0.0), x, y).at(same))
-    assert read[1] < expected[1]
+    mean, sigma = condition(prior, x, y).at(same)
+    assert mean.item() == pytest.approx(0.1, abs=0.03)
+    assert sigma.item() < 0.2
+
+
+NOWHERE = under_equal_conditions(torch.zeros(0, 3, dtype=torch.float64))
+
+
+def test_a_bound_that_says_nothing_changes_nothing() -> None:
+    x, new = under_equal_conditions(embeddings(8, 0)), under_equal_conditions(embeddings(5, 1))
+    y, out = torch.sin(3 * x.x[:, 0]), under_equal_conditions(embeddings(3, 2))
+    with_bounds = condition(PRIOR, x, y, bounds=Bounds(out, torch.tensor([-20.0, -3.0, -math.inf]).double()))
+    for changed, as_before in zip(with_bounds.at(new), condition(PRIOR, x, y).at(new), strict=True):
+        torch.testing.assert_close(changed, as_before, rtol=1e-4, atol=1e-6)
+    assert with_bounds.left_out().shape == (8,)
+
+
+@pytest.mark.parametrize("least", [-0.5, 0.0, 0.5])
+def test_a_bound_leaves_the_mean_and_variance_of_a_normal_variable_above_it(least: float) -> None:
+    out = under_equal_conditions(embeddings(1, 2))
+    sigma = (PRIOR.variance(out) + PRIOR.noise**2).sqrt().item()
+    above = truncnorm(least / sigma, math.inf, scale=sigma)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        posterior = condition(PRIOR, NOWHERE, NOWHERE.scale, bounds=Bounds(out, torch.tensor([least]).double()))
+    # What is learnt is of the step's like, not of its noise: of a like step as much as the smooth part is of the whole.
+    smooth = PRIOR.variance(out).item() / sigma**2
+    mean, own_sigma = posterior.at(out)
+    assert mean.item() == pytest.approx(smooth * above.mean(), rel=1e-3)
+    assert own_sigma.item() ** 2 == pytest.approx(sigma**2 - smooth**2 * (sigma**2 - above.var()), rel=1e-3)
+
+
+def test_the_same_failure_again_says_of_others_little_more() -> None:
+    out, new = under_equal_conditions(embeddings(1, 2)), under_equal_conditions(embeddings(5, 1))
+    prior, ten = replace(PRIOR, of_the_step=0.9), Place(*(column.expand(10, *column.shape[1:]) for column in out))
+    once, often = (
+        condition(prior, NOWHERE, NOWHERE.scale, bounds=Bounds(at, torch.full((len(at.x),), 0.3).double())).at(new)[0]
+        for at in (out, ten)
+    )
+    assert (often < 1.15 * once).all()
 
 
 GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
@@ -300,8 +340,7 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
 def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed: int, num_bounds: int, least: float) -> None:
     at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
     out = Place(*(column[8:] for column in at))
-    expected = torch.maximum(number, torch.zeros(num_bounds))
-    average = learnt(GUESS, at, torch.cat([torch.zeros(8).double(), expected]), bounds=Bounds(out, number))
+    average = learnt(GUESS, Place(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
     mean, sigma = average.at(at)
     before = torch.full_like(mean, 0.4)
     above, own_sigma = average.above_bounds(at, mean, sigma, before, 0.5)
@@ -316,19 +355,33 @@ def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed:
         assert (own_sigma[8:] > 0.39).all()
 
 
-def test_hypotheses_are_judged_by_what_was_read_and_not_by_what_is_expected() -> None:
-    at, expected = under_equal_conditions(embeddings(270, 0)), torch.zeros(250).double()
-    bounds = Bounds(Place(*(column[20:] for column in at)), expected)
+def test_a_bound_holds_under_other_conditions_too() -> None:
+    at = under_equal_conditions(embeddings(9, 0))
+    readings, out = (Place(*(column[part] for column in at)) for part in (slice(8), slice(8, 9)))
+    later = readings._replace(regime=readings.regime + 1)
+    average = learnt(GUESS, later, torch.zeros(8).double(), bounds=Bounds(out, torch.ones(1).double()))
+    mean, sigma = average.at(at._replace(regime=at.regime + 1))
+    assert average.above_bounds(at._replace(regime=at.regime + 1), mean, sigma, sigma, 0.5)[0][8] > 1
 
-    def share_of_scatter(readings: torch.Tensor) -> float:
-        found = learnt(GUESS, at, torch.cat([readings, expected]), bounds=bounds)
-        assert sum(found.weights) == pytest.approx(1.0)
-        return sum(weight for weight, each in zip(found.weights, found.posteriors, strict=True) if each.prior.bias == 0)
 
-    sign = torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
-    assert share_of_scatter(0.4 * sign) > 1.3 * share_of_scatter(0.3 * at.x[:20, 0])
-    only_bounds = learnt(GUESS, bounds.at, expected, bounds=bounds)
-    assert sum(only_bounds.weights) == pytest.approx(1.0)
+def test_hypotheses_are_judged_by_what_was_read_and_not_by_bounds() -> None:
+    at = under_equal_conditions(embeddings(270, 0))
+    readings, out = (Place(*(column[part] for column in at)) for part in (slice(20), slice(20, None)))
+    y, bounds = 0.3 * readings.x[:, 0], Bounds(out, torch.zeros(250).double())
+    assert learnt(GUESS, readings, y, bounds=bounds).weights == learnt(GUESS, readings, y).weights
+    nothing_read = learnt(GUESS, NOWHERE, NOWHERE.scale, bounds=bounds)
+    assert sum(nothing_read.weights) == pytest.approx(1.0)
+    assert (nothing_read.at(out)[0] > 0).all()
+
+
+def test_a_factor_of_a_kind_of_network_is_learnt_whatever_the_size() -> None:
+    sizes, kinds = embeddings(60, 0), torch.arange(3, dtype=torch.float64).repeat(20)[:, None]
+    at = under_equal_conditions(sizes)._replace(z=3 * kinds.expand(60, 2))
+    y = torch.tensor([0.3, -0.2, 0.1]).double()[torch.arange(3).repeat(20)]
+    far = Place(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
+    found = learnt(replace(GUESS, linear=0.03), at, y)
+    assert (found.at(far)[0] - y[:3]).abs().max() < 0.05
+    assert (condition(replace(GUESS, linear=0.03), at, y).at(far)[0] - y[:3]).abs().max() > 0.1
 
 
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
