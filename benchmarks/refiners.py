@@ -150,15 +150,13 @@ def error_and_time(case: Case, kind: Kind, learn: Sequence[int], judge: Sequence
     seen = [Observation(graph_of(index), device, measurement_of(case.rows[index].run, device, None)) for index in learn]
     asked = [Observation(graph_of(index), device, measurement_of(case.rows[index].run, device, None)) for index in judge]
     answers, others = ([case.rows[index].answer for index in indices] for indices in (learn, judge))
-    alone = _residuals_of(seen, answers, case.target, [0.0] * len(seen))
+    alone, wanted = _residuals_of(seen, answers, case.target), _residuals_of(asked, others, case.target)
     left = learnt(alone.prior, alone.at, alone.y).left_out().numpy()
     begun = time.process_time()
     own, said = kind(case, learn, judge, left)
     seconds = time.process_time() - begun
-    after = _residuals_of(seen, answers, case.target, own.tolist())
-    wanted = _residuals_of(asked, others, case.target, said.tolist())
-    means, _ = learnt(after.prior, after.at, after.y).at(wanted.at)
-    return float((torch.exp(means - wanted.y) - 1).abs().mean()), seconds
+    means, _ = learnt(alone.prior, alone.at, alone.y - torch.from_numpy(own)).at(wanted.at)
+    return float((torch.exp(means + torch.from_numpy(said) - wanted.y) - 1).abs().mean()), seconds
 
 
 def case_of(scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], cache: Path) -> Case:

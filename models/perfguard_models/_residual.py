@@ -20,10 +20,11 @@ little more than one of them would, so each counts as if its noise were 1 + o (k
 memory was not read, but is known to need more than it had, whatever the conditions.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
-was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. A constant factor of
-this machine can still be learnt; of the other terms, a shipped step and a measured one have a share c in common, so that where
-they contradict, what was measured counts. And where the predictor is far surer of a step than of those that are measured, what
-these teach moves it less (its inference was measured, its training was not).
+was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. What is new is then
+likelier of a kind of network than of the machine, whose factor can still be learnt; of the other terms, a shipped step and a
+measured one have a share c in common, so that where they contradict, what was measured counts. And where the predictor is far
+surer of a step than of those that are measured (its inference was measured, its training was not), what these teach moves it
+less.
 
 How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
 whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
@@ -43,11 +44,15 @@ import torch
 
 _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
-_OF_THE_REGIME = 0.5
-"""Share of the constant factor's variance that a change of conditions draws anew."""
-_NEARER, _PARTICULAR = 0.5, 0.01
-"""How far neighbours reach where a setting is more particular than the prior says, and how likely that is: five runs of a kind
-agree by chance."""
+_OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
+"""Share of the constant factor's variance that a change of conditions draws anew; on a GPU that the predictor was fitted to, less
+is left to the machine."""
+_FROM_SHIPPED = 0.75
+"""How much of a change of conditions it is from those under which the predictor was fitted."""
+_NEARER = 0.5
+"""How far neighbours reach where a setting is more particular than the prior says."""
+_PLAUSIBLE = 0.01
+"""That each kind of network has a factor of its own: five runs of a kind agree by chance."""
 _SAME = 1e-5
 """Nearer than that, two places are those of one step."""
 _JITTER = 1e-9
@@ -74,6 +79,9 @@ class Place(NamedTuple):
     scale: torch.Tensor  # shape: (n,)
     setting: torch.Tensor
     """Other switches (cuDNN's benchmark mode, a precision), which the rest may not show, have other numbers. Shape: (n,)"""
+    memorised: torch.Tensor
+    """How much more is predicted of a run's step by what has learnt from the run than by what has not, where the residual is from
+    the latter. Shape: (n,)"""
 
 
 def joined(places: list[Place]) -> Place:
@@ -83,19 +91,21 @@ def joined(places: list[Place]) -> Place:
 
 def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor) -> Place:
     """Steps that the predictor was fitted to."""
-    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale, x.new_zeros(len(x)))
+    nothing = x.new_zeros(len(x))
+    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale, nothing, nothing)
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
-    nothing = x.new_zeros((len(x), 0))
-    return Place(x, nothing, nothing, x.new_zeros(len(x)), x.new_ones(len(x)), x.new_zeros(len(x)))
+    nothing, zero = x.new_zeros((len(x), 0)), x.new_zeros(len(x))
+    return Place(x, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
 
 
 class Pairs(NamedTuple):
     """Each of m runs beside each of n others, as every hypothesis sees them. Shapes: (m, n)"""
 
-    same_regime: torch.Tensor
+    changed: torch.Tensor
+    """0: the same conditions; 1: others"""
     in_common: torch.Tensor
     """What all terms but the constant factor are multiplied by."""
     linear: torch.Tensor
@@ -107,17 +117,22 @@ class Pairs(NamedTuple):
     same_step: torch.Tensor
     """Whether they are runs of one step."""
 
+    @property
+    def are_same(self) -> torch.Tensor:
+        """Whether they are runs of one step under the same conditions."""
+        return self.same_step & (self.changed == 0)
+
 
 def beside(a: Place, b: Place) -> Pairs:
     """Each run of ``a`` beside each of ``b``."""
     width, shares = a.x.shape[1], max(a.z.shape[1], 1)
-    same_regime = a.regime[:, None] == b.regime[None, :]
-    one_is_shipped = (a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]
+    one_is_shipped = ((a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]).to(a.x.dtype)
+    other_regime = (a.regime[:, None] != b.regime[None, :]).to(a.x.dtype)
     x2, z2 = torch.cdist(a.x, b.x).square(), torch.cdist(a.z, b.z).square()
     apart = x2 + z2 + torch.cdist(a.experts, b.experts).square()
     return Pairs(
-        same_regime,
-        (1 - (1 - _IN_COMMON) * one_is_shipped.to(a.x.dtype)) * a.scale[:, None] * b.scale[None, :],
+        other_regime * (1 - (1 - _FROM_SHIPPED) * one_is_shipped),
+        (1 - (1 - _IN_COMMON) * one_is_shipped) * a.scale[:, None] * b.scale[None, :],
         (a.x @ b.x.T) / width,
         a.experts @ b.experts.T,
         x2 / width,
@@ -132,6 +147,7 @@ class ResidualPrior:
 
     Attributes:
         plausible: how likely it is beside other hypotheses before anything was measured.
+        of_the_regime: share of the constant factor's variance that a change of conditions draws anew.
         of_the_step: share of the noise's variance that another reading of the same step has, too.
         guessed: whether the terms' shares were never fitted, so that others are tried beside them.
     """
@@ -145,6 +161,7 @@ class ResidualPrior:
     reach: float = 1.0
     kind: float = 0.0
     plausible: float = 1.0
+    of_the_regime: float = _OF_THE_REGIME
     of_the_step: float = 0.0
     guessed: bool = False
 
@@ -155,8 +172,7 @@ class ResidualPrior:
         smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
         if self.kind > 0:
             smooth = smooth + self.kind**2 * torch.exp(-in_kind2)
-        same_regime = pairs.same_regime.to(smooth.dtype)
-        return self.bias**2 * (1 - _OF_THE_REGIME + _OF_THE_REGIME * same_regime) + pairs.in_common * smooth
+        return self.bias**2 * (1 - self.of_the_regime * pairs.changed) + pairs.in_common * smooth
 
     def variance(self, at: Place) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
@@ -210,16 +226,17 @@ class ResidualPosterior:
         cross = self.prior.kernel(pairs)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
         mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
-        same = (pairs.same_step & pairs.same_regime).to(self.y.dtype)
+        same = pairs.are_same.to(self.y.dtype)
         same[:, len(self.y) - self.num_bounds :] = 0
         same = same * self.weights  # of its readings, one that is absurd counts as little as it does elsewhere
         same = same / same.amax(1, keepdim=True).clamp_min(_JITTER) if same.shape[1] else same
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
-        read = same @ self.y / number.clamp_min(1)
+        own = self.y - self.seen.memorised
+        read = same @ own / number.clamp_min(1)
         noise2 = self.noise**2 * place.scale.square()
-        apart2 = (same @ self.y.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
+        apart2 = (same @ own.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
         more = (number - 1).clamp_min(0)
         of_readings2 = (_DEGREES_OF_FREEDOM * (1 - share) * noise2 + apart2) / (_DEGREES_OF_FREEDOM + more)
         beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (told > 0)
@@ -287,7 +304,7 @@ def _conditioned(
     num_shipped: int,
     num_bounds: int = 0,
 ) -> ResidualPosterior:
-    alike = 1 + prior.of_the_step * ((pairs.same_step & pairs.same_regime).sum(1) - 1)  # k readings say of others what one says
+    alike = 1 + prior.of_the_step * (pairs.are_same.sum(1) - 1)  # k readings of a step say of others what one says
     covariance, noise2_of = prior.kernel(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
     for remaining in reversed(range(_REWEIGHTINGS + 1)):
@@ -306,19 +323,24 @@ def _conditioned(
     return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, weights, cholesky, alpha, precision, noise)
 
 
-def hypotheses(prior: ResidualPrior) -> tuple[ResidualPrior, ...]:
-    """What a setting may be like: as the prior says, and if that is a guess also more particular, with a factor of its own for
-    each kind of network; a constant factor and little else; or nothing that could be learnt, because the predictor is right and
-    the rest is scatter."""
+def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPrior, ...]:
+    """What a setting may be like: as the prior says, and if that is a guess also more particular; a constant factor and little
+    else; or nothing that could be learnt, because the predictor is right and the rest is scatter.
+
+    On a GPU that the predictor ``knows``, what is new is likelier of a kind of network, whatever its size, than of the machine.
+    """
     if not prior.guessed:
         return (prior,)
-    total = prior.total
-    return (
+    particular, total = replace(prior, reach=_NEARER * prior.reach), prior.total
+    if knows:
+        particular = replace(particular, kind=total, plausible=_PLAUSIBLE)
+    found = (
         prior,
-        replace(prior, reach=_NEARER * prior.reach, kind=total, plausible=_PARTICULAR),
+        particular,
         replace(prior, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total, trust=0.0),
         replace(prior, bias=0.0, linear=0.0, local=0.0, trust=0.0, noise=total),
     )
+    return tuple(replace(one, of_the_regime=_OF_THE_REGIME_WHERE_KNOWN) for one in found) if knows else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +413,7 @@ def learnt(
         bounds: of other runs, which were out of memory.
     """
     begin = max(0, len(y) - _JUDGED)
-    tried, newest = hypotheses(prior), Place(*(column[begin:] for column in seen))
+    tried, newest = hypotheses(prior, knows=shipped is not None), Place(*(column[begin:] for column in seen))
     posteriors = _all_of(tried, newest, y[begin:], shipped, None)
     number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
     errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]

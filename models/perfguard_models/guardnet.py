@@ -204,7 +204,7 @@ class GuardNet:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
             regime, setting = posterior.regime.expand(len(x)), torch.full_like(scale, _setting_of(graphs.form))
-            place = Place(x, answers.spent, answers.experts[target], regime, scale, setting)
+            place = Place(x, answers.spent, answers.experts[target], regime, scale, setting, torch.zeros_like(scale))
             before = torch.from_numpy(prior.total * prior_scale)
             means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
@@ -277,7 +277,7 @@ class GuardNet:
 
     def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
         answers = [self._answer(row.graph, row.device) for row in rows]
-        residuals = _residuals_of(rows, answers, target, [0.0] * len(rows))
+        residuals = _residuals_of(rows, answers, target)
         shipped = self._shipped(rows[0].device, target, residuals.prior)
         posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
         summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
@@ -307,12 +307,14 @@ class GuardNet:
         if not known:
             return None
         answers = [self._answer(row.graph, row.device) for row in known]
-        refinement = self._refinement
-        corrections = []
-        for row, answer in zip(known, answers, strict=True):
-            held_out = None if refinement is None else refinement.held_out(target, row.decision_id)
-            corrections.append(self._correction(row.graph, row.device, answer)[target] if held_out is None else held_out)
-        return _residuals_of(known, answers, target, corrections, prior)
+        found = _residuals_of(known, answers, target, prior)
+        if self._refinement is None:
+            return found
+        said = [self._correction(row.graph, row.device, answer)[target] for row, answer in zip(known, answers, strict=True)]
+        held_out = [self._refinement.held_out(target, row.decision_id) for row in known]
+        pairs = [(own, own if other is None else other) for own, other in zip(said, held_out, strict=True)]
+        corrections, without = torch.tensor(pairs, dtype=torch.float64).T
+        return found._replace(at=found.at._replace(memorised=corrections - without), y=found.y - without)
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
@@ -352,7 +354,7 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = scale_of(prior.total, of_the_process)
-            of_one = (x.new_full((1,), value) for value in (float(posterior.regime), scale, _setting_of(graph)))
+            of_one = (x.new_full((1,), value) for value in (float(posterior.regime), scale, _setting_of(graph), 0.0))
             place = Place(x, answer.spent, answer.experts[target], *of_one)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
             means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
@@ -415,15 +417,11 @@ class _Residuals(NamedTuple):
 
 
 def _residuals_of(
-    rows: Sequence[Observation],
-    answers: Sequence[Answer],
-    target: Target,
-    corrections: Sequence[float],
-    prior: ResidualPrior | None = None,
+    rows: Sequence[Observation], answers: Sequence[Answer], target: Target, prior: ResidualPrior | None = None
 ) -> _Residuals:
-    """Of at least one row, all with ``target`` measured, for a process of this ``prior``; None: the middle one of the rows."""
-    values = [answer.log_value[target] + more for answer, more in zip(answers, corrections, strict=True)]
-    predicted = torch.tensor(values, dtype=torch.float64)
+    """Beyond the ``answers``, of at least one row, all with ``target`` measured, for a process of this ``prior``; None: the
+    middle one of the rows."""
+    predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     if prior is None:
         prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
@@ -434,6 +432,7 @@ def _residuals_of(
         torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
         torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
         torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
+        torch.zeros(len(rows), dtype=torch.float64),
     )
     return _Residuals(prior, place, measured - predicted)
 

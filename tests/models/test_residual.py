@@ -45,6 +45,7 @@ def places(num_points: int, seed: int) -> Place:
         regime,
         1 - 0.5 * torch.rand(num_points, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
         torch.zeros(num_points, dtype=torch.float64),
+        torch.zeros(num_points, dtype=torch.float64),
     )
 
 
@@ -374,16 +375,6 @@ def test_hypotheses_are_judged_by_what_was_read_and_not_by_bounds() -> None:
     assert (nothing_read.at(out)[0] > 0).all()
 
 
-def test_a_factor_of_a_kind_of_network_is_learnt_whatever_the_size() -> None:
-    sizes, kinds = embeddings(60, 0), torch.arange(3, dtype=torch.float64).repeat(20)[:, None]
-    at = under_equal_conditions(sizes)._replace(z=3 * kinds.expand(60, 2))
-    y = torch.tensor([0.3, -0.2, 0.1]).double()[torch.arange(3).repeat(20)]
-    far = Place(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
-    found = learnt(replace(GUESS, linear=0.03), at, y)
-    assert (found.at(far)[0] - y[:3]).abs().max() < 0.05
-    assert (condition(replace(GUESS, linear=0.03), at, y).at(far)[0] - y[:3]).abs().max() > 0.1
-
-
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
     """Forty steps of each of two kinds."""
     one, other = (torch.cat([embeddings(40, seed, width=2), torch.full((40, 1), at)], 1) for seed, at in ((0, 1.0), (1, -1.0)))
@@ -410,6 +401,16 @@ def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
     some = torch.cat([measured[:20], known[20:25]])
     posterior = learnt(GUESS, under_equal_conditions(some), torch.full((25,), 0.4).double(), shipped)
     assert (posterior.at(under_equal_conditions(known[25:]))[0] - 0.4).abs().mean() < 0.1
+
+
+def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whatever_the_size() -> None:
+    x, kinds = embeddings(60, 0), torch.arange(3).repeat(20)
+    at = under_equal_conditions(x)._replace(z=3 * kinds[:, None].expand(60, 2).double())
+    y = torch.tensor([0.3, -0.2, 0.1]).double()[kinds]
+    larger = Place(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
+    shipped = fitted_to(x[:20])._replace(z=torch.full((20, 2), 9.0).double())
+    errors = [(learnt(GUESS, at, y, known).at(larger)[0] - y[:3]).abs().max() for known in (shipped, None)]
+    assert errors[0] < 0.1 < errors[1]
 
 
 def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:

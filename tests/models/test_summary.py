@@ -21,7 +21,7 @@ from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation
 from perfguard.workload import TensorSpec, Workload
-from perfguard_models import guardnet
+from perfguard_models import guardnet, refinement
 from perfguard_models._engines import GpuEngine, physics_of
 from perfguard_models.dataset import Run
 from perfguard_models.guardnet import GuardNet
@@ -152,6 +152,21 @@ def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() 
     assert mindful < 0.2 * forgetful
     assert mindful < said < 0.02  # of trees that had not seen them
     assert nothing == 0.0  # there was no summary
+
+
+def test_a_step_that_trees_learnt_from_is_not_told_twice_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refinement, "_ROWS_FOR_HALF", 1)  # as if there were hundreds
+    net = guardnet.load()
+    scatter = np.random.default_rng(0).normal(0, 0.1, len(perceptrons())).tolist()
+    rows = []
+    for index, (graph, said) in enumerate(zip(perceptrons(), memory_of(net, perceptrons()), strict=True)):
+        num_bytes = int(math.exp(said + scatter[index]))
+        measurement = Measurement("ok", A100.id, A100.name, num_bytes, None, 1.0, 10, "nvml", "")
+        rows.append(Observation(graph, A100, measurement, decision_id=f"{index:032x}"))
+    net.use_refinement(net.refine(rows))
+    net.fine_tune(rows)
+    read = [math.log(row.measured("memory") or 0) for row in rows]
+    assert np.abs(np.subtract(memory_of(net, perceptrons()), read)).mean() < 0.01
 
 
 def test_so_many_steps_of_each_setting_are_drawn_and_no_single_operators(tmp_path: Path) -> None:
