@@ -151,7 +151,7 @@ class _Marks(TorchDispatchMode):
     """Notes the end of every operator that runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.marks: list[Mark] = []
         self._start = _counts()
 

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from rich.table import Table
 
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.graph import TraceCache, _cache
+from perfguard.graph._trace import traced_step
 from perfguard.measure import PeakResidentSet
 from perfguard.tables import timm_model
 
@@ -92,27 +94,24 @@ class Study(NamedTuple):
 
 def searched(guard: Guard, model: torch.nn.Module, *, decisions: int, seeds: range) -> Study:
     """Random searches, each from nothing."""
-    study, traced_step, number = Study([], []), _cache.traced_step, [0]
+    study, number = Study([], []), [0]
 
     def counting(*arguments: Any, **options: Any) -> Any:
         number[0] += 1
         return traced_step(*arguments, **options)
 
-    _cache.traced_step = counting
-    try:
+    with patch.object(_cache, "traced_step", counting):
         for seed in seeds:
             rng = random.Random(seed)
             guard._traces = TraceCache()
             for _ in range(decisions):
-                drawn = {name: rng.choice(values) for name, values in STUDY.items()}
+                drawn: dict[str, Any] = {name: rng.choice(values) for name, values in STUDY.items()}
                 optimizer = functools.partial(getattr(torch.optim, drawn["optimizer"]), lr=10 ** rng.uniform(-4, -1))
                 asked = workload(model, drawn["batch"], precision=drawn["precision"], optimizer=optimizer)
                 before, cpu = number[0], time.process_time()
                 guard.check(asked)
                 study.cpu_ms.append((time.process_time() - cpu) * 1e3)
                 study.traced.append(number[0] > before)
-    finally:
-        _cache.traced_step = traced_step
     return study
 
 

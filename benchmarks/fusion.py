@@ -103,7 +103,9 @@ def measured(name: str) -> dict[str, Any]:
     graph = trace(workload, target="cpu")
     known_compiled = trace(replace(workload, compiled=True), target="cpu")
     device, predictor = resolve_device("cpu"), load_predictor()
-    fused = as_compiled(known_compiled, device).graph
+    kernels_of = as_compiled(known_compiled, device)
+    assert kernels_of is not None
+    fused = kernels_of.graph
     eager_s, compiled_s = (predictor.predict(seen, device).step_time.median for seen in (graph, known_compiled))
     traffic = [sum(op.bytes_read + op.bytes_written for op in seen.ops) for seen in (graph, fused)]
     return {

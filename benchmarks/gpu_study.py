@@ -247,12 +247,13 @@ def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: flo
             study.optimize(objective, n_trials=trials, pruner=pruner, count="proposed", catch=(RuntimeError,))
             summary = summarize(study)
             launched, errors = summary.num_launched, (summary.first_error, summary.last_error)
+            trials_of = study.trials
         else:
-            study = optuna.create_study(direction="maximize", sampler=sampler)
-            study.optimize(objective, n_trials=trials, catch=(RuntimeError,))
-            launched, errors = trials, (None, None)
+            bare = optuna.create_study(direction="maximize", sampler=sampler)
+            bare.optimize(objective, n_trials=trials, catch=(RuntimeError,))
+            launched, errors, trials_of = trials, (None, None), bare.trials
     seconds = time.perf_counter() - start
-    best = max((trial.value for trial in study.trials if trial.value is not None), default=float("nan"))
+    best = max((trial.value for trial in trials_of if trial.value is not None), default=float("nan"))
     name = "with" if guarded else "without"
     return Outcome(task, f"Optuna, {name}", trials, launched, len(wasted), seconds, sum(wasted), best, *errors)
 
@@ -287,7 +288,7 @@ def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, 
             ),
             run_config=tune.RunConfig(storage_path=folder, verbose=0, callbacks=callbacks),
         ).fit()
-        rows = [result.metrics or {} for result in results]
+        rows = [results[number].metrics or {} for number in range(len(results))]
         proposed = MeasurementStore(f"{folder}/log.db").decisions() if guarded else rows
         num_proposed = len(list(proposed))
     crashed = [row for row in rows if row.get("status") == "oom"]

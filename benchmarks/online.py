@@ -33,12 +33,12 @@ from rich.progress import track
 
 from perfguard.devices import Device, resolve_device
 from perfguard.evidence import Evidence
-from perfguard.graph import OpGraph, Storage, StorageKind
+from perfguard.graph import OpGraph, SizedGraphs, Storage, StorageKind
 from perfguard.measure import Measurement
 from perfguard.online import Lessons, OnlineTrainer
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
-from perfguard_models._engines import Answer, GpuEngine
+from perfguard_models._engines import Answer, Answers, GpuEngine
 from perfguard_models.calibration import Calibration
 from perfguard_models.dataset import Run, dataset_of, graphs_of
 from perfguard_models.ensemble import GuardEnsemble
@@ -137,6 +137,9 @@ class HeldOut:
 
     def answer(self, graph: OpGraph, device: Device) -> Answer:
         return self._rows[graph.storages[0].num_bytes - 1].answer._replace(op_time_s=torch.zeros(0))
+
+    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
+        return None
 
 
 def graph_of(index: int) -> OpGraph:

@@ -98,7 +98,7 @@ def study_of(seed: int, trials: int) -> Outcome:
         gpu="cpu", build=quickstart.build, memory_budget=quickstart.MEMORY_BUDGET, time_budget=quickstart.TIME_BUDGET, log=False
     )
     decisions: list[float] = []
-    judge = pruner.judge
+    judge = pruner.guard.judge
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -107,7 +107,7 @@ def study_of(seed: int, trials: int) -> Outcome:
             decisions.append(time.perf_counter() - start)
         return decision
 
-    pruner.judge = timed  # type: ignore[method-assign]
+    pruner.guard.judge = timed  # type: ignore[method-assign]
     start = time.perf_counter()
     study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
     study_s = time.perf_counter() - start

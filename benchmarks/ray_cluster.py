@@ -105,7 +105,7 @@ def train(config: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def cluster(cpus_per_node: int = 1) -> Iterator[Cluster]:
     """Four nodes with an object store of 100 MB each."""
-    node = {"num_cpus": cpus_per_node, "object_store_memory": 100 * 2**20}
+    node: dict[str, Any] = {"num_cpus": cpus_per_node, "object_store_memory": 100 * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         for _ in range(NODES - 1):
@@ -197,7 +197,7 @@ def measure_calls(arguments: argparse.Namespace) -> None:
             lambda: guard.check(build({"width": 7 + next(turn), "batch_size": 8, "lr": 0.1})),
             60,
         )
-        decisions = iter([guard.decide(lambda workload=workload: workload) for workload in fresh])
+        decisions = iter([guard.decide(functools.partial(lambda workload: workload, workload)) for workload in fresh])
         measurement = Measurement("ok", device.id, device.name, 700 * 2**20, 0.01, 0.4, STEPS, "nvml", "torch")
         store = guard.log
         row("log: write a measurement", lambda: store.record_measurement(next(decisions).id, measurement), 250)

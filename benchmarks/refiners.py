@@ -15,9 +15,9 @@ import copy
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,10 @@ def trees(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values) 
 
 def _seen(case: Case, indices: Sequence[int]) -> npt.NDArray[np.float32]:
     answers = [case.rows[index].answer for index in indices]
-    sums, values = np.stack([answer.sums for answer in answers]), np.array([answer.log_value[case.target] for answer in answers])
+    sums, values = (
+        np.stack([answer.sums for answer in answers if answer.sums is not None]),
+        np.array([answer.log_value[case.target] for answer in answers]),
+    )
     return rows_of(sums, physics_of(case.target, sums, values), values)
 
 
@@ -99,7 +102,7 @@ def _by_gradient(
     learn: Sequence[int],
     judge: Sequence[int],
     left: Values,
-    chosen: Callable[[nn.Module], Sequence[nn.Parameter]],
+    chosen: Callable[[Any], Iterable[nn.Parameter]],
     *,
     epochs: int,
     learning_rate: float,

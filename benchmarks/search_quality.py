@@ -177,7 +177,7 @@ def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int,
 
 def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard | None, outcome: Outcome) -> None:
     trial = study.ask()
-    params = {"family": trial.suggest_categorical("family", list(space.families))}
+    params: dict[str, Any] = {"family": trial.suggest_categorical("family", list(space.families))}
     params |= {name: trial.suggest_int(name, 0, size - 1) for name, size in space.sizes.items()}
     point = space.at(params)
     if policy == "fake" and point.live_bytes > space.limit_bytes:
@@ -236,9 +236,9 @@ def _points(
     settings: defaultdict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
     for index, run in runs.items():
         layout = int("nhwc" in run.variant)
-        setting = (layout, int(not run.fits)) if by_layout else (_BATCHES.index(run.batch_size),)
+        setting: tuple[int, ...] = (layout, int(not run.fits)) if by_layout else (_BATCHES.index(run.batch_size),)
         settings[run.family, run.model][setting] = index
-    wanted = set(product((0, 1), (0, 1))) if by_layout else {(batch,) for batch in range(len(_BATCHES))}
+    wanted: set[tuple[int, ...]] = set(product((0, 1), (0, 1))) if by_layout else {(batch,) for batch in range(len(_BATCHES))}
     networks: defaultdict[str, list[dict[tuple[int, ...], int]]] = defaultdict(list)
     for (family, _), measured in settings.items():
         if measured.keys() == wanted:

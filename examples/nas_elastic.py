@@ -89,7 +89,7 @@ class Elastic(nn.Module):
         with torch.no_grad():
             network[0].load_state_dict(self.stem.state_dict())
             network[-1].load_state_dict(self.head[-1].state_dict())
-            for small, large in zip(network[1:], blocks, strict=False):
+            for small, large in zip(list(network)[1:], blocks, strict=False):
                 assert isinstance(small, Block)
                 assert isinstance(large, Block)
                 hidden = small.first.out_channels

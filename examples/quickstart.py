@@ -144,8 +144,9 @@ def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
 def draw(study: optuna.Study, folder: Path) -> str:
     """Two pictures of the study in ``folder``; returns their paths, as text."""
     predictions = Figure(figsize=(12, 5.4), layout="constrained")
-    for ax, quantity in zip(predictions.subplots(1, 2), ("memory", "time"), strict=True):
-        plot_budget(study, quantity=quantity, ax=ax)
+    left, right = predictions.subplots(1, 2)
+    plot_budget(study, quantity="memory", ax=left)
+    plot_budget(study, quantity="time", ax=right)
     savings = Figure(figsize=(9, 5), layout="constrained")
     plot_savings(study, ax=savings.subplots())
     paths = folder / "quickstart.png", folder / "savings.png"

@@ -122,10 +122,11 @@ def main() -> None:
         best = results.get_best_result()
     ray.shutdown()
     limit = parse_bytes(MEMORY_BUDGET)
-    peaks = [results[number].metrics["perfguard/peak_memory_bytes"] for number in range(len(results))]
+    rows = [results[number].metrics or {} for number in range(len(results))]
+    peaks = [row["perfguard/peak_memory_bytes"] for row in rows]
     console.print(
         f"{len(results)} trials ran in {time.perf_counter() - start:.0f} s, {sum(peak > limit for peak in peaks)} of them "
-        f"over the budget of {MEMORY_BUDGET}; best loss {best.metrics['loss']:.4f} with {best.config}",
+        f"over the budget of {MEMORY_BUDGET}; best loss {(best.metrics or {})['loss']:.4f} with {best.config}",
         highlight=False,
     )
 
