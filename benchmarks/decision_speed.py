@@ -143,7 +143,7 @@ def main() -> None:
     own = memory.peak_bytes() / 2**20
     half = [{"precision": precision} for precision in HALF]
     times(cold, half)  # what is loaded at first use
-    rows["cold, half precision"] = times(cold, half * (arguments.rounds // 4))
+    rows["cold, half precision"] = times(cold, half * max(arguments.rounds // 4, 1))
     guard._traces = TraceCache()
     for batch, size in TRACED:
         check({"batch": batch, "size": size})
@@ -188,13 +188,13 @@ def main() -> None:
     table.add_column("processor ms", justify="right")
     for name, row in rows.items():
         table.add_row(name, f"{row.wall_ms:.1f}", f"{row.cpu_ms:.1f}")
-    Console().print(table)
+    Console(width=130).print(table)
     study = searched(guard, model, decisions=arguments.decisions, seeds=range(arguments.studies))
     table = Table(title=f"{arguments.studies} studies of {arguments.decisions} decisions, processor ms")
     for name in ("median", "90%", "median without a trace", "90% without a trace", "traced"):
         table.add_column(name, justify="right")
     table.add_row(*study.row)
-    Console().print(table)
+    Console(width=130).print(table)
     print(f"memory of its own: {own:.1f} MiB")
 
 

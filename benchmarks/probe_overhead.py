@@ -60,7 +60,7 @@ def main() -> None:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             with ways[name]():
                 times[name].append(seconds_of(step, steps))
-    console = Console()
+    console = Console(width=130)
     console.print(as_table(times, steps))
     console.print(own_costs(), highlight=False)
 

@@ -142,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     quickstart.digits()
-    console = Console()
+    console = Console(width=130)
     table = Table(title=f"{datetime.date.today()}, {resolve_device('cpu').name}, Python {platform.python_version()}")
     for heading in ("seed", "launched", "over budget", "pruned rightly", "wrongly", "caught", "feasible lost", "first 5",
                     "last 10", "trend", "study s", "decision ms"):  # fmt: skip

@@ -99,7 +99,7 @@ def show(rows: Sequence[Compared], gpu: str) -> None:
             mean, median = errors((estimate(row) + constant for row in group), group)
             cells.append(f"{mean:.1%} / {median:.1%}")
         table.add_row(name, str(len(group)), *cells)
-    console = Console()
+    console = Console(width=130)
     console.print(table)
     mib = [constant / 2**20 for constant in constants]
     console.print(f"mean / median relative error; constants: live {mib[0]:.0f} MiB, reserved {mib[1]:.0f} MiB")

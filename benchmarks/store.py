@@ -129,7 +129,7 @@ def main() -> None:
         location = arguments.log or str(Path(folder) / "log.db")
         for name, result in measure(location, arguments.rows, device, known):
             table.add_row(name, result)
-    Console().print(table)
+    Console(width=130).print(table)
 
 
 def device_and_graphs() -> tuple[Device, list[OpGraph]]:
