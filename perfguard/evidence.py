@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 NO_NUMBER = "{} was {}"
 """How the log notes a reading that is NaN or infinite."""
-_GAMMA = 0.3
-"""A scatter that doubles overnight costs ln 2 / 0.3 = 2.3 misses too many, of the twenty that 200 runs may have."""
+_GAMMA = 0.4
+"""A scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many, of the twenty that 200 runs may have."""
 _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
 _FAR = math.log(5.0)
 """Nearer to its prediction than a factor of five, no reading is suspected."""
