@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -21,7 +22,7 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
 from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
-from perfguard_models._residual import Place, ResidualPrior, as_shipped
+from perfguard_models._residual import Place, ResidualPrior, as_shipped, under_equal_conditions
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import Run, share_of
 from perfguard_models.ensemble import GuardEnsemble
@@ -56,6 +57,8 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
+_KERNELS = 1.0
+"""Standard deviation of the factors of single kinds of kernels, in standard deviations of the residual."""
 _TRUST, _MOST_TRUST = 3.0, 0.5
 """Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
 _TRUST_IN_MEMBERS, _FARTHEST_MEMBER = 1 / 3, 1.0
@@ -82,6 +85,8 @@ _SPENT = (
 )  # fmt: skip
 """Shares of the roofline, and flags, by which the process tells neighbours."""
 _SPENT_INDEX = [SUMS.index(name) for name in _SPENT]
+_CONVOLVED = [index for index, name in enumerate(_SPENT) if name.startswith("conv_")]
+_SWITCHES = [_SPENT.index(name) for name in ("nhwc", "compiled")]
 _APART = 0.15
 """How far two shares are apart that make a difference."""
 
@@ -416,8 +421,9 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
 def place_of(summary: Summary, target: str) -> Place:
     """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
     sums = summary.sums
-    experts = experts_of(target, sums, summary.log_value[target], summary.members[target])
-    return as_shipped(embedding_of(sums), spent_of(sums), experts, torch.ones(len(sums), dtype=torch.float64))
+    experts, spent = experts_of(target, sums, summary.log_value[target], summary.members[target]), spent_of(sums)
+    place = under_equal_conditions(embedding_of(sums))
+    return as_shipped(place._replace(z=spent, kernels=kernels_of(spent), experts=experts))
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
@@ -573,6 +579,7 @@ def prior_of(sigma: float) -> ResidualPrior:
         length=1.0,
         noise=_NOISE * sigma,
         trust=min(_TRUST * sigma, _MOST_TRUST),
+        kernels=_KERNELS * sigma,
         of_the_step=_OF_THE_STEP,
         guessed=True,
     )
@@ -587,6 +594,17 @@ def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
 def spent_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
     """What each of C steps spends its time on, in steps that make a difference. Shape: (C, len(_SPENT))."""
     return torch.from_numpy(sums[:, _SPENT_INDEX].astype(np.float64)) / _APART
+
+
+def kernels_of(spent: torch.Tensor) -> torch.Tensor:
+    """Of :func:`spent_of`, the shares of each kind of convolution, in columns of their own for each layout and for compiled
+    steps. Shape: (C, 4 * len(_CONVOLVED)); (C, 0) where nothing is known."""
+    if not spent.shape[1]:
+        return spent
+    shares, flags = _APART * spent[:, _CONVOLVED], spent[:, _SWITCHES] > 0
+    return torch.cat(
+        [shares * (flags == torch.tensor(both)).all(1, keepdim=True) for both in itertools.product((False, True), repeat=2)], 1
+    )
 
 
 def experts_of(

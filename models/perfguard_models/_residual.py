@@ -3,17 +3,19 @@
 Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelihood):
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
     Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
+    V  (n, g)  shares of kernels of each kind, that differ by layout and compiling
     P  (n, e)  how far other experts are from the prediction: physics, the networks alone, the trees alone
     q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
     K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
          + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
-         + kind² · exp(-‖z - z'‖² / f / reach² / 2))
+         + kind² · exp(-‖z - z'‖² / f / reach² / 2) + kernels² · V Vᵀ)
     W  = diag(noise² q² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
          reading moves nothing.
 The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
-back to a region, the machine has a slow kernel); a factor of each kind of network, whatever its size; and whether another expert
-is right where the prediction is not (physics far outside of the data). A share o of the noise's variance is of a step and not of
+back to a region); a factor of each kind of network, whatever its size; one of each kind of kernel (grouped convolutions in
+channels-last), which moves a network as far as it consists of them; and whether another expert is right where the prediction is
+not (physics far outside of the data). A share o of the noise's variance is of a step and not of
 its readings: a step that was read k times under these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from
 its like; where its readings scatter by more than that leaves to them, so may the next. Of other steps k readings of one say
 little more than one of them would, so each counts as if its noise were 1 + o (k - 1) times as large. A step that ran out of
@@ -22,7 +24,8 @@ memory was not read, but is known to need more than it had, whatever the conditi
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. What is new is then
 likelier of a kind of network than of the machine, whose factor can still be learnt; of the other terms, a shipped step and a
-measured one have a share c in common, so that where they contradict, what was measured counts. And where the predictor is far
+measured one have a share c in common, so that where they contradict, what was measured counts (K's second term times c, and s
+times three quarters). And where the predictor is far
 surer of a step than of those that are measured (its inference was measured, its training was not), what these teach moves it
 less.
 
@@ -44,6 +47,10 @@ import torch
 
 _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
+_SWEEPS = (0.5, 0.5, 0.5, 1.0)
+"""How far each sweep over the bounds changes what they say. The last one, whole, is exact where there is one bound."""
+_MAD_OF_NORMAL = 1.4826
+"""A normal variable's standard deviation, in median distances from its median."""
 _OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
 """Share of the constant factor's variance that a change of conditions draws anew; on a GPU that the predictor was fitted to, less
 is left to the machine."""
@@ -74,6 +81,7 @@ class Place(NamedTuple):
 
     x: torch.Tensor  # shape: (n, d)
     z: torch.Tensor  # shape: (n, f)
+    kernels: torch.Tensor  # shape: (n, g)
     experts: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
     scale: torch.Tensor  # shape: (n,)
@@ -89,16 +97,15 @@ def joined(places: list[Place]) -> Place:
     return Place(*(torch.cat(column) for column in zip(*places, strict=True)))
 
 
-def as_shipped(x: torch.Tensor, z: torch.Tensor, experts: torch.Tensor, scale: torch.Tensor) -> Place:
+def as_shipped(place: Place) -> Place:
     """Steps that the predictor was fitted to."""
-    nothing = x.new_zeros(len(x))
-    return Place(x, z, experts, x.new_full((len(x),), _SHIPPED), scale, nothing, nothing)
+    return place._replace(regime=torch.full_like(place.regime, _SHIPPED))
 
 
 def under_equal_conditions(x: torch.Tensor) -> Place:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
     nothing, zero = x.new_zeros((len(x), 0)), x.new_zeros(len(x))
-    return Place(x, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
+    return Place(x, nothing, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
 
 
 class Pairs(NamedTuple):
@@ -109,6 +116,7 @@ class Pairs(NamedTuple):
     in_common: torch.Tensor
     """What all terms but the constant factor are multiplied by."""
     linear: torch.Tensor
+    kernels: torch.Tensor
     experts: torch.Tensor
     apart2: torch.Tensor
     """‖x - x'‖² / d"""
@@ -134,6 +142,7 @@ def beside(a: Place, b: Place) -> Pairs:
         other_regime * (1 - (1 - _FROM_SHIPPED) * one_is_shipped),
         (1 - (1 - _IN_COMMON) * one_is_shipped) * a.scale[:, None] * b.scale[None, :],
         (a.x @ b.x.T) / width,
+        a.kernels @ b.kernels.T,
         a.experts @ b.experts.T,
         x2 / width,
         z2 / shares,
@@ -159,6 +168,7 @@ class ResidualPrior:
     noise: float
     trust: float = 0.0
     reach: float = 1.0
+    kernels: float = 0.0
     kind: float = 0.0
     plausible: float = 1.0
     of_the_regime: float = _OF_THE_REGIME
@@ -168,7 +178,7 @@ class ResidualPrior:
     def kernel(self, pairs: Pairs) -> torch.Tensor:
         """Covariance of the residual between m and n runs. Shape: (m, n)."""
         in_kind2 = pairs.apart_in_kind2 / (2 * self.reach**2)
-        smooth = self.linear**2 * pairs.linear + self.trust**2 * pairs.experts
+        smooth = self.linear**2 * pairs.linear + self.kernels**2 * pairs.kernels + self.trust**2 * pairs.experts
         smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
         if self.kind > 0:
             smooth = smooth + self.kind**2 * torch.exp(-in_kind2)
@@ -176,9 +186,9 @@ class ResidualPrior:
 
     def variance(self, at: Place) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
-        width, experts = at.x.shape[1], self.trust**2 * at.experts.square().sum(1)
-        scaled = self.linear**2 * at.x.square().sum(1) / width + experts + self.local**2 + self.kind**2
-        return self.bias**2 + at.scale.square() * scaled
+        linear = self.linear**2 * at.x.square().mean(1) + self.kernels**2 * at.kernels.square().sum(1)
+        smooth = linear + self.trust**2 * at.experts.square().sum(1) + self.local**2 + self.kind**2
+        return self.bias**2 + at.scale.square() * smooth
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """Prior variance of the residual of n runs, noise included, while nothing was measured: what the held-out runs had, whose
@@ -202,7 +212,10 @@ class ResidualPosterior:
     """Of the n, the last ones: steps that were not read."""
     seen: Place
     y: torch.Tensor  # shape: (n,)
-    weights: torch.Tensor  # shape: (n,)
+    believed: torch.Tensor
+    """How far each reading is believed beside others of the same step. Shape: (n,)"""
+    own2: torch.Tensor
+    """Diagonal of W. Shape: (n,)"""
     cholesky: torch.Tensor  # shape: (n, n)
     alpha: torch.Tensor  # shape: (n,)
     precision: torch.Tensor
@@ -228,8 +241,7 @@ class ResidualPosterior:
         mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
         same = pairs.are_same.to(self.y.dtype)
         same[:, len(self.y) - self.num_bounds :] = 0
-        same = same * self.weights  # of its readings, one that is absurd counts as little as it does elsewhere
-        same = same / same.amax(1, keepdim=True).clamp_min(_JITTER) if same.shape[1] else same
+        same = same * self.believed
         number = same.sum(1)
         share = self.prior.of_the_step
         told = number * share / (number * share + 1 - share)
@@ -250,6 +262,13 @@ class ResidualPosterior:
             Of those that were measured. Shape: (n - num_shipped - num_bounds,).
         """
         return (self.alpha / self.precision)[self.num_shipped : len(self.y) - self.num_bounds]
+
+    def of_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of a reading of each of the steps that were only bounded, without that bound. Shapes: (b,),
+        (b,)."""
+        some = slice(len(self.y) - self.num_bounds, None)
+        variance = 1 / self.precision[some] - self.own2[some] + (self.prior.noise * self.seen.scale[some]).square()
+        return (self.y - self.alpha / self.precision)[some], variance.clamp_min(_JITTER).sqrt()
 
 
 class Bounds(NamedTuple):
@@ -272,27 +291,32 @@ def _all_of(
 ) -> list[ResidualPosterior]:
     """:func:`condition` for each of ``priors``.
 
-    What is only bounded counts as a reading that would leave the mean and the variance that it has, given its bound: assumed
-    density filtering (Minka 2001, chapter 3), from what readings say of it.
+    What is only bounded counts as a reading that would leave the mean and the variance that it has, given its bound and all that
+    others say of it: expectation propagation (Minka 2001), over all bounds at once, damped, because they are much alike.
     """
     num_shipped = 0
     if shipped is not None:
         num_shipped = len(shipped.x)
         seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
-    pairs = beside(seen, seen)
-    posteriors = [_conditioned(prior, seen, pairs, y, torch.zeros_like(y), num_shipped) for prior in priors]
-    if bounds is None:
+    pairs, none = beside(seen, seen), torch.zeros_like(y)
+    posteriors = [_conditioned(prior, seen, pairs, y, none, num_shipped) for prior in priors]
+    if bounds is None or not (stands := bounds.least > -math.inf).any():
         return posteriors
-    at = beside(bounds.at, seen)
-    told = [as_readings(bounds.least, *posterior.at(bounds.at, at)) for posterior in posteriors]
-    seen = joined([seen, bounds.at])
+    out, least = Place(*(column[stands] for column in bounds.at)), bounds.least[stands]
+    at = beside(out, seen)
+    said = [posterior.at(out, at) for posterior in posteriors]
+    seen = joined([seen, out])
     pairs = beside(seen, seen)
-    return [
-        _conditioned(
-            prior, seen, pairs, torch.cat([y, read]), torch.cat([torch.zeros_like(y), noise2]), num_shipped, len(bounds.least)
-        )
-        for prior, (read, noise2) in zip(priors, told, strict=True)
-    ]
+    told = [torch.zeros(2, len(least)).to(y)] * len(priors)  # precision, and that times the reading
+    for change in _SWEEPS:
+        for index, prior in enumerate(priors):
+            read, noise2 = as_readings(least, *said[index])
+            told[index] = (1 - change) * told[index] + change * torch.stack([1 / noise2, read / noise2])
+            precision, product = told[index]
+            own, more_noise2 = torch.cat([y, product / precision]), torch.cat([none, 1 / precision])
+            posteriors[index] = _conditioned(prior, seen, pairs, own, more_noise2, num_shipped, len(least))
+            said[index] = posteriors[index].of_bounds()
+    return posteriors
 
 
 def _conditioned(
@@ -304,7 +328,9 @@ def _conditioned(
     num_shipped: int,
     num_bounds: int = 0,
 ) -> ResidualPosterior:
-    alike = 1 + prior.of_the_step * (pairs.are_same.sum(1) - 1)  # k readings of a step say of others what one says
+    same, is_read = pairs.are_same, torch.arange(len(y)) < len(y) - num_bounds
+    same = same & (is_read[:, None] == is_read[None, :])
+    alike = 1 + prior.of_the_step * (same.sum(1) - 1)  # k readings of a step say of others what one says
     covariance, noise2_of = prior.kernel(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
     for remaining in reversed(range(_REWEIGHTINGS + 1)):
@@ -316,11 +342,27 @@ def _conditioned(
         if remaining:
             variance = (own2 - own2.square() * precision).clamp_min(0)  # of the smooth part, at the observations themselves
             weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / (noise2_of + variance))
+            weights = torch.where(is_read, weights, weights.clamp_max(1.0))
     read = slice(num_shipped, len(y) - num_bounds)
     of_noise = (weights / alike)[read]
     noise2 = _DEGREES_OF_FREEDOM * prior.noise**2 + (of_noise * (error / seen.scale)[read].square()).sum()
     noise = max(float((noise2 / (_DEGREES_OF_FREEDOM + of_noise.sum())).sqrt()), 0.5 * prior.noise)
-    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, weights, cholesky, alpha, precision, noise)
+    believed = _believed(y - seen.memorised, same, (1 - prior.of_the_step) * noise**2 * seen.scale.square())
+    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, believed, own2, cholesky, alpha, precision, noise)
+
+
+def _believed(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
+    """How far each reading is believed beside others of its step, by how far it is from their median: of three that agree and one
+    that is absurd, the three. Shapes: (n,), (n, n), (n,) to (n,)."""
+    believed = torch.ones_like(own)
+    several = same.sum(1) > 2  # of two, nobody knows which is wrong
+    if several.any():
+        readings = torch.where(same[several], own, math.nan)
+        median = readings.nanquantile(0.5, dim=1, keepdim=True)
+        scatter = _MAD_OF_NORMAL * (readings - median).abs().nanquantile(0.5, dim=1)
+        apart2 = (own[several] - median[:, 0]).square() / torch.maximum(noise2[several], scatter.square())
+        believed[several] = ((_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + apart2)).clamp_max(1.0)
+    return believed
 
 
 def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPrior, ...]:
@@ -331,14 +373,14 @@ def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPr
     """
     if not prior.guessed:
         return (prior,)
-    particular, total = replace(prior, reach=_NEARER * prior.reach), prior.total
+    particular, alone, total = replace(prior, reach=_NEARER * prior.reach), replace(prior, trust=0.0, kernels=0.0), prior.total
     if knows:
         particular = replace(particular, kind=total, plausible=_PLAUSIBLE)
     found = (
         prior,
         particular,
-        replace(prior, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total, trust=0.0),
-        replace(prior, bias=0.0, linear=0.0, local=0.0, trust=0.0, noise=total),
+        replace(alone, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total),
+        replace(alone, bias=0.0, linear=0.0, local=0.0, noise=total),
     )
     return tuple(replace(one, of_the_regime=_OF_THE_REGIME_WHERE_KNOWN) for one in found) if knows else found
 
@@ -414,6 +456,8 @@ def learnt(
     """
     begin = max(0, len(y) - _JUDGED)
     tried, newest = hypotheses(prior, knows=shipped is not None), Place(*(column[begin:] for column in seen))
+    if not len(y):  # no hypothesis, and no expert, is known to be better
+        tried = (replace(prior, trust=0.0, kernels=0.0),)
     posteriors = _all_of(tried, newest, y[begin:], shipped, None)
     number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
     errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]
@@ -432,8 +476,8 @@ def learnt(
 
 
 def as_readings(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Readings, and their variances, that leave a normal variable with the mean and variance that it has above ``bound``; -inf:
-    nothing is known, so the variance is huge. All shapes: (n,)."""
+    """Readings, and their variances, that leave a normal variable with the mean and variance that it has above ``bound``. All
+    shapes: (n,)."""
     z = ((bound - mean) / sigma).clamp_min(_NOTHING_BELOW)
     ratio = _mills(z)
     narrowed = (ratio * (ratio - z)).clamp(_JITTER, 1 - _JITTER)  # share of the variance that the bound takes away
@@ -447,4 +491,5 @@ def expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor)
 
 def _mills(z: torch.Tensor) -> torch.Tensor:
     """The inverse Mills ratio: the mean of a standard normal variable above ``z``. Shapes: (n,), (n,)."""
-    return torch.exp(-z.square() / 2 - math.log(2 * math.pi) / 2 - torch.special.log_ndtr(-z))
+    ratio: torch.Tensor = math.sqrt(2 / math.pi) / torch.special.erfcx(z / math.sqrt(2))
+    return ratio

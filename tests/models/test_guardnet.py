@@ -546,7 +546,7 @@ def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) ->
 def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: GuardNet) -> None:
     gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
     unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
-    ran_out_there = replace(ran_out(sure, 1.5 * net.predict(sure, gpu).peak_memory.median), device=gpu)
+    ran_out_there = replace(ran_out(sure, 2 * net.predict(sure, gpu).peak_memory.median), device=gpu)
     net.fine_tune([*half_as_much_again(net, [*unsure, sure], gpu), ran_out_there])
     scale = net._posteriors[gpu.id, "memory"].posteriors[0].seen.scale
     assert scale[-1] == scale[-2] < 0.5

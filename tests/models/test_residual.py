@@ -23,11 +23,13 @@ from perfguard_models._residual import (
     beside,
     condition,
     hypotheses,
+    joined,
     learnt,
     under_equal_conditions,
 )
 
-PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1, reach=0.7, kind=0.1)
+PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1, reach=0.7, kernels=0.1, kind=0.1)
+GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
 seeds = st.integers(0, 2**16)
 
 
@@ -41,6 +43,7 @@ def places(num_points: int, seed: int) -> Place:
     return Place(
         embeddings(num_points, seed),
         embeddings(num_points, seed + 3, width=4),
+        embeddings(num_points, seed + 5, width=5),
         embeddings(num_points, seed + 7, width=2),
         regime,
         1 - 0.5 * torch.rand(num_points, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
@@ -69,10 +72,13 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
             spent = sum(float(p - q) ** 2 for p, q in zip(a.z[i], b.z[j], strict=True)) / a.z.shape[1] / prior.reach**2
             local = prior.local**2 * math.exp(-(distance + spent) / 2)
             physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.experts[i], b.experts[j], strict=True))
-            bias = prior.bias**2 * (1.0 if a.regime[i] == b.regime[j] else 0.5)
-            scale = float(a.scale[i] * b.scale[j])
+            one_is_shipped = (a.regime[i] == -1) != (b.regime[j] == -1)
+            changed = 0.75 if one_is_shipped else float(a.regime[i] != b.regime[j])
+            bias = prior.bias**2 * (1 - prior.of_the_regime * changed)
+            scale = float(a.scale[i] * b.scale[j]) * (0.9 if one_is_shipped else 1.0)
             kind = prior.kind**2 * math.exp(-spent / 2)
-            matrix[i, j] = bias + scale * (prior.linear**2 * product / width + local + kind + physics)
+            kernels = prior.kernels**2 * sum(float(p * q) for p, q in zip(a.kernels[i], b.kernels[j], strict=True))
+            matrix[i, j] = bias + scale * (prior.linear**2 * product / width + local + kind + kernels + physics)
     return matrix
 
 
@@ -89,9 +95,16 @@ def textbook(
 @settings(max_examples=20)
 @given(seeds)
 def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int) -> None:
-    a, b = places(4, seed), places(3, seed + 1)
+    a, b = places(4, seed), joined([places(3, seed + 1), as_shipped(places(2, seed + 2))])
     np.testing.assert_allclose(PRIOR.kernel(beside(a, b)), slow_kernel(PRIOR, a, b), rtol=1e-6)
-    np.testing.assert_allclose(PRIOR.variance(a), np.diag(slow_kernel(PRIOR, a, a)), rtol=1e-6)
+    np.testing.assert_allclose(PRIOR.variance(b), np.diag(slow_kernel(PRIOR, b, b)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("of_the_regime", [0.2, 0.5])
+def test_many_regimes_beside_a_summary_are_still_a_covariance(of_the_regime: float) -> None:
+    place = joined([as_shipped(places(1, 0)), places(50, 1)._replace(regime=torch.arange(50).double())])
+    constant = ResidualPrior(bias=1.0, linear=0.0, local=0.0, length=1.0, noise=0.1, of_the_regime=of_the_regime)
+    assert torch.linalg.eigvalsh(constant.kernel(beside(place, place))).min() > -1e-9
 
 
 @settings(max_examples=20)
@@ -238,17 +251,30 @@ def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(sca
     assert agreeing.item() < 0.03
 
 
-def test_of_three_readings_of_a_step_one_that_is_absurd_counts_for_little() -> None:
+@pytest.mark.parametrize("of_the_step", [[0.1, math.log(4), 0.1], [0.4, 0.4, 0.0], [0.4] * 9 + [0.0], [0.4, 0.38, -5.0, 0.42]])
+def test_of_readings_of_a_step_those_that_agree_are_believed_whatever_its_like_take(of_the_step: list[float]) -> None:
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.03, of_the_step=0.9)
-    x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(3, 3)]))
-    y = torch.cat([torch.zeros(10), torch.tensor([0.1, math.log(4), 0.1])]).double()
+    x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(len(of_the_step), 3)]))
+    y = torch.cat([torch.zeros(10), torch.tensor(of_the_step)]).double()
     same = Place(*(column[-1:] for column in x))
     mean, sigma = condition(prior, x, y).at(same)
-    assert mean.item() == pytest.approx(0.1, abs=0.03)
-    assert sigma.item() < 0.2
+    assert mean.item() == pytest.approx(np.median(of_the_step), abs=0.06)
+    assert sigma.item() < 0.1
+
+
+def test_a_bound_is_no_reading_of_its_step() -> None:
+    prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
+    x = under_equal_conditions(embeddings(11, 0))
+    readings, out = (Place(*(column[part] for column in x)) for part in (slice(10), slice(10, 11)))
+    bounded = condition(prior, readings, torch.zeros(10).double(), bounds=Bounds(out, torch.ones(1).double()))
+    of_steps_none = condition(
+        replace(prior, of_the_step=0.0), readings, torch.zeros(10).double(), bounds=Bounds(out, torch.ones(1).double())
+    )
+    torch.testing.assert_close(bounded.at(out), of_steps_none.at(out))
 
 
 NOWHERE = under_equal_conditions(torch.zeros(0, 3, dtype=torch.float64))
+NOWHERE_OF_PLACES = first(places(1, 0), 0)
 
 
 def test_a_bound_that_says_nothing_changes_nothing() -> None:
@@ -275,6 +301,37 @@ def test_a_bound_leaves_the_mean_and_variance_of_a_normal_variable_above_it(leas
     assert own_sigma.item() ** 2 == pytest.approx(sigma**2 - smooth**2 * (sigma**2 - above.var()), rel=1e-3)
 
 
+def test_before_anything_was_read_a_bound_that_says_nothing_leaves_what_was_said() -> None:
+    out, new = places(3, 0), places(5, 1)
+    prior = replace(GUESS, trust=0.5, kernels=0.3)
+    found = learnt(prior, NOWHERE_OF_PLACES, NOWHERE.scale, bounds=Bounds(out, torch.full((3,), -20.0).double()))
+    mean, sigma = found.at(new._replace(scale=torch.ones(5).double()))
+    torch.testing.assert_close(mean, torch.zeros(5).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(sigma, prior.before(new.x).sqrt(), rtol=1e-4, atol=0)
+
+
+def test_many_bounds_that_were_to_be_expected_say_what_sampling_says() -> None:
+    at = under_equal_conditions(embeddings(50, 0))
+    found = condition(GUESS, NOWHERE, NOWHERE.scale, bounds=Bounds(at, torch.full((50,), -0.6).double()))
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.linalg.cholesky(GUESS.kernel(beside(at, at)) + 1e-9 * torch.eye(50))
+    smooth = torch.randn(200_000, 50, generator=generator).double() @ factor.T
+    noise = GUESS.noise * torch.randn(200_000, 50, generator=generator).double()
+    kept = smooth[((smooth + noise) > -0.6).all(1)]
+    mean, sigma = found.at(at)
+    assert len(kept) > 50_000
+    assert (mean - kept.mean(0)).abs().max() < 0.03
+    assert (sigma / (kept.var(0) + GUESS.noise**2).sqrt() - 1).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("z", [-40.0, 0.0, 40.0, 1e5])
+def test_a_reading_in_the_place_of_a_bound_lies_above_it_however_far_that_is(z: float) -> None:
+    bound, zero, one = torch.tensor([z]).double(), torch.zeros(1).double(), torch.ones(1).double()
+    reading, variance = _residual.as_readings(bound, zero, one)
+    assert max(z, 0) * (1 - 1e-6) < reading.item() < max(1.01 * z, 1.5)
+    assert variance.item() > 0
+
+
 def test_the_same_failure_again_says_of_others_little_more() -> None:
     out, new = under_equal_conditions(embeddings(1, 2)), under_equal_conditions(embeddings(5, 1))
     prior, ten = replace(PRIOR, of_the_step=0.9), Place(*(column.expand(10, *column.shape[1:]) for column in out))
@@ -283,9 +340,6 @@ def test_the_same_failure_again_says_of_others_little_more() -> None:
         for at in (out, ten)
     )
     assert (often < 1.15 * once).all()
-
-
-GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9, guessed=True)
 
 
 @settings(max_examples=20)
@@ -375,6 +429,15 @@ def test_hypotheses_are_judged_by_what_was_read_and_not_by_bounds() -> None:
     assert (nothing_read.at(out)[0] > 0).all()
 
 
+def test_a_slow_kernel_moves_a_network_as_far_as_it_consists_of_it() -> None:
+    x, shares = embeddings(40, 0), (embeddings(40, 1, width=4) + 1) / 4
+    at = under_equal_conditions(x)._replace(kernels=shares)
+    new = Place(*(column[:2] for column in at))._replace(x=embeddings(2, 2) + 3, kernels=torch.eye(4).double()[:2])
+    mean, _ = learnt(replace(GUESS, kernels=1.0, linear=0.03), at, 0.8 * shares[:, 0]).at(new)
+    assert mean[0].item() == pytest.approx(0.8, abs=0.15)
+    assert abs(mean[1].item()) < 0.1
+
+
 def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
     """Forty steps of each of two kinds."""
     one, other = (torch.cat([embeddings(40, seed, width=2), torch.full((40, 1), at)], 1) for seed, at in ((0, 1.0), (1, -1.0)))
@@ -382,7 +445,7 @@ def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fitted_to(x: torch.Tensor, *, scale: float = 1.0) -> Place:
-    return as_shipped(x, x.new_zeros((len(x), 0)), x.new_zeros((len(x), 0)), x.new_full((len(x),), scale))
+    return as_shipped(under_equal_conditions(x))._replace(scale=x.new_full((len(x),), scale))
 
 
 def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
