@@ -22,7 +22,7 @@ from perfguard.features import FEATURE_VERSION, featurize
 from perfguard.graph import OpGraph, SizedGraphs, roofline_of_all, roofline_s
 from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
-from perfguard_models._residual import Place, ResidualPrior, as_shipped, under_equal_conditions
+from perfguard_models._residual import Place, ResidualPrior, as_shipped
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.dataset import Run, share_of
 from perfguard_models.ensemble import GuardEnsemble
@@ -421,9 +421,22 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
 def place_of(summary: Summary, target: str) -> Place:
     """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
     sums = summary.sums
-    experts, spent = experts_of(target, sums, summary.log_value[target], summary.members[target]), spent_of(sums)
-    place = under_equal_conditions(embedding_of(sums))
-    return as_shipped(place._replace(z=spent, kernels=kernels_of(spent), experts=experts))
+    experts = experts_of(target, sums, summary.log_value[target], summary.members[target])
+    return as_shipped(placed(embedding_of(sums), spent_of(sums), experts))
+
+
+def placed(
+    x: torch.Tensor,
+    spent: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    regime: torch.Tensor | float = 0.0,
+    scale: torch.Tensor | float = 1.0,
+    setting: torch.Tensor | float = 0.0,
+) -> Place:
+    """Where the residual process sees C steps; what is one number is the same for all of them."""
+    columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
+    return Place(x, spent, kernels_of(spent), experts, *columns)
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:

@@ -490,6 +490,6 @@ def expected_above(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor)
 
 
 def _mills(z: torch.Tensor) -> torch.Tensor:
-    """The inverse Mills ratio: the mean of a standard normal variable above ``z``. Shapes: (n,), (n,)."""
+    """The inverse Mills ratio: the mean of a standard normal variable above ``z``. From (n,) to (n,)."""
     ratio: torch.Tensor = math.sqrt(2 / math.pi) / torch.special.erfcx(z / math.sqrt(2))
     return ratio

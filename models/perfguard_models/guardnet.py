@@ -34,9 +34,9 @@ from perfguard_models._engines import (
     CpuEngine,
     Engine,
     GpuEngine,
-    kernels_of,
     physics_of,
     place_of,
+    placed,
     scale_of,
     spent_of,
 )
@@ -204,9 +204,8 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
-            regime, setting = posterior.regime.expand(len(x)), torch.full_like(scale, _setting_of(graphs.form))
-            kernels, memorised = kernels_of(answers.spent), torch.zeros_like(scale)
-            place = Place(x, answers.spent, kernels, answers.experts[target], regime, scale, setting, memorised)
+            setting = _setting_of(graphs.form)
+            place = placed(x, answers.spent, answers.experts[target], regime=posterior.regime, scale=scale, setting=setting)
             before = torch.from_numpy(prior.total * prior_scale)
             means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
@@ -356,8 +355,8 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = scale_of(prior.total, of_the_process)
-            of_one = (x.new_full((1,), value) for value in (float(posterior.regime), scale, _setting_of(graph), 0.0))
-            place = Place(x, answer.spent, kernels_of(answer.spent), answer.experts[target], *of_one)
+            setting = _setting_of(graph)
+            place = placed(x, answer.spent, answer.experts[target], regime=posterior.regime, scale=scale, setting=setting)
             # The process has one prior; this graph may be harder or easier than those that it was made for.
             means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
             before = torch.full_like(means, prior.total)
@@ -427,16 +426,13 @@ def _residuals_of(
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     if prior is None:
         prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
-    spent = torch.cat([answer.spent for answer in answers])
-    place = Place(
+    place = placed(
         torch.cat([answer.embedding[target] for answer in answers]),
-        spent,
-        kernels_of(spent),
+        torch.cat([answer.spent for answer in answers]),
         torch.cat([answer.experts[target] for answer in answers]),
-        torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
-        torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
-        torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
-        torch.zeros(len(rows), dtype=torch.float64),
+        regime=torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
+        scale=torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
+        setting=torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
     )
     return _Residuals(prior, place, measured - predicted)
 
