@@ -476,6 +476,17 @@ def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whateve
     assert errors[0] < 0.1 < errors[1]
 
 
+def test_five_absurd_runs_of_one_corner_do_not_move_a_machine_that_was_known() -> None:
+    x, prior = embeddings(40, 0), replace(GUESS, bias=0.03, linear=0.01, local=0.025, noise=0.01, trust=0.1)
+    known = under_equal_conditions(x)._replace(experts=-0.4 + 0.05 * embeddings(40, 1, width=2))
+    corner = Place(*(column[:5] for column in known))._replace(x=x[:5] / 10 + 2)
+    y, others = torch.tensor([-0.5, -0.7, -0.6, -0.65, -0.55]).double(), Place(*(column[20:] for column in known))
+    moved = [learnt(prior, corner, y, shipped).at(others)[0].abs().max() for shipped in (as_shipped(first(known, 20)), None)]
+    assert moved[0] < 0.05 < 0.3 < moved[1]
+    plausible = learnt(prior, corner, y / 10, as_shipped(first(known, 20)))
+    assert plausible.at(others)[0].max() < -0.02  # as a driver moves it
+
+
 def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:
     x = embeddings(30, 0)
     y = 0.5 * torch.sign(x[:, 0])
