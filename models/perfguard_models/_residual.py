@@ -36,7 +36,8 @@ distribution of unknown width, m being the mean absolute error and π how plausi
     p ∝ π m^-n
 Five runs of one corner of what can be trained are told as well by a factor of the machine, however absurd, as by anything else.
 So on a GPU that was known, a hypothesis is less likely the further it moves the machine as a whole, in standard deviations: times
-exp(-αᵀ M α / 2), M being the constant factor's and the experts' part of K, and α = (K + W)^-1 y.
+exp(-αᵀ M α / 2), M being the constant factor's and the experts' part of K, and α = (K + W)^-1 y; but by no more than some runs can
+outweigh, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
 """
 
 from __future__ import annotations
@@ -50,8 +51,12 @@ import torch
 
 _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
-_SWEEPS = (0.5, 0.5, 0.5, 1.0)
-"""How far each sweep over the bounds changes what they say. The last one, whole, is exact where there is one bound."""
+_SWEEPS, _SWEEP = 6, 0.5
+"""Over the bounds, and how far each of them changes what they say. Of one bound a single sweep tells all."""
+_MOST_UNLIKELY = 15.0
+"""Nats that moving a known machine costs at the most; a run that it explains brings three or four."""
+_MOST_OF_A_BOUND = 4.0
+"""Nats that one of them may count."""
 _MAD_OF_NORMAL = 1.4826
 """A normal variable's standard deviation, in median distances from its median."""
 _OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
@@ -273,6 +278,11 @@ class ResidualPosterior:
         """
         return (self.alpha / self.precision)[self.num_shipped : len(self.y) - self.num_bounds]
 
+    def likelihood_of_bounds(self, least: torch.Tensor) -> float:
+        """Logarithm of how likely it was that each of the bounded steps needs the ``least`` (b,), given all others."""
+        mean, sigma = self.of_bounds()
+        return float(torch.special.log_ndtr((mean - least) / sigma).clamp_min(-_MOST_OF_A_BOUND).sum())
+
     def of_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of a reading of each of the steps that were only bounded, without that bound. Shapes: (b,),
         (b,)."""
@@ -302,7 +312,8 @@ def _all_of(
     """:func:`condition` for each of ``priors``.
 
     What is only bounded counts as a reading that would leave the mean and the variance that it has, given its bound and all that
-    others say of it: expectation propagation (Minka 2001), over all bounds at once, damped, because they are much alike.
+    others say of it: expectation propagation (Minka 2001), over all bounds at once, damped, because they are much alike. Where
+    many say the same, it is a third too sure.
     """
     num_shipped = 0
     if shipped is not None:
@@ -318,7 +329,7 @@ def _all_of(
     seen = joined([seen, out])
     pairs = beside(seen, seen)
     told = [torch.zeros(2, len(least)).to(y)] * len(priors)  # precision, and that times the reading
-    for change in _SWEEPS:
+    for change in [_SWEEP] * _SWEEPS if len(least) > 1 else [1.0]:
         for index, prior in enumerate(priors):
             read, noise2 = as_readings(least, *said[index])
             told[index] = (1 - change) * told[index] + change * torch.stack([1 / noise2, read / noise2])
@@ -468,7 +479,7 @@ def learnt(
     begin = max(0, len(y) - _JUDGED)
     tried, newest = hypotheses(prior, knows=shipped is not None), Place(*(column[begin:] for column in seen))
     if not len(y):  # no hypothesis, and no expert, is known to be better
-        tried = (replace(prior, trust=0.0, kernels=0.0),)
+        tried = (replace(tried[0], trust=0.0, kernels=0.0),)
     posteriors = _all_of(tried, newest, y[begin:], shipped, None)
     number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
     errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]
@@ -477,11 +488,15 @@ def learnt(
         for hypothesis, error in zip(tried, errors, strict=True)
     ]
     if shipped is not None:
-        scores = [score - posterior.moved2 / 2 for score, posterior in zip(scores, posteriors, strict=True)]
+        scores = [score - min(one.moved2 / 2, _MOST_UNLIKELY) for score, one in zip(scores, posteriors, strict=True)]
+    if bounds is not None:
+        posteriors = _all_of(tried, seen, y, shipped, bounds)
+        least = bounds.least[bounds.least > -math.inf]
+        scores = [score + one.likelihood_of_bounds(least) for score, one in zip(scores, posteriors, strict=True)]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
-    if begin > 0 or bounds is not None:
-        posteriors = _all_of([tried[index] for index in likely], seen, y, shipped, bounds)
+    if begin > 0 and bounds is None:
+        posteriors = _all_of([tried[index] for index in likely], seen, y, shipped, None)
     else:
         posteriors = [posteriors[index] for index in likely]
     total = sum(shares[index] for index in likely)

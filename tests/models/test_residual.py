@@ -275,6 +275,7 @@ def test_a_bound_is_no_reading_of_its_step() -> None:
 
 NOWHERE = under_equal_conditions(torch.zeros(0, 3, dtype=torch.float64))
 NOWHERE_OF_PLACES = first(places(1, 0), 0)
+NOWHERE_OF_KINDS = NOWHERE._replace(z=torch.zeros(0, 2, dtype=torch.float64))
 
 
 def test_a_bound_that_says_nothing_changes_nothing() -> None:
@@ -419,14 +420,28 @@ def test_a_bound_holds_under_other_conditions_too() -> None:
     assert average.above_bounds(at._replace(regime=at.regime + 1), mean, sigma, sigma, 0.5)[0][8] > 1
 
 
-def test_hypotheses_are_judged_by_what_was_read_and_not_by_bounds() -> None:
-    at = under_equal_conditions(embeddings(270, 0))
-    readings, out = (Place(*(column[part] for column in at)) for part in (slice(20), slice(20, None)))
-    y, bounds = 0.3 * readings.x[:, 0], Bounds(out, torch.zeros(250).double())
-    assert learnt(GUESS, readings, y, bounds=bounds).weights == learnt(GUESS, readings, y).weights
-    nothing_read = learnt(GUESS, NOWHERE, NOWHERE.scale, bounds=bounds)
-    assert sum(nothing_read.weights) == pytest.approx(1.0)
+def test_many_failures_of_a_kind_are_not_averaged_away_because_others_fit() -> None:
+    x = under_equal_conditions(embeddings(50, 0))
+    kinds = torch.cat([torch.zeros(30, 2), torch.full((20, 2), 9.0)]).double()
+    at = x._replace(z=kinds)
+    read, out, like = (Place(*(column[part] for column in at)) for part in (slice(30), slice(30, 45), slice(45, 50)))
+    found = learnt(GUESS, read, torch.zeros(30).double(), bounds=Bounds(out, torch.full((15,), 0.4).double()))
+    assert sum(found.weights) == pytest.approx(1.0)
+    assert found.at(like)[0].min() > 0.3
+    assert found.at(read)[0].abs().max() < 0.05
+    nothing_read = learnt(GUESS, NOWHERE_OF_KINDS, NOWHERE.scale, bounds=Bounds(out, torch.zeros(15).double()))
     assert (nothing_read.at(out)[0] > 0).all()
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_more_failures_never_say_that_less_is_needed(noise: float) -> None:
+    prior = ResidualPrior(bias=0.3, linear=1e-6, local=1e-6, length=1.0, noise=noise)
+    new, means = under_equal_conditions(embeddings(1, 1)), []
+    for number in (1, 2, 20, 60, 200):
+        out = under_equal_conditions(embeddings(number, 0))
+        bounds = Bounds(out, torch.full((number,), 0.3).double())
+        means.append(condition(prior, NOWHERE, NOWHERE.scale, bounds=bounds).at(new)[0].item())
+    assert means == sorted(means)
 
 
 def test_a_slow_kernel_moves_a_network_as_far_as_it_consists_of_it() -> None:
@@ -485,6 +500,20 @@ def test_five_absurd_runs_of_one_corner_do_not_move_a_machine_that_was_known() -
     assert moved[0] < 0.05 < 0.3 < moved[1]
     plausible = learnt(prior, corner, y / 10, as_shipped(first(known, 20)))
     assert plausible.at(others)[0].max() < -0.02  # as a driver moves it
+
+
+@pytest.mark.parametrize("shift", [-0.3, -0.1, 0.25])
+def test_a_machine_that_changed_is_learnt_from_ten_runs_of_several_kinds_however_sure_the_weights_were(shift: float) -> None:
+    prior = replace(GUESS, bias=0.004, linear=0.0015, local=0.0035, noise=0.0015)
+    x, kinds = embeddings(60, 0), torch.arange(60).remainder(3)
+    at = under_equal_conditions(x)._replace(z=6 * kinds[:, None].expand(60, 2).double())
+    known, others = as_shipped(first(at, 30)), Place(*(column[50:] for column in at))
+    scatter = 0.003 * torch.randn(20, generator=torch.Generator().manual_seed(0)).double()
+    measured = Place(*(column[30:50] for column in at))
+    error = [
+        float((learnt(prior, first(measured, n), shift + scatter[:n], known).at(others)[0] - shift).abs().max()) for n in (10, 20)
+    ]
+    assert max(error) < 0.03
 
 
 def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:
