@@ -36,8 +36,8 @@ distribution of unknown width, m being the mean absolute error and π how plausi
     p ∝ π m^-n
 Five runs of one corner of what can be trained are told as well by a factor of the machine, however absurd, as by anything else.
 So on a GPU that was known, a hypothesis is less likely the further it moves the machine as a whole, in standard deviations: times
-exp(-αᵀ M α / 2), M being the constant factor's and the experts' part of K, and α = (K + W)^-1 y; but by no more than some runs can
-outweigh, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
+exp(-αᵀ M α / 2), M being the constant factor's and the experts' part of K, and α = (K + W)^-1 y; but not by more than some runs
+can outweigh, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
 """
 
 from __future__ import annotations
