@@ -309,12 +309,7 @@ def condition(
 def _all_of(
     priors: Sequence[ResidualPrior], seen: Place, y: torch.Tensor, shipped: Place | None, bounds: Bounds | None
 ) -> list[ResidualPosterior]:
-    """:func:`condition` for each of ``priors``.
-
-    What is only bounded counts as a reading that would leave the mean and the variance that it has, given its bound and all that
-    others say of it: expectation propagation (Minka 2001), over all bounds at once, damped, because they are much alike. Where
-    many say the same, it is a third too sure.
-    """
+    """:func:`condition` for each of ``priors``."""
     num_shipped = 0
     if shipped is not None:
         num_shipped = len(shipped.x)
@@ -324,20 +319,41 @@ def _all_of(
     if bounds is None or not (stands := bounds.least > -math.inf).any():
         return posteriors
     out, least = Place(*(column[stands] for column in bounds.at)), bounds.least[stands]
-    at = beside(out, seen)
-    said = [posterior.at(out, at) for posterior in posteriors]
+    to_seen, among = beside(out, seen), beside(out, out)
+    told = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
     seen = joined([seen, out])
     pairs = beside(seen, seen)
-    told = [torch.zeros(2, len(least)).to(y)] * len(priors)  # precision, and that times the reading
+    return [
+        _conditioned(prior, seen, pairs, torch.cat([y, read]), torch.cat([none, noise2]), num_shipped, len(least))
+        for prior, (read, noise2) in zip(priors, told, strict=True)
+    ]
+
+
+def _as_readings_of_all(
+    posterior: ResidualPosterior, out: Place, to_seen: Pairs, among: Pairs, least: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What b steps that need the ``least`` (b,) say beyond the runs that were read, as readings and their variances.
+
+    Each leaves the mean and the variance that its step has, given its bound and all that others say of it: expectation
+    propagation (Minka 2001), over all bounds at once, damped, because they are much alike. Where many say the same, it is a third
+    too sure. Shapes: (b,), (b,)
+    """
+    prior = posterior.prior
+    cross = prior.kernel(to_seen)
+    half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
+    mean, covariance = cross @ posterior.alpha, prior.kernel(among) - half.T @ half
+    noise2, alike = (prior.noise * out.scale).square(), 1 + prior.of_the_step * (among.are_same.sum(1) - 1)
+    said = mean, (covariance.diagonal() + noise2).sqrt()
+    told = torch.zeros(2, len(least)).to(mean)  # precision, and that times the reading
     for change in [_SWEEP] * _SWEEPS if len(least) > 1 else [1.0]:
-        for index, prior in enumerate(priors):
-            read, noise2 = as_readings(least, *said[index])
-            told[index] = (1 - change) * told[index] + change * torch.stack([1 / noise2, read / noise2])
-            precision, product = told[index]
-            own, more_noise2 = torch.cat([y, product / precision]), torch.cat([none, 1 / precision])
-            posteriors[index] = _conditioned(prior, seen, pairs, own, more_noise2, num_shipped, len(least))
-            said[index] = posteriors[index].of_bounds()
-    return posteriors
+        read, more_noise2 = as_readings(least, *said)
+        told = (1 - change) * told + change * torch.stack([1 / more_noise2, read / more_noise2])
+        read, more_noise2 = told[1] / told[0], 1 / told[0]
+        own2 = (noise2 + more_noise2) * alike + _JITTER
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + torch.diag(own2)))
+        precision = inverse.diagonal()
+        said = read - inverse @ (read - mean) / precision, (1 / precision - own2 + noise2).clamp_min(_JITTER).sqrt()
+    return read, more_noise2
 
 
 def _conditioned(
