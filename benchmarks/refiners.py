@@ -80,10 +80,8 @@ def trees(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values) 
 
 def _seen(case: Case, indices: Sequence[int]) -> npt.NDArray[np.float32]:
     answers = [case.rows[index].answer for index in indices]
-    sums, values = (
-        np.stack([answer.sums for answer in answers if answer.sums is not None]),
-        np.array([answer.log_value[case.target] for answer in answers]),
-    )
+    sums = np.stack([answer.sums for answer in answers if answer.sums is not None])
+    values = np.array([answer.log_value[case.target] for answer in answers])
     return rows_of(sums, physics_of(case.target, sums, values), values)
 
 

@@ -15,19 +15,18 @@ The terms are what a new setting differs by: a constant factor (another machine)
 (another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
 back to a region); a factor of each kind of network, whatever its size; one of each kind of kernel (grouped convolutions in
 channels-last), which moves a network as far as it consists of them; and whether another expert is right where the prediction is
-not (physics far outside of the data). A share o of the noise's variance is of a step and not of
-its readings: a step that was read k times under these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from
-its like; where its readings scatter by more than that leaves to them, so may the next. Of other steps k readings of one say
-little more than one of them would, so each counts as if its noise were 1 + o (k - 1) times as large. A step that ran out of
-memory was not read, but is known to need more than it had, whatever the conditions.
+not (physics far outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was
+read k times under these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings
+scatter by more than that leaves to them, so may the next. Of other steps k readings of one say little more than one of them
+would, so each counts as if its noise were 1 + o (k - 1) times as large. A step that ran out of memory was not read, but is known
+to need more than it had, whatever the conditions.
 
 What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
 was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. What is new is then
 likelier of a kind of network than of the machine, whose factor can still be learnt; of the other terms, a shipped step and a
 measured one have a share c in common, so that where they contradict, what was measured counts (K's second term times c, and s
-times three quarters). And where the predictor is far
-surer of a step than of those that are measured (its inference was measured, its training was not), what these teach moves it
-less.
+times three quarters). And where the predictor is far surer of a step than of those that are measured (its inference was measured,
+its training was not), what these teach moves it less.
 
 How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
 whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
@@ -286,9 +285,8 @@ class ResidualPosterior:
     def of_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of a reading of each of the steps that were only bounded, without that bound. Shapes: (b,),
         (b,)."""
-        some = slice(len(self.y) - self.num_bounds, None)
-        variance = 1 / self.precision[some] - self.own2[some] + (self.prior.noise * self.seen.scale[some]).square()
-        return (self.y - self.alpha / self.precision)[some], variance.clamp_min(_JITTER).sqrt()
+        some, noise2 = slice(len(self.y) - self.num_bounds, None), (self.prior.noise * self.seen.scale).square()
+        return _by_others(self.y[some], self.alpha[some], self.precision[some], self.own2[some], noise2[some])
 
 
 class Bounds(NamedTuple):
@@ -303,29 +301,33 @@ def condition(
     prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, bounds: Bounds | None = None
 ) -> ResidualPosterior:
     """The process given residuals ``y`` (n,) of the runs ``seen``, in double precision, a summary, and bounds of other runs."""
-    return _all_of([prior], seen, y, shipped, bounds)[0]
+    posteriors = _read([prior], seen, y, shipped)
+    return (posteriors if bounds is None else _bounded(posteriors, bounds))[0]
 
 
-def _all_of(
-    priors: Sequence[ResidualPrior], seen: Place, y: torch.Tensor, shipped: Place | None, bounds: Bounds | None
-) -> list[ResidualPosterior]:
-    """:func:`condition` for each of ``priors``."""
+def _read(priors: Sequence[ResidualPrior], seen: Place, y: torch.Tensor, shipped: Place | None) -> list[ResidualPosterior]:
+    """:func:`condition` for each of ``priors``, without bounds."""
     num_shipped = 0
     if shipped is not None:
         num_shipped = len(shipped.x)
         seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
     pairs, none = beside(seen, seen), torch.zeros_like(y)
-    posteriors = [_conditioned(prior, seen, pairs, y, none, num_shipped) for prior in priors]
-    if bounds is None or not (stands := bounds.least > -math.inf).any():
+    return [_conditioned(prior, seen, pairs, y, none, num_shipped) for prior in priors]
+
+
+def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[ResidualPosterior]:
+    """What they are given ``bounds``, too. All have seen the same readings, and no bounds."""
+    if not (stands := bounds.least > -math.inf).any():
         return posteriors
     out, least = Place(*(column[stands] for column in bounds.at)), bounds.least[stands]
-    to_seen, among = beside(out, seen), beside(out, out)
+    before = posteriors[0]
+    to_seen, among = beside(out, before.seen), beside(out, out)
     told = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
-    seen = joined([seen, out])
+    seen, none = joined([before.seen, out]), torch.zeros_like(before.y)
     pairs = beside(seen, seen)
     return [
-        _conditioned(prior, seen, pairs, torch.cat([y, read]), torch.cat([none, noise2]), num_shipped, len(least))
-        for prior, (read, noise2) in zip(priors, told, strict=True)
+        _conditioned(each.prior, seen, pairs, torch.cat([each.y, read]), torch.cat([none, noise2]), each.num_shipped, len(least))
+        for each, (read, noise2) in zip(posteriors, told, strict=True)
     ]
 
 
@@ -351,9 +353,16 @@ def _as_readings_of_all(
         read, more_noise2 = told[1] / told[0], 1 / told[0]
         own2 = (noise2 + more_noise2) * alike + _JITTER
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + torch.diag(own2)))
-        precision = inverse.diagonal()
-        said = read - inverse @ (read - mean) / precision, (1 / precision - own2 + noise2).clamp_min(_JITTER).sqrt()
+        said = _by_others(read, inverse @ (read - mean), inverse.diagonal(), own2, noise2)
     return read, more_noise2
+
+
+def _by_others(
+    y: torch.Tensor, alpha: torch.Tensor, precision: torch.Tensor, own2: torch.Tensor, noise2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of a reading of noise ``noise2`` in the place of each of ``y``, as all the others say: leaving
+    one out (Rasmussen and Williams 2006, eq. 5.12). All shapes: (b,)."""
+    return y - alpha / precision, (1 / precision - own2 + noise2).clamp_min(_JITTER).sqrt()
 
 
 def _conditioned(
@@ -496,7 +505,7 @@ def learnt(
     tried, newest = hypotheses(prior, knows=shipped is not None), Place(*(column[begin:] for column in seen))
     if not len(y):  # no hypothesis, and no expert, is known to be better
         tried = (replace(tried[0], trust=0.0, kernels=0.0),)
-    posteriors = _all_of(tried, newest, y[begin:], shipped, None)
+    posteriors = _read(tried, newest, y[begin:], shipped)
     number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
     errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]
     scores = [
@@ -506,13 +515,13 @@ def learnt(
     if shipped is not None:
         scores = [score - min(one.moved2 / 2, _MOST_UNLIKELY) for score, one in zip(scores, posteriors, strict=True)]
     if bounds is not None:
-        posteriors = _all_of(tried, seen, y, shipped, bounds)
+        posteriors = _bounded(posteriors if begin == 0 else _read(tried, seen, y, shipped), bounds)
         least = bounds.least[bounds.least > -math.inf]
         scores = [score + one.likelihood_of_bounds(least) for score, one in zip(scores, posteriors, strict=True)]
     shares = [math.exp(score - max(scores)) for score in scores]
     likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
     if begin > 0 and bounds is None:
-        posteriors = _all_of([tried[index] for index in likely], seen, y, shipped, None)
+        posteriors = _read([tried[index] for index in likely], seen, y, shipped)
     else:
         posteriors = [posteriors[index] for index in likely]
     total = sum(shares[index] for index in likely)
