@@ -8,13 +8,16 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    among eight readings (in a row, or in a row of steps of one kind), because then it is the prediction that is wrong.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
-   sum of z - k, with k one half (Page 1954).
+   sum of z - k, with k one half (Page 1954), each z being that of the interval before it was widened (3), in units of their
+   scatter before the sum began: else a shift would hide itself, because it widens intervals. Five runs of a factor of two show
+   it. It began where a mean other than zero explains the sum best (Hinkley 1970).
 3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
    the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does. A miss is judged by
    the width that the runs before it in the log come to, which is the one it was launched with if runs follow each other; where
    many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing. A run out of memory is
-   a miss if what it had by then is above its interval, and says nothing else.
+   a miss if what it had by then is above its interval, and says nothing else. Where a shift is seen, what its runs had widened is
+   undone: the predictor learns them as a new regime, and intervals as wide as the shift would let nothing be said for fifty runs.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -26,7 +29,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from perfguard.predictor import COVERAGE, HALF_INTERVAL, TARGETS, Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
@@ -51,7 +55,9 @@ _MOST_OVER_TRIAL, _SLACK_OF_TRIAL_S = 1.5, 1.0
 """Two steps of a trial of milliseconds may well have a median that is longer than half of it."""
 _SLACK, _ALARM = 0.5, 12.0
 _CLIPPED = 3.0
-_SETTLED = 20
+_MAD_OF_NORMAL = 1.4826
+"""A normal variable's standard deviation, in median distances from its median."""
+_SETTLED = 10
 """Runs of a regime after which a shift can be told from the first learning."""
 _SCALE_RUNS = 60
 
@@ -107,10 +113,13 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        widening[target] = _widening([observations[index] for index in own if index not in refused], target)
+        moved: list[_Shift] = []
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
-            shifts |= _shifts(observations, target, sorted({*believed}.intersection(of_number)))
+            moved += _shifts(observations, target, sorted({*believed}.intersection(of_number)))
+        shifts |= {shift.first: shift.drift for shift in moved}
+        judged = [index for index in own if index not in refused]
+        widening[target] = _widening(observations, target, judged, {shift.noticed: shift.first for shift in moved})
     starts = sorted(shifts)
     regimes = _numbered_by_last(
         [
@@ -258,15 +267,25 @@ def _z(observation: Observation, target: Target) -> float | None:
     return None if score is None else score / observation.predicted[target].log_sigma
 
 
-def _widening(observations: Sequence[Observation], target: Target) -> float:
-    """Of runs whose readings are believed: a suspect that was right counts as soon as another reading agrees with it."""
-    log_width = 0.0
-    for observation in observations:
-        width = math.exp(log_width) / observation.widening.get(target, 1.0)
-        is_missed = _is_missed(observation, target, width)
+def _widening(observations: Sequence[Observation], target: Target, judged: Sequence[int], undone: Mapping[int, int]) -> float:
+    """What runs whose readings are believed come to: a suspect that was right counts as soon as another reading agrees with it.
+
+    Args:
+        observations: all.
+        target: of what.
+        judged: which of them count.
+        undone: run that showed a shift, to the first one of it: from then on the width is what it was before.
+    """
+    log_width, before = 0.0, {}
+    for index in judged:
+        before[index] = log_width
+        width = math.exp(log_width) / observations[index].widening.get(target, 1.0)
+        is_missed = _is_missed(observations[index], target, width)
         if is_missed is not None:
             log_width += _GAMMA * (is_missed - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
+        if index in undone:
+            log_width = before[undone[index]]
     return math.exp(log_width)
 
 
@@ -284,32 +303,57 @@ def _is_missed(observation: Observation, target: Target, width: float) -> bool |
     return True if math.log(bound / estimate.median) > HALF_INTERVAL * width * estimate.log_sigma else None
 
 
-def _shifts(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> dict[int, Drift]:
-    """Where the errors of ``target`` moved for good, ``believed`` being of equal conditions: index of the first run, and what is
-    seen."""
-    found: dict[int, Drift] = {}
+class _Shift(NamedTuple):
+    """Where errors moved for good, as indices of runs."""
+
+    first: int
+    """Of those that moved."""
+    noticed: int
+    drift: Drift
+
+
+def _shifts(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> list[_Shift]:
+    """Where the errors of ``target`` moved for good, ``believed`` being of equal conditions."""
+    found: list[_Shift] = []
     stretch: list[tuple[int, float]] = []
-    up = down = 0.0
     begun = {"up": 0, "down": 0}
     for index in believed:
         z = _z(observations[index], target)
         if z is None:
             continue
-        stretch.append((index, z))
+        stretch.append((index, z * observations[index].widening.get(target, 1.0)))
         if len(stretch) <= _SETTLED:
-            begun = {"up": len(stretch), "down": len(stretch)}
+            begun = dict.fromkeys(begun, len(stretch))
             continue
-        scale = max(1.0, 1.4826 * statistics.median(abs(other) for _, other in stretch[-_SCALE_RUNS:]))
-        inside = min(max(z / scale, -_CLIPPED), _CLIPPED)
-        up, down = max(0.0, up + inside - _SLACK), max(0.0, down - inside - _SLACK)
-        begun = {"up": len(stretch) if up == 0 else begun["up"], "down": len(stretch) if down == 0 else begun["down"]}
-        if max(up, down) > _ALARM:
-            since = stretch[begun["up" if up > down else "down"] :]
-            first, reason = since[0][0], _shifted(observations, target, [other for other, _ in since])
-            found[first] = Drift(observations[first], reason, observations[index])
-            stretch, up, down = since, 0.0, 0.0
-            begun = {"up": len(stretch), "down": len(stretch)}
+        for direction, sign in (("up", 1.0), ("down", -1.0)):
+            start = begun[direction]
+            steps = _in_scatters([other for _, other in stretch[:start]], [sign * other for _, other in stretch[start:]])
+            total = sum(steps) - _SLACK * len(steps)
+            if total <= 0:
+                begun[direction] = len(stretch)
+            elif total > _ALARM:
+                moved = [other for other, _ in stretch[start + _likeliest_begin(steps) :]]
+                drift = Drift(observations[moved[0]], _shifted(observations, target, moved), observations[index])
+                found.append(_Shift(moved[0], index, drift))
+                stretch = []
+                break
     return found
+
+
+def _in_scatters(before: Sequence[float], since: Sequence[float]) -> list[float]:
+    """The z ``since`` Page's sum was zero, clipped, in units of their scatter: as it was ``before``, or from one to the next if
+    that is more, because where errors merely scatter more nothing has shifted."""
+    scatter = statistics.median(map(abs, before[-_SCALE_RUNS:]))
+    if len(since) > 1:
+        scatter = max(scatter, statistics.median(abs(b - a) for a, b in pairwise(since)) / math.sqrt(2))
+    scale = max(1.0, _MAD_OF_NORMAL * scatter)
+    return [min(max(z / scale, -_CLIPPED), _CLIPPED) for z in since]
+
+
+def _likeliest_begin(steps: Sequence[float]) -> int:
+    """From which of ``steps`` on a mean other than zero explains them best: the sum may have grown a bit before the shift."""
+    totals = list(accumulate(reversed(steps)))
+    return len(steps) - 1 - max(range(len(steps)), key=lambda number: totals[number] ** 2 / (number + 1))
 
 
 def _shifted(observations: Sequence[Observation], target: Target, indices: Sequence[int]) -> str:

@@ -165,6 +165,32 @@ def test_a_shift_that_is_found_late_and_goes_on_is_one_drift() -> None:
     assert [observation.regime for observation in evidence.observations] == sorted(one.regime for one in evidence.observations)
 
 
+@pytest.mark.parametrize("factor", [1.6, 2.0, 0.5])
+def test_a_large_shift_is_seen_within_six_runs_though_it_widens_intervals(factor: float) -> None:
+    observations = served([0.0] * 30 + [math.log(factor)] * 6)
+    before, hidden, evidence = weigh(observations[:30]), weigh(observations[:34]), weigh(observations)
+    assert hidden.widening["time"] > 2 * before.widening["time"]
+    assert [observation.regime for observation in evidence.observations] == [0] * 30 + [1] * 6
+    assert evidence.widening["time"] < 1.5 * before.widening["time"]
+
+
+def test_a_second_shift_soon_after_the_first_is_seen_too() -> None:
+    """The first one is learnt by then."""
+    evidence = weigh(served([0.0] * 15 + [0.7] * 5 + [0.0] * 12 + [-0.7] * 6))
+    assert [observation.regime for observation in evidence.observations] == [0] * 15 + [1] * 17 + [2] * 6
+
+
+def test_a_shift_begins_where_it_did_though_errors_leant_that_way_before() -> None:
+    evidence = weigh(served([0.0] * 20 + [-0.08] * 12 + [-0.7] * 6))
+    assert [observation.regime for observation in evidence.observations] == [0] * 32 + [1] * 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_errors_that_scatter_more_have_not_shifted(seed: int) -> None:
+    generator = random.Random(seed)
+    assert not weigh(served([0.0] * 30 + [generator.gauss(0, 0.5) for _ in range(60)], seed)).drifts
+
+
 def test_a_world_that_stays_as_it_is_gives_few_alarms() -> None:
     assert sum(len(weigh(runs(500, seed=seed)).drifts) for seed in range(10)) <= 1  # 5,000 runs
 
@@ -224,6 +250,17 @@ def test_what_another_predictor_had_predicted_says_nothing_of_intervals() -> Non
     assert evidence.widening["time"] == pytest.approx(1.0, abs=0.3)
     assert evidence.drifts == ()
     assert weigh(wrong).widening["time"] > 5.0
+
+
+def served(errors: Sequence[float], seed: int = 1) -> list[Observation]:
+    """Runs with these errors beside a scatter of 0.1, their intervals widened as evidence says."""
+    generator = random.Random(seed)
+    observations: list[Observation] = []
+    for index, error in enumerate(errors):
+        width = weigh(observations).widening.get("time", 1.0)
+        one = run(time=math.exp(error + generator.gauss(0, 0.1)), graph=index)
+        observations.append(replace(one, predicted={"time": Estimate(0.1, 0.1 * width)}, widening={"time": width}))
+    return observations
 
 
 def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[float]]:
