@@ -108,7 +108,7 @@ def main() -> None:
         parser.error(f"{arguments.log} holds {len(runs)} measured runs on the CPU, but {at + 3 * AFTER} are needed.")
     print(f"{datetime.date.today()}, {len(runs)} runs, {arguments.orders} orders, the machine is another from run {at} on")
     print(
-        "| times | seen after | not seen | others said | error before | until seen | ten runs on | width before | after | missed |"
+        "| times | seen after | not seen | others said | error before | until seen | then | width before | then | missed |"
     )
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for factor in FACTORS:
