@@ -164,6 +164,8 @@ class Curve(NamedTuple):
     """Of the 90% intervals, over every window of WINDOW rows of the stream."""
     promoted: int
     quarantined: int
+    shifts: int
+    """That were said."""
     teach_s: float
     """Median processor time of one lesson, in the second half of the stream."""
     update_s: float
@@ -232,7 +234,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     }
     return Curve(
         errors, statistics.fmean(of_all) if of_all else math.nan, of_same, stretches, of_known, windows, promoted,
-        len(evidence.quarantined), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
+        len(evidence.quarantined), len(evidence.drifts), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
 
@@ -402,7 +404,8 @@ def show(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[
             print(f"    coverage over windows of {WINDOW}: {min(windows):.1%} to {max(windows):.1%}, mean {np.mean(windows):.1%}")
         print(
             f"    weights promoted: {sum(curve.promoted for curve in curves)}; readings quarantined: "
-            f"{sum(curve.quarantined for curve in curves)}; a lesson {max(c.teach_s for c in curves) * 1e3:.0f} ms, "
+            f"{sum(curve.quarantined for curve in curves)}; shifts said: {sum(curve.shifts for curve in curves)}; "
+            f"a lesson {max(c.teach_s for c in curves) * 1e3:.0f} ms, "
             f"an update at most {max(c.update_s for c in curves):.1f} s of processor time"
         )
         if kind == "clean":

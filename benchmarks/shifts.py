@@ -107,9 +107,7 @@ def main() -> None:
     if len(runs) < at + 3 * AFTER:
         parser.error(f"{arguments.log} holds {len(runs)} measured runs on the CPU, but {at + 3 * AFTER} are needed.")
     print(f"{datetime.date.today()}, {len(runs)} runs, {arguments.orders} orders, the machine is another from run {at} on")
-    print(
-        "| times | seen after | not seen | others said | error before | until seen | then | width before | then | missed |"
-    )
+    print("| times | seen after | not seen | others said | error before | until seen | then | width before | then | missed |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for factor in FACTORS:
         orders = [random.Random(seed).sample(runs, len(runs)) for seed in range(arguments.orders)]
