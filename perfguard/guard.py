@@ -58,9 +58,6 @@ OnViolation = Literal["prune", "repair", "warn"]
 DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
 _EVEN_CHANCE = 0.5
-_PATIENT, _AT_A_LOSS = 200, 300
-"""Rejections in a row from which more is risked, and at which an even chance is taken: where nothing is launched, nothing is
-learnt, and intervals that are too wide stay so."""
 _WORDS = {
     "memory": ("needs", ""),
     "time": ("takes", ""),
@@ -163,7 +160,6 @@ class Guard:
         self.log = _open_log(log)
         self._num_launched = 0
         self._expected_violations = 0.0
-        self._num_rejected_in_a_row = 0
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._warned: set[type[Warning]] = set()
@@ -180,12 +176,10 @@ class Guard:
         """The chance of breaking a limit up to which the next trial is launched.
 
         What the launched trials (ten in advance) may break in all, ``risk`` each, less the chances accepted so far; never
-        below ``risk``, never above one half. After 200 rejections in a row it rises, up to one half after 300.
+        below ``risk``, never above one half.
         """
         left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
-        at_a_loss = min(max(self._num_rejected_in_a_row - _PATIENT, 0) / (_AT_A_LOSS - _PATIENT), 1.0)
-        least = self.risk + at_a_loss * max(_EVEN_CHANCE - self.risk, 0.0)
-        return max(least, min(_EVEN_CHANCE, left))
+        return max(self.risk, min(_EVEN_CHANCE, left))
 
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
@@ -345,8 +339,6 @@ class Guard:
         steps: int | None = None,
     ) -> Decision:
         """Write a verdict into the log. The arguments are those of :meth:`decide`; a graph of None is unknown."""
-        with self._lock:
-            self._num_rejected_in_a_row = self._num_rejected_in_a_row + 1 if verdict.action == "prune" else 0
         try:
             decision_id = self.log.record_decision(
                 study=study,
