@@ -8,16 +8,18 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    among eight readings (in a row, or in a row of steps of one kind), because then it is the prediction that is wrong.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
-   sum of z - k, with k one half (Page 1954), each z being that of the interval before it was widened (3), in units of their
-   scatter before the sum began: else a shift would hide itself, because it widens intervals. Five runs of a factor of two show
-   it. It began where a mean other than zero explains the sum best (Hinkley 1970).
+   sum of z - k, with k one (Page 1954), each z being that of the interval before it was widened (3), in units of their scatter
+   before the sum began: else a shift would hide itself, because it widens intervals. Four or five runs of a factor of two show
+   it where times scatter by a tenth. It began where a mean other than zero explains the sum best (Hinkley 1970).
 3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
    the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does. A miss is judged by
    the width that the runs before it in the log come to, which is the one it was launched with if runs follow each other; where
    many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing. A run out of memory is
    a miss if what it had by then is above its interval, and says nothing else. Where a shift is seen, what its runs had widened is
-   undone: the predictor learns them as a new regime, and intervals as wide as the shift would let nothing be said for fifty runs.
+   undone, because they are learnt as a new regime, and intervals as wide as the shift would let nothing be said for fifty runs;
+   but no more than six misses within 200 runs are forgiven so, and where many run at once, those that were launched before the
+   shift was seen widen as before.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -43,6 +45,8 @@ NO_NUMBER = "{} was {}"
 _GAMMA = 0.4
 """A scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many, of the twenty that 200 runs may have."""
 _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
+_FORGIVEN, _FORGIVEN_RUNS = 6 * _GAMMA * COVERAGE, 200
+"""How much of what shifts widened is undone within so many runs: six misses, which leaves 87% inside of 200."""
 _FAR = math.log(5.0)
 """Nearer to its prediction than a factor of five, no reading is suspected."""
 _FAR_SIGMAS = 8.0
@@ -53,8 +57,9 @@ _RECENT, _ENOUGH = 8, 4
 _MOST_OVER_CAPACITY = 1.05
 _MOST_OVER_TRIAL, _SLACK_OF_TRIAL_S = 1.5, 1.0
 """Two steps of a trial of milliseconds may well have a median that is longer than half of it."""
-_SLACK, _ALARM = 0.5, 12.0
-_CLIPPED = 3.0
+_SLACK, _ALARM = 1.0, 10.0
+"""A shift of two standard deviations is what the sum is made for; families of networks differ by less."""
+_CLIPPED = 4.0
 _MAD_OF_NORMAL = 1.4826
 """A normal variable's standard deviation, in median distances from its median."""
 _SETTLED = 10
@@ -117,9 +122,9 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
             moved += _shifts(observations, target, sorted({*believed}.intersection(of_number)))
-        shifts |= {shift.first: shift.drift for shift in moved}
+        shifts |= {shift.runs[0]: shift.drift for shift in moved}
         judged = [index for index in own if index not in refused]
-        widening[target] = _widening(observations, target, judged, {shift.noticed: shift.first for shift in moved})
+        widening[target] = _widening(observations, target, judged, moved)
     starts = sorted(shifts)
     regimes = _numbered_by_last(
         [
@@ -267,25 +272,26 @@ def _z(observation: Observation, target: Target) -> float | None:
     return None if score is None else score / observation.predicted[target].log_sigma
 
 
-def _widening(observations: Sequence[Observation], target: Target, judged: Sequence[int], undone: Mapping[int, int]) -> float:
-    """What runs whose readings are believed come to: a suspect that was right counts as soon as another reading agrees with it.
-
-    Args:
-        observations: all.
-        target: of what.
-        judged: which of them count.
-        undone: run that showed a shift, to the first one of it: from then on the width is what it was before.
-    """
-    log_width, before = 0.0, {}
-    for index in judged:
-        before[index] = log_width
+def _widening(observations: Sequence[Observation], target: Target, judged: Sequence[int], shifts: Sequence[_Shift]) -> float:
+    """What the ``judged`` runs come to, whose readings are believed: a suspect that was right counts as soon as another reading
+    agrees with it. Of what the runs of one of ``shifts`` widened, as much is undone as is left to forgive."""
+    log_width = 0.0
+    by_run: dict[int, float] = {}
+    forgiven: list[tuple[int, float]] = []
+    undone = {shift.noticed: shift for shift in shifts}
+    for number, index in enumerate(judged):
         width = math.exp(log_width) / observations[index].widening.get(target, 1.0)
         is_missed = _is_missed(observations[index], target, width)
+        before = log_width
         if is_missed is not None:
             log_width += _GAMMA * (is_missed - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
+        by_run[index] = log_width - before
         if index in undone:
-            log_width = before[undone[index]]
+            widened = sum(by_run.pop(one, 0.0) for one in undone[index].runs)
+            left = _FORGIVEN - sum(amount for since, amount in forgiven if number - since < _FORGIVEN_RUNS)
+            forgiven.append((number, min(max(widened, 0.0), left)))
+            log_width -= forgiven[-1][1]
     return math.exp(log_width)
 
 
@@ -306,10 +312,14 @@ def _is_missed(observation: Observation, target: Target, width: float) -> bool |
 class _Shift(NamedTuple):
     """Where errors moved for good, as indices of runs."""
 
-    first: int
-    """Of those that moved."""
-    noticed: int
+    runs: Sequence[int]
+    """That moved, until it was noticed."""
     drift: Drift
+
+    @property
+    def noticed(self) -> int:
+        """The run that showed it."""
+        return self.runs[-1]
 
 
 def _shifts(observations: Sequence[Observation], target: Target, believed: Sequence[int]) -> list[_Shift]:
@@ -327,26 +337,28 @@ def _shifts(observations: Sequence[Observation], target: Target, believed: Seque
             continue
         for direction, sign in (("up", 1.0), ("down", -1.0)):
             start = begun[direction]
-            steps = _in_scatters([other for _, other in stretch[:start]], [sign * other for _, other in stretch[start:]])
+            before = [other for _, other in stretch[max(0, start - _SCALE_RUNS) : start]]
+            least = min(1.0, observations[stretch[start - 1][0]].widening.get(target, 1.0))
+            steps = _in_scatters(before, [sign * other for _, other in stretch[start:]], least)
             total = sum(steps) - _SLACK * len(steps)
             if total <= 0:
                 begun[direction] = len(stretch)
             elif total > _ALARM:
                 moved = [other for other, _ in stretch[start + _likeliest_begin(steps) :]]
                 drift = Drift(observations[moved[0]], _shifted(observations, target, moved), observations[index])
-                found.append(_Shift(moved[0], index, drift))
+                found.append(_Shift(moved, drift))
                 stretch = []
                 break
     return found
 
 
-def _in_scatters(before: Sequence[float], since: Sequence[float]) -> list[float]:
+def _in_scatters(before: Sequence[float], since: Sequence[float], least: float) -> list[float]:
     """The z ``since`` Page's sum was zero, clipped, in units of their scatter: as it was ``before``, or from one to the next if
-    that is more, because where errors merely scatter more nothing has shifted."""
-    scatter = statistics.median(map(abs, before[-_SCALE_RUNS:]))
+    that is more, because where errors merely scatter more nothing has shifted; at ``least`` what intervals had come to."""
+    scatter = statistics.median(map(abs, before))
     if len(since) > 1:
         scatter = max(scatter, statistics.median(abs(b - a) for a, b in pairwise(since)) / math.sqrt(2))
-    scale = max(1.0, _MAD_OF_NORMAL * scatter)
+    scale = max(least, _MAD_OF_NORMAL * scatter)
     return [min(max(z / scale, -_CLIPPED), _CLIPPED) for z in since]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
 
-DEFAULT_MAX_PROPOSALS = 300
+DEFAULT_MAX_PROPOSALS = 100
 
 
 class PerfGuardSearcher(Searcher):
