@@ -265,7 +265,7 @@ class PerfGuardSampler(BaseSampler):
 
     def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
         if not _is_stopping(study):
-            warn_nothing_feasible(self._rejected_in_a_row, verdict.reason)
+            warn_nothing_feasible(self._rejected_in_a_row, verdict)
             if study._thread_local.in_optimize_loop:
                 study.stop()
         raise self._pruned(study, trial, verdict)

@@ -121,7 +121,7 @@ class _GuardedObjective:
                 return
             self._rejected_in_a_row += 1
             if self._rejected_in_a_row == MOST_REJECTIONS_IN_A_ROW:
-                warn_nothing_feasible(MOST_REJECTIONS_IN_A_ROW, decision.verdict.reason)
+                warn_nothing_feasible(MOST_REJECTIONS_IN_A_ROW, decision.verdict)
                 trial.study.stop()
 
 

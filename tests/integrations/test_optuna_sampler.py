@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from optuna.samplers import (
 from optuna.trial import TrialState
 from torch import nn
 
-from perfguard import Workload
+from perfguard import Estimate, Workload
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import ReplayPredictor
@@ -234,6 +235,16 @@ def test_a_guarded_study_with_nothing_feasible_ends_and_says_so() -> None:
     with pytest.warns(NothingFeasibleWarning, match="Raise the budget"):
         study.optimize(objective, n_trials=1000, pruner=make_pruner(memory_budget="1KiB"))
     assert len(study.trials) == 300
+
+
+def test_a_study_that_ends_for_want_of_a_sure_trial_says_that_more_risk_would_help() -> None:
+    class Unsure(ReplayPredictor):
+        def predict(self, *arguments: Any, **options: Any) -> Any:
+            return replace(super().predict(*arguments, **options), peak_memory=Estimate(0.8 * 2**20, 1.0))
+
+    study = create_study(sampler=RandomSampler(seed=0))
+    with pytest.warns(NothingFeasibleWarning, match=r"the last of them might: it needs .*, accept more \(risk=0\.5\)"):
+        study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=Unsure(), risk=0.001))
 
 
 def test_after_too_many_proposals_the_last_is_moved_until_it_fits() -> None:
