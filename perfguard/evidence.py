@@ -13,13 +13,13 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    it where times scatter by a tenth. It began where a mean other than zero explains the sum best (Hinkley 1970).
 3. Intervals are widened by exp(gamma * sum(miss - 0.1)), adaptive conformal inference on the logarithm of the width (Gibbs and
    Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker this is): over any stretch of n runs
-   the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does. A miss is judged by
-   the width that the runs before it in the log come to, which is the one it was launched with if runs follow each other; where
-   many run at once, they do not each widen for what one has shown. Runs of another predictor say nothing. A run out of memory is
-   a miss if what it had by then is above its interval, and says nothing else. Where a shift is seen, what its runs had widened is
-   undone, because they are learnt as a new regime, and intervals as wide as the shift would let nothing be said for fifty runs;
-   but no more than six misses within 200 runs are forgiven so, and where many run at once, those that were launched before the
-   shift was seen widen as before.
+   the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever the world does; those that are
+   forgiven come on top. A miss is judged by the width that the runs before it in the log come to, which is the one it was
+   launched with if runs follow each other; where many run at once, they do not each widen for what one has shown. Runs of another
+   predictor say nothing. A run out of memory is a miss if what it had by then is above its interval, and says nothing else.
+   Where a shift is seen, what its runs had widened is forgiven, because they are learnt as a new regime, and intervals as wide as
+   the shift would let nothing be said for fifty runs; but no more than six misses within 200 runs, and where many run at once,
+   those that were launched before the shift was seen widen as before.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -276,7 +276,7 @@ def _widening(observations: Sequence[Observation], target: Target, judged: Seque
     """What the ``judged`` runs come to, whose readings are believed: a suspect that was right counts as soon as another reading
     agrees with it. Of what the runs of one of ``shifts`` widened, as much is undone as is left to forgive."""
     log_width = 0.0
-    by_run: dict[int, float] = {}
+    moved: dict[int, float] = {}  # by each run
     forgiven: list[tuple[int, float]] = []
     undone = {shift.noticed: shift for shift in shifts}
     for number, index in enumerate(judged):
@@ -286,12 +286,13 @@ def _widening(observations: Sequence[Observation], target: Target, judged: Seque
         if is_missed is not None:
             log_width += _GAMMA * (is_missed - (1 - COVERAGE))
             log_width = min(max(log_width, _NARROWEST), _WIDEST)
-        by_run[index] = log_width - before
+        moved[index] = log_width - before
         if index in undone:
-            widened = sum(by_run.pop(one, 0.0) for one in undone[index].runs)
+            widened = sum(moved.pop(one, 0.0) for one in undone[index].runs)
             left = _FORGIVEN - sum(amount for since, amount in forgiven if number - since < _FORGIVEN_RUNS)
-            forgiven.append((number, min(max(widened, 0.0), left)))
-            log_width -= forgiven[-1][1]
+            amount = min(max(widened, 0.0), left)
+            forgiven.append((number, amount))
+            log_width -= amount
     return math.exp(log_width)
 
 
@@ -326,7 +327,7 @@ def _shifts(observations: Sequence[Observation], target: Target, believed: Seque
     """Where the errors of ``target`` moved for good, ``believed`` being of equal conditions."""
     found: list[_Shift] = []
     stretch: list[tuple[int, float]] = []
-    begun = {"up": 0, "down": 0}
+    begun = {1.0: 0, -1.0: 0}  # upwards and downwards
     for index in believed:
         z = _z(observations[index], target)
         if z is None:
@@ -335,14 +336,13 @@ def _shifts(observations: Sequence[Observation], target: Target, believed: Seque
         if len(stretch) <= _SETTLED:
             begun = dict.fromkeys(begun, len(stretch))
             continue
-        for direction, sign in (("up", 1.0), ("down", -1.0)):
-            start = begun[direction]
+        for sign, start in begun.items():
             before = [other for _, other in stretch[max(0, start - _SCALE_RUNS) : start]]
             least = min(1.0, observations[stretch[start - 1][0]].widening.get(target, 1.0))
             steps = _in_scatters(before, [sign * other for _, other in stretch[start:]], least)
             total = sum(steps) - _SLACK * len(steps)
             if total <= 0:
-                begun[direction] = len(stretch)
+                begun[sign] = len(stretch)
             elif total > _ALARM:
                 moved = [other for other, _ in stretch[start + _likeliest_begin(steps) :]]
                 drift = Drift(observations[moved[0]], _shifted(observations, target, moved), observations[index])

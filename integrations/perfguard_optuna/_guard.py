@@ -479,12 +479,13 @@ def pruned_if_out_of_resources() -> Iterator[None]:
 
 def warn_nothing_feasible(num_proposals: int, last: Verdict) -> None:
     """Say that a search finds nothing that fits, ``last`` being what it proposed last, and what to do."""
-    may_fit = last.p_violation <= 0.5
-    might, remedy = ("might", f", accept more (risk={math.ceil(10 * last.p_violation) / 10:g})") if may_fit else ("would", "")
+    verb, remedy = "would", ""
+    if last.p_violation <= 0.5:
+        verb, remedy = "may", f", accept more risk (risk={math.ceil(10 * last.p_violation) / 10:g})"
     warnings.warn(
-        f"Nothing fits: {num_proposals} proposals in a row would break a budget, the last of them {might}: it {last.reason}. The "
-        f"study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, or allow repairs "
-        f"(on_violation='repair').",
+        f"Nothing fits: {num_proposals} proposals in a row {verb} break a budget, the last of them {last.reason}. The study ends "
+        f"here. Raise the budget, widen the search space towards smaller trials{remedy}, "
+        "or allow repairs (on_violation='repair').",
         NothingFeasibleWarning,
         stacklevel=3,
     )

@@ -243,7 +243,7 @@ def test_a_study_that_ends_for_want_of_a_sure_trial_says_that_more_risk_would_he
             return replace(super().predict(*arguments, **options), peak_memory=Estimate(0.8 * 2**20, 1.0))
 
     study = create_study(sampler=RandomSampler(seed=0))
-    with pytest.warns(NothingFeasibleWarning, match=r"the last of them might: it needs .*, accept more \(risk=0\.5\)"):
+    with pytest.warns(NothingFeasibleWarning, match=r"300 proposals in a row may break .*, accept more risk \(risk=0\.5\)"):
         study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=Unsure(), risk=0.001))
 
 
