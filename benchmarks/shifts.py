@@ -113,7 +113,7 @@ def main() -> None:
         orders = [random.Random(seed).sample(runs, len(runs)) for seed in range(arguments.orders)]
         played = [play(order, factor=factor, at=at) for order in orders]
         seen = [one.seen_at - at + 1 for one in played if one.seen_at is not None]
-        since = [(one.seen_at if one.seen_at is not None else at + AFTER) + 1 for one in played]
+        since = [min((one.seen_at or at + AFTER) + 1, len(runs) - AFTER) for one in played]
         columns = (
             f"{factor:g}",
             f"{statistics.median(seen):g} runs" if seen else "-",
