@@ -57,6 +57,12 @@ class Played(NamedTuple):
         pairs = zip(self.scores, self.predicted, strict=True)
         return sum(abs(score) > HALF_INTERVAL * estimate.log_sigma for score, estimate in pairs)
 
+    def line(self, at: int) -> tuple[float, ...]:
+        """Errors before run ``at``, from there until the shift was seen, and of the runs after; widths before and after."""
+        start = min((self.seen_at or at + AFTER) + 1, len(self.scores) - AFTER)
+        before, then = (at - AFTER, at), (start, start + AFTER)
+        return self.error(*before), self.error(at, start), self.error(*then), self.width(*before), self.width(*then)
+
 
 def play(runs: Sequence[Observation], *, factor: float, at: int) -> Played:
     """Stream ``runs``, of which those from ``at`` on took ``factor`` times as long."""
@@ -73,15 +79,9 @@ def play(runs: Sequence[Observation], *, factor: float, at: int) -> Played:
                 step_time_s *= factor
                 measurement = replace(measurement, step_time_s=step_time_s, total_time_s=factor * measurement.total_time_s)
             decision_id = log.record_decision(
-                study="s",
-                trial=trial,
-                graph=run.graph,
-                device=device,
-                action="launch",
-                reason="",
-                prediction=prediction,
+                study="s", trial=trial, graph=run.graph, device=device, action="launch", reason="", prediction=prediction,
                 params={},
-            )
+            )  # fmt: skip
             log.record_measurement(decision_id, measurement)
             evidence = lessons.teach(device.id)
             scores.append(math.log(step_time_s / prediction.step_time.median))
@@ -104,6 +104,8 @@ def main() -> None:
     with MeasurementStore(arguments.log) as log:
         runs = [run for run in log.observations("cpu") if run.measurement.status == "ok" and run.measured("time") is not None]
     at = arguments.at
+    if at < AFTER:
+        parser.error(f"--at must be at least {AFTER}, but got {at}.")
     if len(runs) < at + 3 * AFTER:
         parser.error(f"{arguments.log} holds {len(runs)} measured runs on the CPU, but {at + 3 * AFTER} are needed.")
     print(f"{datetime.date.today()}, {len(runs)} runs, {arguments.orders} orders, the machine is another from run {at} on")
@@ -113,17 +115,15 @@ def main() -> None:
         orders = [random.Random(seed).sample(runs, len(runs)) for seed in range(arguments.orders)]
         played = [play(order, factor=factor, at=at) for order in orders]
         seen = [one.seen_at - at + 1 for one in played if one.seen_at is not None]
-        since = [min((one.seen_at or at + AFTER) + 1, len(runs) - AFTER) for one in played]
+        *errors, width_before, width_after = map(statistics.fmean, zip(*(one.line(at) for one in played), strict=True))
         columns = (
             f"{factor:g}",
             f"{statistics.median(seen):g} runs" if seen else "-",
             f"{len(played) - len(seen)} of {len(played)}" if factor != 1 else "-",
             f"{sum(one.false for one in played)}",
-            f"{statistics.fmean(one.error(at - AFTER, at) for one in played):.0%}",
-            f"{statistics.fmean(one.error(at, start) for one, start in zip(played, since, strict=True)):.0%}",
-            f"{statistics.fmean(one.error(start, start + AFTER) for one, start in zip(played, since, strict=True)):.0%}",
-            f"{statistics.fmean(one.width(at - AFTER, at) for one in played):.2f}",
-            f"{statistics.fmean(one.width(start, start + AFTER) for one, start in zip(played, since, strict=True)):.2f}",
+            *(f"{error:.0%}" for error in errors),
+            f"{width_before:.2f}",
+            f"{width_after:.2f}",
             f"{sum(one.num_missed for one in played) / sum(len(one.scores) for one in played):.0%}",
         )
         print(f"| {' | '.join(columns)} |", flush=True)

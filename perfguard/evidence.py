@@ -118,13 +118,13 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
         for index in refused:
             masked[index] = _without(masked[index], target)
-        moved: list[_Shift] = []
+        found: list[_Shift] = []
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
-            moved += _shifts(observations, target, sorted({*believed}.intersection(of_number)))
-        shifts |= {shift.runs[0]: shift.drift for shift in moved}
+            found += _shifts(observations, target, sorted({*believed}.intersection(of_number)))
+        shifts |= {shift.runs[0]: shift.drift for shift in found}
         judged = [index for index in own if index not in refused]
-        widening[target] = _widening(observations, target, judged, moved)
+        widening[target] = _widening(observations, target, judged, found)
     starts = sorted(shifts)
     regimes = _numbered_by_last(
         [

@@ -57,7 +57,7 @@ Action = Literal["launch", "prune", "repair"]
 OnViolation = Literal["prune", "repair", "warn"]
 DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
-_EVEN_CHANCE = 0.5
+EVEN_CHANCE = 0.5
 _WORDS = {
     "memory": ("needs", ""),
     "time": ("takes", ""),
@@ -179,7 +179,7 @@ class Guard:
         below ``risk``, never above one half.
         """
         left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
-        return max(self.risk, min(_EVEN_CHANCE, left))
+        return max(self.risk, min(EVEN_CHANCE, left))
 
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.

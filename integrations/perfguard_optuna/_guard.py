@@ -19,7 +19,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, NothingFeasibleWarning, UnguardedTrialWarning
-from perfguard.guard import Decision, Guard, Verdict, as_workload
+from perfguard.guard import EVEN_CHANCE, Decision, Guard, Verdict, as_workload
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload
@@ -480,7 +480,7 @@ def pruned_if_out_of_resources() -> Iterator[None]:
 def warn_nothing_feasible(num_proposals: int, last: Verdict) -> None:
     """Say that a search finds nothing that fits, ``last`` being what it proposed last, and what to do."""
     verb, remedy = "would", ""
-    if last.p_violation <= 0.5:
+    if last.p_violation <= EVEN_CHANCE:
         verb, remedy = "may", f", accept more risk (risk={math.ceil(10 * last.p_violation) / 10:g})"
     warnings.warn(
         f"Nothing fits: {num_proposals} proposals in a row {verb} break a budget, the last of them {last.reason}. The study ends "

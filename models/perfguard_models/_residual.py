@@ -184,12 +184,16 @@ class ResidualPrior:
 
     def kernel(self, pairs: Pairs) -> torch.Tensor:
         """Covariance of the residual between m and n runs. Shape: (m, n)."""
+        return self.of_the_machine(pairs) + self.of_networks(pairs)
+
+    def of_networks(self, pairs: Pairs) -> torch.Tensor:
+        """The part of it by which networks differ from each other. Shape: (m, n)."""
         in_kind2 = pairs.apart_in_kind2 / (2 * self.reach**2)
         smooth = self.linear**2 * pairs.linear + self.kernels**2 * pairs.kernels
         smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
         if self.kind > 0:
             smooth = smooth + self.kind**2 * torch.exp(-in_kind2)
-        return self.of_the_machine(pairs) + pairs.in_common * smooth
+        return pairs.in_common * smooth
 
     def of_the_machine(self, pairs: Pairs) -> torch.Tensor:
         """The part of it that spares no network: a constant factor, and whether other experts are right. Shape: (m, n)."""
@@ -377,7 +381,8 @@ def _conditioned(
     same, is_read = pairs.are_same, torch.arange(len(y)) < len(y) - num_bounds
     same = same & (is_read[:, None] == is_read[None, :])
     alike = 1 + prior.of_the_step * (same.sum(1) - 1)  # k readings of a step say of others what one says
-    covariance, noise2_of = prior.kernel(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
+    machine = prior.of_the_machine(pairs)
+    covariance, noise2_of = machine + prior.of_networks(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
     for remaining in reversed(range(_REWEIGHTINGS + 1)):
         own2 = noise2_of / weights + _JITTER
@@ -394,7 +399,7 @@ def _conditioned(
     noise2 = _DEGREES_OF_FREEDOM * prior.noise**2 + (of_noise * (error / seen.scale)[read].square()).sum()
     noise = max(float((noise2 / (_DEGREES_OF_FREEDOM + of_noise.sum())).sqrt()), 0.5 * prior.noise)
     believed = _believed(y - seen.memorised, same, (1 - prior.of_the_step) * noise**2 * seen.scale.square())
-    moved2 = float(alpha @ prior.of_the_machine(pairs) @ alpha)
+    moved2 = float(alpha @ machine @ alpha)
     return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, believed, own2, cholesky, alpha, precision, noise, moved2)
 
 

@@ -181,10 +181,7 @@ def test_what_shifts_widen_is_undone_now_and_then_and_not_each_time() -> None:
     """Or load that comes and goes for ever would leave intervals of three quarters."""
     observations = served([math.log(2) if index // 20 % 2 else 0.0 for index in range(260)], learns=True)
     assert len(weigh(observations).drifts) > 10
-    inside = []
-    for row in observations:
-        score = math.log((row.measured("time") or math.nan) / row.predicted["time"].median)
-        inside.append(abs(score) <= 1.6448536 * row.predicted["time"].log_sigma)
+    inside = [is_inside(row) for row in observations]
     assert min(sum(inside[start : start + 200]) for start in range(61)) >= 0.84 * 200
 
 
@@ -280,9 +277,17 @@ def number_of(observation: Observation) -> int:
     return observation.graph.storages[0].num_bytes - 1
 
 
-def served(errors: Sequence[float], seed: int = 1, *, believed: float = 0.1, learns: bool = False) -> list[Observation]:
-    """Runs with these errors beside a scatter of 0.1, in which the predictor believes, or not; their intervals are widened as
-    evidence says, and what the last runs of the regime erred by can be learnt."""
+def is_inside(observation: Observation) -> bool:
+    """Whether the run was inside of the 90% interval that had been issued for its time."""
+    estimate = observation.predicted["time"]
+    return abs(math.log((observation.measured("time") or math.nan) / estimate.median)) <= 1.6448536 * estimate.log_sigma
+
+
+def served(
+    errors: Sequence[float], seed: int = 1, *, scatter: float = 0.1, believed: float = 0.1, learns: bool = False
+) -> list[Observation]:
+    """Runs with these errors beside a scatter, in which the predictor believes, or not; their intervals are widened as evidence
+    says, and what the last runs of the regime erred by can be learnt."""
     generator = random.Random(seed)
     observations: list[Observation] = []
     total: list[float] = []
@@ -291,7 +296,7 @@ def served(errors: Sequence[float], seed: int = 1, *, believed: float = 0.1, lea
         width = evidence.widening.get("time", 1.0)
         rows = [number for number, row in enumerate(evidence.observations) if row.regime == evidence.observations[-1].regime]
         level = sum(total[number] for number in rows[-20:]) / (len(rows[-20:]) + 1) if learns else 0.0
-        total.append(error + generator.gauss(0, 0.1))
+        total.append(error + generator.gauss(0, scatter))
         one = run(time=math.exp(total[-1]), graph=index)
         predicted = Estimate(0.1 * math.exp(level), believed * width)
         observations.append(replace(one, predicted={"time": predicted}, widening={"time": width}))
@@ -302,13 +307,5 @@ def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[floa
     """Whether each run was inside of the 90% interval that had been issued for it, the predictor believing in 0.1; and the
     logarithms of what its width had been multiplied by."""
     generator = random.Random(seed)
-    observations: list[Observation] = []
-    covered, log_widths = [], []
-    for index, sigma in enumerate(scatter):
-        width = weigh(observations[-500:]).widening["time"]
-        log_widths.append(math.log(width))
-        error = generator.gauss(0, sigma)
-        covered.append(abs(error) <= 1.6448536 * 0.1 * width)
-        one = run(time=math.exp(error), graph=index)
-        observations.append(replace(one, predicted={"time": Estimate(0.1, 0.1 * width)}, widening={"time": width}))
-    return covered, log_widths
+    observations = served([generator.gauss(0, sigma) for sigma in scatter], scatter=0.0)
+    return [is_inside(row) for row in observations], [math.log(row.widening["time"]) for row in observations]
