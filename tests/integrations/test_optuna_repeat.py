@@ -42,7 +42,7 @@ def objective(trial: optuna.Trial) -> float:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(torch.ones(8, 16)), torch.zeros(8, dtype=torch.int64)).backward()
         optimizer.step()
-    return abs(params["width"] - 60) / params["depth"]
+    return float(abs(params["width"] - 60) / params["depth"])
 
 
 def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
