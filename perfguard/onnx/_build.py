@@ -30,6 +30,8 @@ _ARGUMENT_ELEMENTS = 64
 """Integers up to this number are an operator's arguments (axes, shapes), not a tensor on the device."""
 _LONGEST_CHAIN = 16
 _LONGEST_NAME = 200
+_TRIPS = 1000
+"""Of a loop that runs as often as the data says: as many as we make allowance for."""
 _MOST_NAMED = 4
 _NOT_FOLDED = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -250,10 +252,22 @@ class _Builder:
         outputs = [self._types.get(name) if name else None for name in node.outputs]
         launch = launch_of(node, inputs, outputs, self._target)
         if not launch.is_known:
+            launch = launch._replace(attributes={"unknown": self._most_operators(node)})
             self._opaque["control flow: " + node.op_type if node.has_subgraphs else node.op_type[:40]] += 1
         if any(name and name not in self._types for name in node.outputs):
             self._shapeless.append(next(name for name in node.outputs if name and name not in self._types))
         self._record(node, launch, node.inputs)
+
+    def _most_operators(self, node: Node) -> int:
+        """How many operators an opaque one may launch: those of its subgraphs, times the trips of a loop."""
+        trips = 1
+        if node.op_type == "Loop":
+            limit = self._values.get(node.inputs[0]) if node.inputs else None
+            trips = _TRIPS if limit is None or limit.size != 1 else int(limit.reshape(-1)[0])
+        elif node.op_type == "Scan":
+            scanned = (self._types.get(name) for name in node.inputs[-max(node.attributes.get("num_scan_inputs", 1), 1) :])
+            trips = max((max(found.shape, default=1) for found in scanned if found is not None), default=_TRIPS)
+        return max(trips, 1) * max(node.num_inner, 1)
 
     def _record(self, node: Node, launch: Launch, inputs: tuple[str, ...]) -> None:
         index = len(self._ops)
@@ -315,7 +329,7 @@ class _Builder:
         if self._opaque:
             named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(_MOST_NAMED))
             more = ", ..." if len(self._opaque) > _MOST_NAMED else ""
-            yield f"opaque operators: their bytes are counted, their arithmetic is not: {named}{more}"
+            yield f"opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it: {named}{more}"
         if self._shapeless:
             named = ", ".join(name[:40] for name in self._shapeless[:_MOST_NAMED])
             yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"

@@ -15,13 +15,14 @@ from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.onnx._wire import WireError, without_values
 from perfguard.quantities import format_bytes
 
-MOST_NODES = 30_000
+MOST_NODES = 20_000
 """Operators that are read, those of subgraphs and of unrolled loops among them: about a millisecond each, to the prediction."""
 MOST_COPIED_BYTES = 32 * 2**20
 """What the copies may take that calls of functions and trips of loops make."""
 _DEEPEST_SUBGRAPH = 20
-_MOST_LOCATIONS = 10_000
-_LONGEST_LOCATION = 512
+_MOST_ATTRIBUTES = 200
+_MOST_LOCATIONS = 4096
+_LONGEST_LOCATION = 256
 _ONNX_DOMAINS = ("", "ai.onnx")
 
 
@@ -126,8 +127,12 @@ def num_nodes(path: Path, graph: onnx.GraphProto, depth: int = 0) -> int:
     """Operators of ``graph``, those of its subgraphs among them."""
     if depth > _DEEPEST_SUBGRAPH:
         raise OnnxError(path, f"nests subgraphs more than {_DEEPEST_SUBGRAPH} deep", "Simplify its control flow.")
-    inner = (num_nodes(path, part, depth + 1) for node in graph.node for part in graphs_in(node))
-    return len(graph.node) + sum(inner)
+    number = len(graph.node)
+    for index, node in enumerate(graph.node):
+        if len(node.attribute) > _MOST_ATTRIBUTES:
+            raise OnnxError(path, f"gives {label(node, index)} {len(node.attribute):,} attributes", "Export it again.")
+        number += sum(num_nodes(path, part, depth + 1) for part in graphs_in(node))
+    return number
 
 
 def _check_external_data(path: Path, model: onnx.ModelProto) -> None:

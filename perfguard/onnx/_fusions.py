@@ -69,7 +69,7 @@ class _Fuser:
         inside = indices | {anchor}
         return not indices & self._gone and all(
             name not in self._kept
-            and len(self._readers.get(name, ())) <= len(inside)  # first: a value may have thirty thousand readers
+            and len(self._readers.get(name, ())) <= len(inside)  # first: a value may have twenty thousand readers
             and inside.issuperset(self._readers.get(name, ()))
             for index in indices
             for name in self._nodes[index].outputs

@@ -17,12 +17,14 @@ import onnx
 from onnx import helper, numpy_helper
 
 from perfguard.exceptions import OnnxError
-from perfguard.onnx._file import MOST_COPIED_BYTES, MOST_NODES, graphs_in, label, num_nodes
+from perfguard.onnx._file import MOST_COPIED_BYTES, graphs_in, label, num_nodes
 from perfguard.quantities import format_bytes
 
 _MEND = "The file contradicts the ONNX specification. Export it again."
 _INLINE_AXES = 13
 """Since this opset the axes of Unsqueeze are an input."""
+_MOST_WRITTEN_OUT = 10_000
+"""Operators in all copies, each trip counting as one more."""
 _LONGEST_NAME = 40
 
 
@@ -63,7 +65,7 @@ class Unroller:
         self._values = values
         self._add_constant = add_constant
         self._numbers = count()
-        self._nodes_left = MOST_NODES
+        self._nodes_left = _MOST_WRITTEN_OUT
         self._bytes_left = MOST_COPIED_BYTES
 
     def written_out(self, node: onnx.NodeProto | Trip, index: int) -> list[onnx.NodeProto | Trip] | None:
@@ -149,8 +151,8 @@ class Unroller:
         self._nodes_left -= 1 + num_nodes(self._path, body)
         self._bytes_left -= body.ByteSize()
         if self._nodes_left < 0 or self._bytes_left < 0:
-            most = f"{MOST_NODES:,} operators or {format_bytes(MOST_COPIED_BYTES)}"
-            after = f", after {trips:,} trips" if trips else ""
+            most = f"{_MOST_WRITTEN_OUT:,} operators or {format_bytes(MOST_COPIED_BYTES)}"
+            after = f", and goes on after {trips:,} trips" if trips else ""
             raise OnnxError(
                 self._path,
                 f"takes more than {most} once {label(node, index)} is written out{after}",

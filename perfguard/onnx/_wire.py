@@ -97,7 +97,7 @@ class _Slimmer:
                 self._bytes_left -= _MOST_OF_A_VARINT * length
             whole = not (is_large and isinstance(inside, dict))
             if whole and out is not None:
-                self._keep(out, self._data[begin:position], begin)
+                self._keep(out, begin, position)
             if wire_type == _DELIMITED and isinstance(inside, dict):
                 inner = bytearray() if out is not None and not whole else None
                 self.message(position - length, position, inside, depth + 1, inner)
@@ -109,11 +109,11 @@ class _Slimmer:
         if self._fields_left < 0:
             raise WireError(f"there are more than {_MOST_FIELDS:,} fields before byte {position}")
 
-    def _keep(self, out: bytearray, part: memoryview, at: int) -> None:
-        self._bytes_left -= len(part)
+    def _keep(self, out: bytearray, start: int, end: int) -> None:
+        self._bytes_left -= end - start
         if self._bytes_left < 0:
-            raise WireError(f"the graph without its weights takes more than {_MOST_BYTES_LEFT // 2**20} MiB at byte {at}")
-        out += part
+            raise WireError(f"the graph without its weights takes more than {_MOST_BYTES_LEFT // 2**20} MiB at byte {start}")
+        out += self._data[start:end]
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         """The number at ``position``, and where it ends."""
