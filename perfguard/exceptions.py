@@ -28,7 +28,6 @@ PerfGuardWarning (UserWarning)
 
 from __future__ import annotations
 
-
 _LONGEST_PROBLEM = 600
 
 

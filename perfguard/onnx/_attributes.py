@@ -50,7 +50,14 @@ def _signature(op_type: str, opset: int) -> _Signature | None:
     return _Signature((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), types)
 
 
-def check(path: Path, node: onnx.NodeProto, index: int, opset: int, shapes: Sequence[Shape | None]) -> None:
+def check(
+    path: Path,
+    node: onnx.NodeProto,
+    index: int,
+    opset: int,
+    shapes: Sequence[Shape | None],
+    pads: tuple[int, ...] | None = None,
+) -> None:
     """Refuse what ``node`` cannot mean.
 
     Args:
@@ -59,6 +66,7 @@ def check(path: Path, node: onnx.NodeProto, index: int, opset: int, shapes: Sequ
         index: its position, for the message.
         opset: version of the standard operators.
         shapes: of its inputs; None where they are left out or not known.
+        pads: of a Pad that has them as an input; None: it has not, or they are not known.
 
     Raises:
         OnnxError: with the operator, the attribute and its value.
@@ -70,6 +78,8 @@ def check(path: Path, node: onnx.NodeProto, index: int, opset: int, shapes: Sequ
     if signature is not None:
         _check_signature(path, node, index, signature)
     values = {attribute.name: _value(attribute) for attribute in node.attribute}
+    if pads is not None:
+        values["pads"] = pads
     for name, value in values.items():
         problem = _problem(node.op_type, name, value, shapes)
         if problem is None and name == "group":

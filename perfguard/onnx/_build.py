@@ -329,7 +329,8 @@ class _Builder:
         if self._opaque:
             named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(_MOST_NAMED))
             more = ", ..." if len(self._opaque) > _MOST_NAMED else ""
-            yield f"opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it: {named}{more}"
+            text = "opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it"
+            yield f"{text}: {named}{more}"
         if self._shapeless:
             named = ", ".join(name[:40] for name in self._shapeless[:_MOST_NAMED])
             yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"

@@ -100,7 +100,11 @@ class Unroller:
     ) -> list[onnx.NodeProto | Trip] | None:
         limit_name, condition, *carried = (*node.input, "", "")[: max(len(node.input), 2)]
         body = graphs.get("body")
-        if body is None or len(body.input) != 2 + len(carried) or not 1 + len(carried) <= len(body.output) == 1 + len(node.output):
+        if (
+            body is None
+            or len(body.input) != 2 + len(carried)
+            or not 1 + len(carried) <= len(body.output) == 1 + len(node.output)
+        ):
             raise OnnxError(self._path, f"has a body of {label(node, index)} that does not fit its inputs and outputs", _MEND)
         limit = self._known(limit_name) if limit_name else None
         if (limit_name and limit is None) or (condition and self._known(condition) is None):

@@ -61,6 +61,8 @@ _LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "Lay
 """com.microsoft's operators whose output has the shape of their first input."""
 _CONTRIBUTED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
 _MOST_PRODUCT_INPUTS = 3
+_INPUTS_WITH_AXES = 4
+"""Of a Pad that names the dimensions that it pads."""
 
 
 class TensorType(NamedTuple):
@@ -263,7 +265,7 @@ class _Inference:
             self._learn_attribute(node)
             return
         shapes = [self._types[name].shape if name in self._types else None for name in node.input]
-        check(self._path, node, index, self._opset, shapes)
+        check(self._path, node, index, self._opset, shapes, self._pads(node))
         for name in names:
             if name in whole:
                 self._learn(name, whole[name])
@@ -280,6 +282,12 @@ class _Inference:
         self._check_reshape(node, index)
         if is_inferred:  # what a file declares of a value may be far from what it takes to compute it
             self._compute(node)
+
+    def _pads(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
+        """Of a Pad since opset 11, whose padding is an input, of all dimensions."""
+        if node.op_type != "Pad" or not 1 < len(node.input) < _INPUTS_WITH_AXES or node.input[1] not in self._values:
+            return None
+        return tuple(map(int, self._values[node.input[1]].reshape(-1).tolist()))
 
     def _one(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
         """What shape inference of this operator finds, with the values that are known."""

@@ -2,7 +2,7 @@
 
 A file of two gigabytes is two gigabytes of numbers and some kilobytes of graph. Walking the protocol buffer's wire format
 (protobuf.dev/programming-guides/encoding) skips the numbers unread, so that time and memory follow the graph alone, whatever a
-file claims. The walk also counts what the parser would have to make: two bytes in a file can be an object of two hundred in memory.
+file claims. The walk also counts what the parser would have to make: two bytes of a file can be an object of two hundred bytes.
 """
 
 from __future__ import annotations

@@ -279,7 +279,9 @@ def main(folder: Path, names: list[str]) -> None:
         for name, path in files.items():
             made = CASES[name]()
             with path.open("wb") as file:
-                file.write(made if isinstance(made, bytes) else made.head if isinstance(made, Sparse) else made.SerializeToString())
+                file.write(
+                    made if isinstance(made, bytes) else made.head if isinstance(made, Sparse) else made.SerializeToString()
+                )
                 if isinstance(made, Sparse):
                     file.truncate(made.size)
         os._exit(0)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import hostile
 import pytest
 
 from perfguard import OpGraph, load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import OnnxError
+from tests.perfguard.onnx import hostile
 
 SCRIPT = Path(hostile.__file__)
 MOST_MIB = hostile.MOST_BYTES // 2**20
@@ -55,8 +55,8 @@ def test_a_small_file_neither_hangs_nor_fills_the_memory(name: str, small: dict[
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_large_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> None:
-    """A million operators, names of 100 MB, two gigabytes of weights: each took a path whose cost grew with the square of its size,
-    or made objects of two hundred bytes of every two in the file."""
+    """A million operators, names of 100 MB, two gigabytes of weights: each took a path whose cost grew with the square
+    of its size, or made objects of two hundred bytes of every two in the file."""
     for name, (seconds, peak_mib, text) in outcomes(list(hostile.LARGE), tmp_path).items():
         assert seconds < hostile.LONGEST_S, name
         assert peak_mib < MOST_MIB, name

@@ -7,11 +7,11 @@ from typing import Any
 
 import onnx
 import pytest
-from hostile import convolution, integers, model_of
 from onnx import helper
 
 from perfguard import OpGraph
 from perfguard.exceptions import OnnxError
+from tests.perfguard.onnx.hostile import convolution, integers, model_of
 
 
 def refused(tmp_path: Path, model: onnx.ModelProto, match: str) -> None:
@@ -68,4 +68,4 @@ def test_padding_that_takes_more_than_there_is_is_refused(tmp_path: Path) -> Non
     older = model_of([helper.make_node("Pad", ["x"], ["y"], pads=[-3, 0, -3, 0])], shape=(4, 4), opset=10)
     refused(tmp_path, older, r"has pads=\[-3, 0, -3, 0\].*takes away more than")
     newer = model_of([helper.make_node("Pad", ["x", "p"], ["y"])], [integers("p", -3, 0, -3, 0)], (4, 4))
-    refused(tmp_path, newer, r"operator 0 \(Pad\).*takes away more than")
+    refused(tmp_path, newer, r"has pads=\[-3, 0, -3, 0\] in operator 0 \(Pad\): it takes away more")

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hostile import integers, loop, model_of
 from onnx import TensorProto, helper, numpy_helper
 
 from perfguard import OpGraph, load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import OnnxError
 from perfguard.predictor import Prediction
+from tests.perfguard.onnx.hostile import integers, loop, model_of
 
 FLOAT = TensorProto.FLOAT
 
@@ -95,7 +95,7 @@ def test_the_branch_that_is_taken_is_the_one_that_costs(tmp_path: Path) -> None:
 
 def test_a_body_that_does_not_fit_its_loop_is_refused(tmp_path: Path) -> None:
     model = loop(3)
-    del model.graph.node[0].attribute[0].g.input[2:]
+    del model.graph.node[0].attribute[0].g.output[1:]
     with pytest.raises(OnnxError, match=r"has a body of operator 0 \(Loop 'loop'\) that does not fit"):
         read(tmp_path, model)
 
@@ -106,7 +106,7 @@ def test_a_loop_of_unknown_length_widens_the_interval(tmp_path: Path, predictor:
     known, unknown = (predicted(read(tmp_path, loop(trips)), predictor) for trips in (1, None))
     lowest, highest = unknown.step_time.interval()
     assert highest / lowest > 1000
-    assert lowest < known.step_time.median < highest
+    assert lowest < 3 * known.step_time.median < highest
     assert unknown.step_time.log_sigma > 2 * known.step_time.log_sigma
     assert any("Loop (1)" in text and "intervals are wider" in text for text in unknown.unmodelled)
 
