@@ -28,6 +28,8 @@ PerfGuardWarning (UserWarning)
 
 from __future__ import annotations
 
+_LONGEST_PROBLEM = 600
+
 
 class PerfGuardError(Exception):
     """Base of all errors of PerfGuard."""
@@ -63,6 +65,8 @@ class OnnxError(WorkloadError):
     """
 
     def __init__(self, path: object, problem: str, mend: str) -> None:
+        # Names in a file may hold anything: a refusal is one line of bounded length, and moves no cursor.
+        problem = "".join(letter if letter.isprintable() else "?" for letter in problem[:_LONGEST_PROBLEM])
         super().__init__(path, problem, mend)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ that leaves over, trees learn from many runs (`refinement`).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import statistics
@@ -25,8 +26,8 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph, SizedGraphs, StorageKind
-from perfguard.predictor import TARGETS, Estimate, Observation, Prediction, Target
+from perfguard.graph import OpGraph, SizedGraphs, StorageKind, unknown_operators, unknown_span
+from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models._engines import (
     UNTRAINED_LOG_SIGMA,
     Answer,
@@ -164,7 +165,8 @@ class GuardNet:
     def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
         """See :class:`perfguard.predictor.BatchPredictor`."""
         form, engine = graphs.form, self._engines[device.kind]
-        answers = engine.answer_all(graphs, device) if self._compiled(form, device) is None else None
+        one_by_one = self._compiled(form, device) is not None or unknown_operators(form)
+        answers = None if one_by_one else engine.answer_all(graphs, device)
         if answers is None:
             return [self.predict(graph, device) for graph in graphs]
         memory, step_time = (self._estimates(target, answers, graphs, device) for target in TARGETS)
@@ -371,6 +373,7 @@ class GuardNet:
         if key not in of_graph:
             engine, compiled = self._engines[device.kind], self._compiled(graph, device)
             answer = engine.answer(graph if compiled is None else compiled.eager, device)
+            answer = _widened(answer, graph if compiled is None else compiled.eager)
             of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
         return of_graph[key]
 
@@ -379,6 +382,30 @@ class GuardNet:
         if "compiled" not in graph.options or self._engines[device.kind].knows_compiled(graph, device):
             return None
         return as_compiled(graph, device)
+
+
+def _widened(answer: Answer, graph: OpGraph) -> Answer:
+    """``answer`` in the middle of what the opaque operators of ``graph`` allow, and as unsure; measured runs narrow it again."""
+    opaque = list(unknown_operators(graph))
+    if not opaque:
+        return answer
+    span = unknown_span(graph, answer.op_time_s.tolist(), math.exp(answer.log_value["memory"]))
+    op_time_s = answer.op_time_s.clone()
+    op_time_s[opaque] += op_time_s.sum() * math.expm1(span["time"] / 2) / len(opaque)
+    return answer._replace(
+        log_value={target: value + span[target] / 2 for target, value in answer.log_value.items()},
+        op_time_s=op_time_s,
+        prior={target: _times_as_unsure(answer, target, span[target] / 2 / HALF_INTERVAL) for target in TARGETS},
+    )
+
+
+def _times_as_unsure(answer: Answer, target: Target, more: float) -> ResidualPrior:
+    """The prior with all its terms larger, so that its standard deviation has ``more`` in it."""
+    prior = answer.prior[target]
+    before = float(prior.before(answer.embedding[target]).sqrt())
+    times = math.hypot(before, more) / before
+    terms = ("bias", "linear", "local", "noise", "trust", "kernels", "kind")
+    return dataclasses.replace(prior, **{term: getattr(prior, term) * times for term in terms})
 
 
 def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OP_KINDS, OpGraph, roofline_s
-from perfguard.predictor import TARGETS, Estimate, Observation, Prediction
+from perfguard.graph import OP_KINDS, OpGraph, roofline_s, unknown_operators, unknown_span
+from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.calibration import OPERATOR, Calibration
 from perfguard_models.dataset import VIEWS, Arrays, Run, share_of
@@ -229,6 +229,10 @@ class Served:
 
     def _estimate(self, target: str, graph: OpGraph, device: Device) -> Estimate:
         value, log_sigma = self._raw(target, graph, device)
+        if unknown_operators(graph):
+            memory_bytes = math.exp(self._raw("memory", graph, device)[0])
+            half = unknown_span(graph, roofline_s(graph, device).tolist(), memory_bytes)[target] / 2
+            value, log_sigma = value + half, math.hypot(log_sigma, half / HALF_INTERVAL)
         return Estimate(math.exp(value + self._offsets.get((device.id, target), 0.0)), log_sigma)
 
     def _share(self, target: str, graph: OpGraph, device: Device) -> float | None:

@@ -11,6 +11,7 @@ from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind, ar
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._sized import SizedGraphs
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
+from perfguard.graph._unknown import unknown_operators, unknown_span
 
 __all__ = [
     "KIND_INDEX",
@@ -40,4 +41,6 @@ __all__ = [
     "roofline_s",
     "timeline",
     "trace",
+    "unknown_operators",
+    "unknown_span",
 ]

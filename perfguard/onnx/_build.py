@@ -29,6 +29,9 @@ _MOST_TOTAL_BYTES = 2**60
 _ARGUMENT_ELEMENTS = 64
 """Integers up to this number are an operator's arguments (axes, shapes), not a tensor on the device."""
 _LONGEST_CHAIN = 16
+_LONGEST_NAME = 200
+_TRIPS = 1000
+"""Of a loop that runs as often as the data says: as many as we make allowance for."""
 _MOST_NAMED = 4
 _NOT_FOLDED = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -79,8 +82,9 @@ class _Builder:
         if half is not None:
             self._types = {name: _narrowed(found, half) for name, found in inferred.types.items()}
         self._outputs = {value.name for value in graph.output}
-        self._constants = self._constant_names(nodes_of(graph))
-        self._nodes = fused(nodes_of(graph), self._types, self._constants, self._outputs)
+        nodes = nodes_of(inferred.nodes)
+        self._constants = self._constant_names(nodes, inferred.weights)
+        self._nodes = fused(nodes, self._types, self._constants, self._outputs)
         self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name and name in self._constants}
         self._readers_left = Counter(name for node in self._nodes for name in node.inputs if name)
         self._readers_left.update(self._outputs)
@@ -90,7 +94,7 @@ class _Builder:
         self._births: list[int] = []
         self._last_uses: list[int | None] = []
         self._names: list[str] = []
-        self._aliases: list[list[str]] = []
+        self._readers_of: list[int] = []
         self._where: dict[str, _Value] = {}
         self._opaque: Counter[str] = Counter()
         self._shapeless: list[str] = []
@@ -98,10 +102,9 @@ class _Builder:
             name for node in self._nodes if node.op_type == "BatchNormalization" for name in node.inputs[3:5] if name
         }
 
-    def _constant_names(self, nodes: list[Node]) -> set[str]:
+    def _constant_names(self, nodes: list[Node], weights: frozenset[str]) -> set[str]:
         """Weights, and what follows from them alone: runtimes work that out once."""
-        constants = {tensor.name for tensor in self._graph.initializer}
-        constants |= {sparse.values.name for sparse in self._graph.sparse_initializer}
+        constants = set(weights)
         for node in nodes:
             names = [name for name in node.inputs if name]
             follows = node.op_type == "Constant" if not names else constants.issuperset(names)
@@ -114,7 +117,10 @@ class _Builder:
             if value.name in self._types:
                 self._allocate(value.name, StorageKind.INPUT, birth=-1)
         for node in self._nodes:
-            self._readers_left.subtract(name for name in node.inputs if name)
+            for name in filter(None, node.inputs):
+                self._readers_left[name] -= 1
+                if name in self._where:
+                    self._readers_of[self._where[name].storage] -= 1
             self._place(node)
         for name in self._outputs:
             found = self._find(name)
@@ -135,7 +141,7 @@ class _Builder:
         end = len(self._ops)
         columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
         for num_bytes, kind, birth, last_use, name in columns:
-            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
+            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name[:_LONGEST_NAME])
 
     def _place(self, node: Node) -> None:
         """Launch it, or find out that nothing is launched."""
@@ -201,7 +207,7 @@ class _Builder:
         self._births.append(birth)
         self._last_uses.append(None if birth < 0 else birth)
         self._names.append(name)
-        self._aliases.append([name])
+        self._readers_of.append(self._readers_left[name])
         self._where[name] = _Value(len(self._bytes) - 1, size)
         return self._where[name]
 
@@ -213,7 +219,7 @@ class _Builder:
         if found is not None and name:
             size = min(found.num_bytes, self._num_bytes(name)) if name in self._types else found.num_bytes
             self._where[name] = _Value(found.storage, size, order)
-            self._aliases[found.storage].append(name)
+            self._readers_of[found.storage] += self._readers_left[name]
 
     def _view(self, node: Node) -> None:
         source = self._find(node.inputs[0])
@@ -246,10 +252,22 @@ class _Builder:
         outputs = [self._types.get(name) if name else None for name in node.outputs]
         launch = launch_of(node, inputs, outputs, self._target)
         if not launch.is_known:
+            launch = launch._replace(attributes={"unknown": self._most_operators(node)})
             self._opaque["control flow: " + node.op_type if node.has_subgraphs else node.op_type[:40]] += 1
         if any(name and name not in self._types for name in node.outputs):
             self._shapeless.append(next(name for name in node.outputs if name and name not in self._types))
         self._record(node, launch, node.inputs)
+
+    def _most_operators(self, node: Node) -> int:
+        """How many operators an opaque one may launch: those of its subgraphs, times the trips of a loop."""
+        trips = 1
+        if node.op_type == "Loop":
+            limit = self._values.get(node.inputs[0]) if node.inputs else None
+            trips = _TRIPS if limit is None or limit.size != 1 else int(limit.reshape(-1)[0])
+        elif node.op_type == "Scan":
+            scanned = (self._types.get(name) for name in node.inputs[-max(node.attributes.get("num_scan_inputs", 1), 1) :])
+            trips = max((max(found.shape, default=1) for found in scanned if found is not None), default=_TRIPS)
+        return max(trips, 1) * max(node.num_inner, 1)
 
     def _record(self, node: Node, launch: Launch, inputs: tuple[str, ...]) -> None:
         index = len(self._ops)
@@ -296,9 +314,7 @@ class _Builder:
         """Whether nobody reads what is in this storage after the operator that runs now, and the result fits into it."""
         if self._births[found.storage] < 0 or self._types.get(name) != self._types.get(output):
             return False
-        return found.num_bytes == self._bytes[found.storage] and not any(
-            self._readers_left[alias] > 0 for alias in self._aliases[found.storage]
-        )
+        return found.num_bytes == self._bytes[found.storage] and not self._readers_of[found.storage]
 
     def _precision(self) -> str:
         """What most bytes of the weights are kept in."""
@@ -313,7 +329,8 @@ class _Builder:
         if self._opaque:
             named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(_MOST_NAMED))
             more = ", ..." if len(self._opaque) > _MOST_NAMED else ""
-            yield f"opaque operators: their bytes are counted, their arithmetic is not: {named}{more}"
+            text = "opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it"
+            yield f"{text}: {named}{more}"
         if self._shapeless:
             named = ", ".join(name[:40] for name in self._shapeless[:_MOST_NAMED])
             yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -15,8 +15,14 @@ from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.onnx._wire import WireError, without_values
 from perfguard.quantities import format_bytes
 
-MOST_NODES = 100_000
+MOST_NODES = 20_000
+"""Operators that are read, those of subgraphs and of unrolled loops among them: about a millisecond each, to the prediction."""
+MOST_COPIED_BYTES = 32 * 2**20
+"""What the copies may take that calls of functions and trips of loops make."""
 _DEEPEST_SUBGRAPH = 20
+_MOST_ATTRIBUTES = 200
+_MOST_LOCATIONS = 4096
+_LONGEST_LOCATION = 256
 _ONNX_DOMAINS = ("", "ai.onnx")
 
 
@@ -77,8 +83,9 @@ def _parsed(path: Path, data: bytes) -> onnx.ModelProto:
 
 
 def _check_number(path: Path, model: onnx.ModelProto) -> None:
-    if len(model.graph.node) > MOST_NODES:
-        raise OnnxError(path, f"has {len(model.graph.node):,} operators", f"At most {MOST_NODES:,} are read.")
+    number = num_nodes(path, model.graph)
+    if number > MOST_NODES:
+        raise OnnxError(path, f"has {number:,} operators", f"At most {MOST_NODES:,} are read.")
 
 
 def _check_texts(path: Path, message: Message) -> None:
@@ -116,58 +123,75 @@ def graphs_in(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
+def num_nodes(path: Path, graph: onnx.GraphProto, depth: int = 0) -> int:
+    """Operators of ``graph``, those of its subgraphs among them."""
+    if depth > _DEEPEST_SUBGRAPH:
+        raise OnnxError(path, f"nests subgraphs more than {_DEEPEST_SUBGRAPH} deep", "Simplify its control flow.")
+    number = len(graph.node)
+    for index, node in enumerate(graph.node):
+        if len(node.attribute) > _MOST_ATTRIBUTES:
+            raise OnnxError(path, f"gives {label(node, index)} {len(node.attribute):,} attributes", "Export it again.")
+        number += sum(num_nodes(path, part, depth + 1) for part in graphs_in(node))
+    return number
+
+
 def _check_external_data(path: Path, model: onnx.ModelProto) -> None:
     """External values must lie in the model's own folder. They are not read, so they need not be there."""
     folder = path.resolve().parent
-    for tensor in _tensors(path, model):
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), None)
+    checked: set[str] = set()
+    for tensor in _tensors(model):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue
-        name = tensor.name[:80]
-        mend = "It is refused: values must lie in the model's own folder. Save the model again with onnx.save_model."
-        if not location or "\0" in location or len(location) > 1024:
-            raise OnnxError(path, f"says of the values of {name!r} that they are elsewhere, but not where", mend)
-        try:
-            target = (folder / location).resolve()
-        except (OSError, RuntimeError):  # too long, or a loop of links
-            target = None
-        if target is None or Path(location).is_absolute() or not target.is_relative_to(folder) or "\\" in location:
-            raise OnnxError(path, f"wants the values of {name!r} from {location[:80]!r}, outside its folder", mend)
+        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        if location not in checked:
+            _check_location(path, folder, location, tensor.name[:80])
+            checked.add(location)
+            if len(checked) > _MOST_LOCATIONS:
+                raise OnnxError(path, f"has its values in more than {_MOST_LOCATIONS:,} files", "Save them in one file.")
 
 
-def _tensors(path: Path, model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    def of_nodes(nodes: object, depth: int) -> Iterator[onnx.TensorProto]:
-        for node in nodes:  # type: ignore[attr-defined]
+def _check_location(path: Path, folder: Path, location: str, name: str) -> None:
+    mend = "It is refused: values must lie in the model's own folder. Save the model again with onnx.save_model."
+    if not location or "\0" in location or len(location) > _LONGEST_LOCATION:
+        raise OnnxError(path, f"says of the values of {name!r} that they are elsewhere, but not where", mend)
+    try:
+        target = (folder / location).resolve()
+    except (OSError, RuntimeError):  # too long, or a loop of links
+        target = None
+    if target is None or Path(location).is_absolute() or not target.is_relative_to(folder) or "\\" in location:
+        raise OnnxError(path, f"wants the values of {name!r} from {location[:80]!r}, outside its folder", mend)
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    def of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+        for node in nodes:
             for attribute in node.attribute:
                 if attribute.HasField("t"):
                     yield attribute.t
                 yield from attribute.tensors
             for graph in graphs_in(node):
-                yield from of_graph(graph, depth + 1)
+                yield from graph.initializer
+                yield from of_nodes(graph.node)
 
-    def of_graph(graph: onnx.GraphProto, depth: int) -> Iterator[onnx.TensorProto]:
-        if depth > _DEEPEST_SUBGRAPH:
-            raise OnnxError(path, f"nests subgraphs more than {_DEEPEST_SUBGRAPH} deep", "Simplify its control flow.")
-        yield from graph.initializer
-        yield from of_nodes(graph.node, depth)
-
-    yield from of_graph(model.graph, 0)
+    yield from model.graph.initializer
+    yield from of_nodes(model.graph.node)
     for function in model.functions:
-        yield from of_nodes(function.node, 0)
+        yield from of_nodes(function.node)
 
 
 def _without_functions(path: Path, model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with the calls of its own functions replaced by their bodies, after a look at how large that gets."""
     bodies = {(function.domain, function.name): function.node for function in model.functions}
-    sizes: dict[tuple[str, str], int] = {}
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
     open_calls: set[tuple[str, str]] = set()
 
-    def size_of(nodes: object, depth: int) -> int:
+    def size_of(nodes: Iterable[onnx.NodeProto], depth: int) -> tuple[int, int]:
+        """Operators, and their bytes."""
         if depth > _DEEPEST_SUBGRAPH:
             raise OnnxError(path, f"nests functions more than {_DEEPEST_SUBGRAPH} deep", "Inline them (onnx.inliner).")
-        total = 0
-        for node in nodes:  # type: ignore[attr-defined]
-            total += 1 + sum(size_of(graph.node, depth + 1) for graph in graphs_in(node))
+        number = num_bytes = 0
+        for node in nodes:
+            parts = [(1, node.ByteSize()), *(size_of(graph.node, depth + 1) for graph in graphs_in(node))]
             key = node.domain, node.op_type
             if key in bodies:
                 if key in open_calls:
@@ -176,11 +200,17 @@ def _without_functions(path: Path, model: onnx.ModelProto) -> onnx.ModelProto:
                     open_calls.add(key)
                     sizes[key] = size_of(bodies[key], depth + 1)
                     open_calls.discard(key)
-                total += sizes[key]
-        return total
+                parts.append(sizes[key])
+            number += sum(part[0] for part in parts)
+            num_bytes += sum(part[1] for part in parts)
+        return number, num_bytes
 
-    if size_of(model.graph.node, 0) > MOST_NODES:
+    number, num_bytes = size_of(model.graph.node, 0)
+    if number > MOST_NODES:
         raise OnnxError(path, f"has more than {MOST_NODES:,} operators once its functions are inlined", "It is refused.")
+    if num_bytes > MOST_COPIED_BYTES + model.ByteSize():
+        most = format_bytes(MOST_COPIED_BYTES)
+        raise OnnxError(path, f"has functions that take more than {most} once they are inlined", "It is refused.")
     try:
         return inliner.inline_local_functions(model)
     except Exception as error:  # the binding raises whatever C++ raised

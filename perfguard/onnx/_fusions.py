@@ -68,7 +68,9 @@ class _Fuser:
         """Whether nobody but each other and ``anchor`` reads what the operators at ``indices`` make."""
         inside = indices | {anchor}
         return not indices & self._gone and all(
-            name not in self._kept and inside.issuperset(self._readers.get(name, ()))
+            name not in self._kept
+            and len(self._readers.get(name, ())) <= len(inside)  # first: a value may have twenty thousand readers
+            and inside.issuperset(self._readers.get(name, ()))
             for index in indices
             for name in self._nodes[index].outputs
             if name

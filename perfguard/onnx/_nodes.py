@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import onnx
@@ -28,24 +28,38 @@ class Node(NamedTuple):
     module: str
     """Path of the module that it came from, as far as the exporter tells."""
     has_subgraphs: bool = False
+    num_inner: int = 0
+    """Operators in its subgraphs."""
 
     @property
     def is_standard(self) -> bool:
         return self.domain in ("", "ai.onnx")
 
 
-def nodes_of(graph: onnx.GraphProto) -> list[Node]:
-    """The operators of ``graph``; what a subgraph reads from outside counts as inputs of its operator."""
-    return [_node(node) for node in graph.node]
+def nodes_of(protos: Iterable[onnx.NodeProto]) -> list[Node]:
+    """Operators; what a subgraph reads from outside counts as inputs of its operator."""
+    return [_node(proto) for proto in protos]
 
 
 def _node(node: onnx.NodeProto) -> Node:
     has_subgraphs = any(True for _ in graphs_in(node))
     given = tuple(node.input[:1]) if node.op_type == "CastLike" else tuple(node.input)  # of the second, only the type matters
-    captured = [name for name in dict.fromkeys(names_read_by(node)) if name not in node.input] if has_subgraphs else []
+    known = set(node.input)
+    captured = [name for name in dict.fromkeys(names_read_by(node)) if name not in known] if has_subgraphs else []
     return Node(
-        node.op_type, node.domain, (*given, *captured), tuple(node.output), _attributes(node), _module(node), has_subgraphs
+        node.op_type,
+        node.domain,
+        (*given, *captured),
+        tuple(node.output),
+        _attributes(node),
+        _module(node),
+        has_subgraphs,
+        _num_inner(node) if has_subgraphs else 0,
     )
+
+
+def _num_inner(node: onnx.NodeProto) -> int:
+    return sum(1 + _num_inner(inner) for graph in graphs_in(node) for inner in graph.node)
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The shape of every value of a model, once the user has bound its free dimensions.
 
-``onnx.shape_inference`` does the work, twice: over the whole model, and again for each operator that it left open, now with the
-small integers (shapes, axes, sizes) that were worked out on the way.
+``onnx.shape_inference`` does the work, for one operator after the other, with the small integers (shapes, axes, sizes) that were
+worked out on the way. Its own propagation of values is never asked for: it makes every value of a Range or a Tile, whatever its
+size. Here a value is computed only when its size is known and small.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from onnx import numpy_helper, shape_inference
 from onnx.reference.ops import load_op
 
 from perfguard.exceptions import ConfigurationError, OnnxError
+from perfguard.onnx._attributes import check
 from perfguard.onnx._file import graphs_in, label, opset_of
+from perfguard.onnx._loops import Trip, Unroller
 
 _LARGEST_DIM = 2**31 - 1
 _MOST_ELEMENTS = 2**40
 _MOST_KNOWN_VALUES = 4096
 """Elements of a tensor whose values are followed."""
+_MOST_KNOWN_IN_ALL = 4 * 2**20
+"""Elements of all of them: beyond it only single numbers are followed."""
+_HIGHEST_RANK = 64
 _MOST_NAMED = 8
 
 Dims = Mapping[str, "int | Sequence[int]"]
@@ -55,6 +61,8 @@ _LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "Lay
 """com.microsoft's operators whose output has the shape of their first input."""
 _CONTRIBUTED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
 _MOST_PRODUCT_INPUTS = 3
+_INPUTS_WITH_AXES = 4
+"""Of a Pad that names the dimensions that it pads."""
 
 
 class TensorType(NamedTuple):
@@ -79,6 +87,10 @@ class Inferred(NamedTuple):
     """Missing: no tensor, or one whose shape depends on the data."""
     values: Mapping[str, Values]
     """Small tensors whose values are known without running the model."""
+    nodes: Sequence[onnx.NodeProto]
+    """The operators in order, loops and branches written out where their course is known."""
+    weights: frozenset[str]
+    """Names of all weights, those of loops and branches among them."""
 
 
 def bind(path: Path, model: onnx.ModelProto, *, batch_size: int | None, dims: Dims) -> None:
@@ -172,10 +184,14 @@ def _bind_one(
 
 
 def _check_elements(path: Path, name: str, shape: tuple[int, ...]) -> None:
-    if math.prod(shape) > _MOST_ELEMENTS or any(size > _LARGEST_DIM for size in shape):
-        raise OnnxError(
-            path, f"has a value {name[:80]!r} of shape {shape}: more than 2^40 elements", "Check the sizes that you bound."
-        )
+    mend = "Check the sizes that you bound."
+    if len(shape) > _HIGHEST_RANK:
+        raise OnnxError(path, f"has a value {name[:80]!r} of {len(shape):,} dimensions, more than {_HIGHEST_RANK}", mend)
+    largest = max(shape, default=0)
+    if largest > _LARGEST_DIM:
+        raise OnnxError(path, f"has a value {name[:80]!r} of shape {shape}: {largest} is more than 2^31 - 1", mend)
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise OnnxError(path, f"has a value {name[:80]!r} of shape {shape}: more than 2^40 elements", mend)
 
 
 def infer(path: Path, model: onnx.ModelProto, *, rebatched: bool) -> Inferred:
@@ -187,7 +203,8 @@ def infer(path: Path, model: onnx.ModelProto, *, rebatched: bool) -> Inferred:
         rebatched: the user gave other sizes than the file has, so that what it says of inner shapes is not believed.
 
     Raises:
-        OnnxError: if a Reshape contradicts the sizes (a batch that was fixed at export), or a value is absurdly large.
+        OnnxError: if a Reshape contradicts the sizes (a batch that was fixed at export), a value is absurdly large, an operator
+            has inputs or attributes that it cannot have, or a loop runs too often.
     """
     declared = {value.name: value.type for value in (*model.graph.value_info, *model.graph.output)}
     return _Inference(path, model, {} if rebatched else declared).run()
@@ -203,29 +220,41 @@ class _Inference:
         self._protos: dict[str, onnx.TypeProto] = {}
         self._types: dict[str, TensorType] = {}
         self._values: dict[str, Values] = {}
+        self._values_left = _MOST_KNOWN_IN_ALL
+        self._weights: set[str] = set()
+        self._unroller = Unroller(path, self._opset, self._values, self._learn_weight)
 
     def run(self) -> Inferred:
         graph = self._model.graph
         for value in graph.input:
             self._learn(value.name, value.type)
         for tensor in graph.initializer:
-            self._learn_constant(tensor.name, tensor)
+            self._learn_weight(tensor)
         for sparse in graph.sparse_initializer:
-            self._types[sparse.values.name] = TensorType(tuple(sparse.dims), _dtype(sparse.values.data_type))
-        whole = self._whole()
-        for index, node in enumerate(graph.node):
-            self._follow(node, index, whole)
-        return Inferred(self._types, self._values)
+            self._weights.add(sparse.values.name)
+            self._learn_sparse(sparse.values.name, sparse)
+        whole = self._whole() if any(True for node in graph.node for _ in graphs_in(node)) else {}
+        nodes: list[onnx.NodeProto] = []
+        waiting: list[onnx.NodeProto | Trip] = list(reversed(graph.node))
+        while waiting:
+            node = waiting.pop()
+            written_out = self._unroller.written_out(node, len(nodes))
+            if written_out is not None:
+                waiting.extend(reversed(written_out))
+            elif isinstance(node, onnx.NodeProto):
+                self._follow(node, len(nodes), whole)
+                nodes.append(node)
+        return Inferred(self._types, self._values, nodes, frozenset(self._weights))
 
     def _whole(self) -> dict[str, onnx.TypeProto]:
-        """What shape inference over the whole model finds."""
+        """What shape inference over the whole model finds, for the outputs of control flow."""
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
         del model.graph.value_info[:]
         for value in model.graph.output:
             value.ClearField("type")
         try:
-            inferred = shape_inference.infer_shapes(model, data_prop=True)
+            inferred = shape_inference.infer_shapes(model)
         except Exception:  # an operator that it cannot do, or a damaged one: the second pass finds out which
             return {}
         return {value.name: value.type for value in (*inferred.graph.value_info, *inferred.graph.output)}
@@ -235,12 +264,15 @@ class _Inference:
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             self._learn_attribute(node)
             return
+        shapes = [self._types[name].shape if name in self._types else None for name in node.input]
+        check(self._path, node, index, self._opset, shapes, self._pads(node))
         for name in names:
             if name in whole:
                 self._learn(name, whole[name])
         if any(name not in self._types for name in names) and not any(True for _ in graphs_in(node)):
             for name, proto in self._one(node, index).items():
                 self._learn(name, proto)
+        is_inferred = all(name in self._types for name in names)
         for name in names:
             if name not in self._types and name in self._declared:
                 self._learn(name, self._declared[name])
@@ -248,7 +280,14 @@ class _Inference:
             if name in self._types:
                 _check_elements(self._path, name, self._types[name].shape)
         self._check_reshape(node, index)
-        self._compute(node)
+        if is_inferred:  # what a file declares of a value may be far from what it takes to compute it
+            self._compute(node)
+
+    def _pads(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
+        """Of a Pad since opset 11, whose padding is an input, of all dimensions."""
+        if node.op_type != "Pad" or not 1 < len(node.input) < _INPUTS_WITH_AXES or node.input[1] not in self._values:
+            return None
+        return tuple(map(int, self._values[node.input[1]].reshape(-1).tolist()))
 
     def _one(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
         """What shape inference of this operator finds, with the values that are known."""
@@ -259,12 +298,17 @@ class _Inference:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(domain, 1), domain)
         except onnx.defs.SchemaError:  # an operator of somebody else's
             return self._contributed(node, index)
+        protos = {name: self._protos[name] for name in node.input if name}
+        values = {name: self._values[name] for name in node.input if name in self._values}
+        if node.op_type == "Range":  # runtimes take vectors of one number, shape inference does not
+            values = {name: value.reshape(()) if value.size == 1 else value for name, value in values.items()}
+            protos |= {name: _type_like(protos[name], value.shape) for name, value in values.items()}
         try:
             return shape_inference.infer_node_outputs(
                 schema,
                 node,
-                {name: self._protos[name] for name in node.input if name},
-                {name: numpy_helper.from_array(self._values[name], name) for name in node.input if name in self._values},
+                protos,
+                {name: numpy_helper.from_array(value, name) for name, value in values.items()},
                 opset_imports=list(self._model.opset_import),
                 ir_version=self._model.ir_version,
             )
@@ -305,6 +349,20 @@ class _Inference:
         if all(dim.HasField("dim_value") and dim.dim_value >= 0 for dim in dims):
             self._types[name] = TensorType(tuple(dim.dim_value for dim in dims), _dtype(proto.tensor_type.elem_type))
 
+    def _learn_weight(self, tensor: onnx.TensorProto) -> None:
+        self._weights.add(tensor.name)
+        self._learn_constant(tensor.name, tensor)
+
+    def _learn_sparse(self, name: str, sparse: onnx.SparseTensorProto) -> None:
+        _check_elements(self._path, name, tuple(sparse.dims))
+        self._types[name] = TensorType(tuple(sparse.dims), _dtype(sparse.values.data_type))
+
+    def _learn_value(self, name: str, value: Values) -> None:
+        """Numbers alone: an array of texts takes as much for each as the longest does."""
+        if value.dtype.kind in "biuf" and (value.size <= 1 or value.size <= min(_MOST_KNOWN_VALUES, self._values_left)):
+            self._values[name] = value
+            self._values_left -= value.size
+
     def _learn_constant(self, name: str, tensor: onnx.TensorProto) -> None:
         shape = tuple(tensor.dims)
         if any(size < 0 for size in shape):
@@ -313,9 +371,10 @@ class _Inference:
             )
         _check_elements(self._path, name, shape)
         self._learn(name, onnx.helper.make_tensor_type_proto(tensor.data_type, shape))
-        if math.prod(shape) <= _MOST_KNOWN_VALUES and tensor.data_location != onnx.TensorProto.EXTERNAL:
+        is_text = tensor.data_type == onnx.TensorProto.STRING
+        if math.prod(shape) <= _MOST_KNOWN_VALUES and tensor.data_location != onnx.TensorProto.EXTERNAL and not is_text:
             try:
-                self._values[name] = numpy_helper.to_array(tensor)
+                self._learn_value(name, numpy_helper.to_array(tensor))
             except Exception:  # damaged, of an exotic type, or its values were left out: only its shape is known
                 pass
 
@@ -325,8 +384,7 @@ class _Inference:
             if attribute.HasField("t"):
                 self._learn_constant(node.output[0], attribute.t)
             elif attribute.name == "sparse_value":
-                sparse = attribute.sparse_tensor
-                self._types[node.output[0]] = TensorType(tuple(sparse.dims), _dtype(sparse.values.data_type))
+                self._learn_sparse(node.output[0], attribute.sparse_tensor)
             elif attribute.name in ("value_int", "value_ints", "value_float", "value_floats"):
                 found = onnx.helper.get_attribute_value(attribute)
                 dtype = np.int64 if "int" in attribute.name else np.float32
@@ -351,18 +409,21 @@ class _Inference:
         if node.op_type in ("Shape", "Size"):
             known = self._types.get(node.input[0])
             if known is not None:
-                self._values[node.output[0]] = _shape_of(node, known)
-                self._learn(node.output[0], onnx.helper.make_tensor_type_proto(7, self._values[node.output[0]].shape))
+                found = _shape_of(node, known)
+                self._learn_value(node.output[0], found)
+                self._learn(node.output[0], onnx.helper.make_tensor_type_proto(onnx.TensorProto.INT64, found.shape))
             return
         if node.op_type == "CastLike" and node.input[0] in self._values and node.output[0] in self._protos:
             elem_type = self._protos[node.output[0]].tensor_type.elem_type
-            self._values[node.output[0]] = self._values[node.input[0]].astype(onnx.helper.tensor_dtype_to_np_dtype(elem_type))
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
+            self._learn_value(node.output[0], self._values[node.input[0]].astype(dtype))
             return
         types = [self._types.get(name) for name in node.output if name]
         inputs = [self._values.get(name) for name in node.input if name]
         if node.op_type not in _FOLLOWED or any(value is None for value in inputs) or any(found is None for found in types):
             return
-        if sum(found.num_elements for found in types if found is not None) > _MOST_KNOWN_VALUES:
+        size = sum(found.num_elements for found in types if found is not None)
+        if size > _MOST_KNOWN_VALUES or (size > 1 and size > self._values_left):
             return
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -370,13 +431,19 @@ class _Inference:
                 operator = load_op("", node.op_type, self._opset)
                 attributes = {found.name: onnx.helper.get_attribute_value(found) for found in node.attribute}
                 given = [self._values[name] if name else None for name in node.input]
+                if node.op_type == "Range":
+                    given = [value.reshape(()) if value is not None else None for value in given]
                 results = operator.eval(*given, n_outputs=len(node.output), **attributes)
         except Exception:  # the values stay unknown; the shapes are known all the same
             return
         results = results if isinstance(results, tuple) else (results,)
         for name, value in zip(node.output, results, strict=False):
-            if name and isinstance(value, np.ndarray | np.generic) and value.size <= _MOST_KNOWN_VALUES:
-                self._values[name] = np.asarray(value)
+            if name and isinstance(value, np.ndarray | np.generic):
+                self._learn_value(name, np.asarray(value))
+
+
+def _type_like(proto: onnx.TypeProto, shape: tuple[int, ...]) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(proto.tensor_type.elem_type, shape)
 
 
 def _shape_of(node: onnx.NodeProto, known: TensorType) -> Values:

@@ -2,29 +2,31 @@
 
 A file of two gigabytes is two gigabytes of numbers and some kilobytes of graph. Walking the protocol buffer's wire format
 (protobuf.dev/programming-guides/encoding) skips the numbers unread, so that time and memory follow the graph alone, whatever a
-file claims. The field numbers are those of onnx/onnx.proto.
+file claims. The walk also counts what the parser would have to make: two bytes of a file can be an object of two hundred bytes.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+
+import onnx
 
 _LARGE_BYTES = 32 * 2**10
 """Values up to this size stay: shapes and axes are read from them. Messages up to this size are copied as they are."""
 _MOST_FIELDS = 1_000_000
+"""Fields of messages, and numbers in lists, that a graph without its weights may have."""
 _MOST_BYTES_LEFT = 64 * 2**20
-_DEEPEST = 60
+_DEEPEST = 90
 
 _VARINT, _EIGHT_BYTES, _DELIMITED, _FOUR_BYTES = 0, 1, 2, 5
-_VALUES = "values"
-# Which fields hold messages to look into, and which the values of a tensor.
-_TENSOR: dict[int, Any] = dict.fromkeys((4, 5, 6, 7, 9, 10, 11), _VALUES)
-_SPARSE: dict[int, Any] = {1: _TENSOR, 2: _TENSOR}
-_NODE: dict[int, Any] = {}
-_GRAPH: dict[int, Any] = {1: _NODE, 5: _TENSOR, 15: _SPARSE}
-_ATTRIBUTE: dict[int, Any] = {5: _TENSOR, 10: _TENSOR, 6: _GRAPH, 11: _GRAPH, 22: _SPARSE, 23: _SPARSE}
-_NODE[5] = _ATTRIBUTE
-_MODEL: dict[int, Any] = {7: _GRAPH, 25: {7: _NODE}}
+_VALUES, _VARINTS, _NUMBERS = "values", "values as varints", "numbers"
+_VALUE_FIELDS = {
+    **dict.fromkeys(("float_data", "string_data", "raw_data", "double_data"), _VALUES),
+    **dict.fromkeys(("int32_data", "int64_data", "uint64_data"), _VARINTS),
+}
+_MOST_OF_A_VARINT = 8
+"""Bytes in memory of what may be one byte in the file."""
 
 
 class WireError(ValueError):
@@ -35,10 +37,30 @@ def without_values(data: memoryview) -> bytes:
     """The ModelProto in ``data`` with the values of all large tensors left out; their shapes and names stay.
 
     Raises:
-        WireError: if the bytes end early, are no protocol buffer, or hold more than a million fields.
+        WireError: if the bytes end early, are no protocol buffer, or hold more than a million fields or 64 MiB of graph.
     """
-    slimmer = _Slimmer(data)
-    return bytes(slimmer.message(0, len(data), _MODEL, 0))
+    out = bytearray()
+    _Slimmer(data).message(0, len(data), _fields_of(onnx.ModelProto.DESCRIPTOR), 0, out)
+    return bytes(out)
+
+
+@cache
+def _fields_of(message: Any) -> dict[int, Any]:
+    """By number: the fields that hold messages, with their own fields; lists of numbers; and the values of a tensor."""
+    fields = _FIELDS.setdefault(message.full_name, {})
+    for field in message.fields:
+        if message.name == "TensorProto" and field.name in _VALUE_FIELDS:
+            fields[field.number] = _VALUE_FIELDS[field.name]
+        elif field.message_type is not None:
+            known = _FIELDS.get(field.message_type.full_name)
+            fields[field.number] = _fields_of(field.message_type) if known is None else known
+        elif field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
+            fields[field.number] = _NUMBERS
+    return fields
+
+
+_FIELDS: dict[str, dict[int, Any]] = {}
+"""Messages hold each other (a graph has operators, which have graphs), so that each table must be there before it is full."""
 
 
 class _Slimmer:
@@ -47,16 +69,15 @@ class _Slimmer:
         self._fields_left = _MOST_FIELDS
         self._bytes_left = _MOST_BYTES_LEFT
 
-    def message(self, start: int, end: int, fields: dict[int, Any], depth: int) -> bytearray:
-        """The message between two bytes, slimmed."""
+    def message(self, start: int, end: int, fields: dict[int, Any], depth: int, out: bytearray | None) -> None:
+        """Add the message between two bytes to ``out``, slimmed. None: only count what it holds."""
         if depth > _DEEPEST:
             raise WireError(f"messages are nested more than {_DEEPEST} deep at byte {start}")
-        out = bytearray()
         position = start
         while position < end:
             begin = position
             key, position = self._varint(position, end)
-            wire_type, inside = key & 7, fields.get(key >> 3)
+            wire_type, inside, length = key & 7, fields.get(key >> 3), 0
             if wire_type == _VARINT:
                 _, position = self._varint(position, end)
             elif wire_type == _DELIMITED:
@@ -68,21 +89,31 @@ class _Slimmer:
                 raise WireError(f"there is no protocol buffer at byte {begin}")
             if position > end:
                 raise WireError(f"the field at byte {begin} ends at byte {position}, but the data ends at byte {end}")
-            if wire_type != _DELIMITED or inside is None or length <= _LARGE_BYTES:
-                self._keep(out, self._data[begin:position], begin)
-            elif inside is not _VALUES:
-                inner = self.message(position - length, position, inside, depth + 1)
-                out += _as_varint(key) + _as_varint(len(inner)) + inner
-            self._fields_left -= 1
-            if self._fields_left < 0:
-                raise WireError(f"there are more than {_MOST_FIELDS:,} fields before byte {position}")
-        return out
+            is_large = wire_type == _DELIMITED and length > _LARGE_BYTES
+            self._count(1 + (length if inside is _NUMBERS else 0), position)  # a packed number takes at least one byte
+            if is_large and (inside is _VALUES or inside is _VARINTS):
+                continue
+            if inside is _VARINTS:
+                self._bytes_left -= _MOST_OF_A_VARINT * length
+            whole = not (is_large and isinstance(inside, dict))
+            if whole and out is not None:
+                self._keep(out, begin, position)
+            if wire_type == _DELIMITED and isinstance(inside, dict):
+                inner = bytearray() if out is not None and not whole else None
+                self.message(position - length, position, inside, depth + 1, inner)
+                if inner is not None and out is not None:
+                    out += _as_varint(key) + _as_varint(len(inner)) + inner
 
-    def _keep(self, out: bytearray, part: memoryview, at: int) -> None:
-        self._bytes_left -= len(part)
+    def _count(self, number: int, position: int) -> None:
+        self._fields_left -= number
+        if self._fields_left < 0:
+            raise WireError(f"there are more than {_MOST_FIELDS:,} fields before byte {position}")
+
+    def _keep(self, out: bytearray, start: int, end: int) -> None:
+        self._bytes_left -= end - start
         if self._bytes_left < 0:
-            raise WireError(f"the graph without its weights takes more than {_MOST_BYTES_LEFT // 2**20} MiB at byte {at}")
-        out += part
+            raise WireError(f"the graph without its weights takes more than {_MOST_BYTES_LEFT // 2**20} MiB at byte {start}")
+        out += self._data[start:end]
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         """The number at ``position``, and where it ends."""

@@ -1,0 +1,300 @@
+"""Small and large files that would hang a reader or fill its memory. A script, so that it can limit its own memory.
+
+    python hostile.py FOLDER [CASE...]
+
+Writes each file into FOLDER, then reads it with at most one GiB of memory in all (RLIMIT_AS) and ten seconds of
+processor time (SIGPROF), and prints one line a file: name, seconds, peak MiB of the process, and the answer or the refusal.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from perfguard import OpGraph
+from perfguard.exceptions import OnnxError
+
+LONGEST_S = 10.0
+MOST_BYTES = 2**30
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def model_of(nodes: list[onnx.NodeProto], weights: Any = (), shape: Any = (1,), opset: int = 20) -> onnx.ModelProto:
+    """From "x" to "y"."""
+    inputs = [helper.make_tensor_value_info("x", FLOAT, shape)]
+    outputs = [helper.make_tensor_value_info("y", FLOAT, None)]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, list(weights))
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("mine", 1)]
+    return helper.make_model(graph, opset_imports=opsets)
+
+
+def integers(name: str, *values: int, scalar: bool = False) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(values[0] if scalar else values, dtype=np.int64), name)
+
+
+def _range(limit: int) -> onnx.ModelProto:
+    weights = [integers(name, value, scalar=True) for name, value in (("a", 0), ("b", limit), ("c", 1))]
+    nodes = [helper.make_node("Range", ["a", "b", "c"], ["v"]), helper.make_node("Cast", ["v"], ["y"], to=FLOAT)]
+    return model_of(nodes, weights)
+
+
+def _made_by(op_type: str, size: int) -> onnx.ModelProto:
+    """Integers, because onnx propagates their values."""
+    value = {"value": integers("value", 1)} if op_type == "ConstantOfShape" else {}
+    inputs = ["s"] if op_type == "ConstantOfShape" else ["one", "s"]
+    nodes = [helper.make_node(op_type, inputs, ["v"], **value), helper.make_node("Cast", ["v"], ["y"], to=FLOAT)]
+    return model_of(nodes, [integers("one", 1), integers("s", size)])
+
+
+def _doubled(times: int) -> onnx.ModelProto:
+    nodes = [helper.make_node("Concat", [f"v{at}", f"v{at}"], [f"v{at + 1}"], axis=0) for at in range(times)]
+    return model_of([*nodes, helper.make_node("Cast", [f"v{times}"], ["y"], to=FLOAT)], [integers("v0", 1)])
+
+
+def loop(trips: int | None, *, condition: str = "goes_on", nodes: int = 1) -> onnx.ModelProto:
+    """y = exp(exp(... x)), ``trips`` times; None: as often as an input says."""
+    chain = ["state", *(f"h{at}" for at in range(nodes - 1)), "next"]
+    body = helper.make_graph(
+        [helper.make_node("Exp", [chain[at]], [chain[at + 1]]) for at in range(nodes)],
+        "body",
+        [
+            helper.make_tensor_value_info("i", INT64, []),
+            helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", FLOAT, [16]),
+        ],
+        [helper.make_tensor_value_info(condition, TensorProto.BOOL, []), helper.make_tensor_value_info("next", FLOAT, [16])],
+    )
+    weights = [numpy_helper.from_array(np.array(True), "yes")]
+    weights += [] if trips is None else [integers("trips", trips, scalar=True)]
+    model = model_of([helper.make_node("Loop", ["trips", "yes", "x"], ["y"], body=body, name="loop")], weights, (16,))
+    if trips is None:
+        model.graph.input.append(helper.make_tensor_value_info("trips", INT64, []))
+    return model
+
+
+def convolution(shape: Any = (1, 4, 8, 8), weight: Any = (4, 4, 3, 3), **attributes: Any) -> onnx.ModelProto:
+    weights = [numpy_helper.from_array(np.zeros(weight, dtype=np.float32), "w")]
+    return model_of([helper.make_node("Conv", ["x", "w"], ["y"], name="stem", **attributes)], weights, shape)
+
+
+def _empty_loop() -> onnx.ModelProto:
+    """A body without operators, as often as a number can say."""
+    model = loop(2**63 - 1)
+    body = model.graph.node[0].attribute[0].g
+    del body.node[:]
+    body.output[1].name = "state"
+    return model
+
+
+def _chain(number: int, op_type: str = "Relu", name: str = "") -> onnx.ModelProto:
+    return model_of([helper.make_node(op_type, [_v(at, name)], [_v(at + 1, name, number)]) for at in range(number)])
+
+
+def _v(at: int, name: str, last: int = -1) -> str:
+    return "x" if at == 0 else "y" if at == last else f"{name}{at}"
+
+
+def _one_gate_for_all(number: int) -> onnx.ModelProto:
+    """A sigmoid that every product reads: a search for SiLU looks at all readers for each."""
+    nodes = [helper.make_node("Sigmoid", ["x"], ["s"])]
+    nodes += [helper.make_node("Mul", ["x", "s"], [f"p{at}"]) for at in range(number)]
+    return model_of([*nodes, helper.make_node("Sum", [f"p{at}" for at in range(number)], ["y"])])
+
+
+def _small_nodes(text: bytes, number: int, times: int) -> bytes:
+    """``number`` operators, each with ``times`` fields of ``text``: two bytes in the file, an object each in memory."""
+    node = text * times
+    part = b"\x0a" + _varint(len(node)) + node
+    return b"\x08\x0a\x42\x04\x0a\x00\x10\x14\x3a" + _varint(len(part) * number) + part * number
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _nested(depth: int, branches: int) -> onnx.ModelProto:
+    """``If`` in ``If``; onnx looks into each."""
+    out = helper.make_tensor_value_info("b", FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Exp", ["x"], ["b"])], "b", [], [out])
+    empty = helper.make_graph([helper.make_node("Relu", ["x"], ["b"])], "e", [], [out])
+    for _ in range(depth):
+        other = graph if branches == 2 else empty
+        graph = helper.make_graph([helper.make_node("If", ["c"], ["b"], then_branch=graph, else_branch=other)], "b", [], [out])
+    nodes = [
+        helper.make_node("Cast", ["x"], ["m"], to=TensorProto.BOOL),
+        helper.make_node("Squeeze", ["m"], ["c"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=graph, else_branch=empty),
+    ]
+    return model_of(nodes)
+
+
+def _loops_in_loops(depth: int) -> onnx.ModelProto:
+    """Ten trips of ten trips of ten trips."""
+    inner = [helper.make_node("Exp", ["state"], ["next"])]
+    for at in range(depth):
+        body = helper.make_graph(
+            inner,
+            "body",
+            [
+                helper.make_tensor_value_info("i", INT64, []),
+                helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+                helper.make_tensor_value_info("state", FLOAT, [1]),
+            ],
+            [helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []), helper.make_tensor_value_info("next", FLOAT, [1])],
+        )
+        last = at == depth - 1
+        names = ["x"] if last else ["state"]
+        inner = [helper.make_node("Loop", ["ten", "yes", *names], ["y" if last else "next"], body=body)]
+    return model_of(inner, [integers("ten", 10, scalar=True), numpy_helper.from_array(np.array(True), "yes")])
+
+
+def _many_values(number: int) -> onnx.ModelProto:
+    """Each operator has four thousand values that can be known."""
+    nodes = [helper.make_node("Expand", ["one", "s"], [f"v{at}"]) for at in range(number)]
+    nodes.append(helper.make_node("Cast", ["v0"], ["y"], to=FLOAT))
+    return model_of(nodes, [integers("one", 1), integers("s", 4096)])
+
+
+def _long_texts() -> onnx.ModelProto:
+    """As an array of numpy's, each of the texts would take as much as the longest."""
+    texts = onnx.TensorProto(dims=[4000], data_type=TensorProto.STRING, name="t", string_data=[b"x" * 20000, *[b""] * 3999])
+    return model_of([helper.make_node("Identity", ["t"], ["u"]), helper.make_node("Exp", ["x"], ["y"])], [texts])
+
+
+def _constant_in_function(calls: int) -> onnx.ModelProto:
+    constant = numpy_helper.from_array(np.zeros(7000, dtype=np.float32), "c")
+    body = [helper.make_node("Constant", [], ["k"], value=constant), helper.make_node("Exp", ["a"], ["b"])]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)]
+    function = helper.make_function("mine", "F", ["a"], ["b"], body, opsets)
+    nodes = [helper.make_node("F", [_v(at, "n")], [_v(at + 1, "n", calls)], domain="mine") for at in range(calls)]
+    model = model_of(nodes)
+    model.functions.append(function)
+    return model
+
+
+def _locations(number: int) -> onnx.ModelProto:
+    weights = []
+    for at in range(number):
+        tensor = onnx.TensorProto(dims=[1], data_type=FLOAT, name=f"w{at}", data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="location", value=f"{'a/' * 100}{at}")
+        weights.append(tensor)
+    return model_of([helper.make_node("Exp", ["x"], ["y"])], weights)
+
+
+class Sparse(NamedTuple):
+    """The first bytes of a file; the others are zeros that take no room on the disk."""
+
+    head: bytes
+    size: int
+
+
+def _two_gigabytes() -> Sparse:
+    """A weight of 2,000 MB before the graph's operator."""
+    size = 500_000_000
+    weight = onnx.TensorProto(dims=[1, size], data_type=FLOAT, name="w").SerializeToString()
+    raw = b"\x4a" + _varint(4 * size)  # TensorProto.raw_data
+    initializer = b"\x2a" + _varint(len(weight) + len(raw) + 4 * size) + weight + raw
+    graph = model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], shape=(4, 1)).graph.SerializeToString()
+    head = b"\x08\x0a\x42\x04\x0a\x00\x10\x14\x3a" + _varint(len(graph) + len(initializer) + 4 * size) + graph + initializer
+    return Sparse(head, len(head) + 4 * size)
+
+
+# The six of issue 20's finding 5, and what else a file of a few bytes can say.
+SMALL: dict[str, Callable[[], Any]] = {
+    "range 10^15": lambda: _range(10**15),
+    "range 10^9": lambda: _range(10**9),
+    "range 10^8": lambda: _range(10**8),
+    "ConstantOfShape 2^31": lambda: _made_by("ConstantOfShape", 2**31),
+    "Expand 2^30": lambda: _made_by("Expand", 2**30),
+    "Tile 2^30": lambda: _made_by("Tile", 2**30),
+    "34 Concat(v, v)": lambda: _doubled(34),
+    "Loop of 10^9": lambda: loop(10**9),
+    "Loop without a body": _empty_loop,
+    "Loop in Loop": lambda: _loops_in_loops(9),
+    "Loop of an unknown number": lambda: loop(None),
+    "group=0": lambda: convolution(group=0),
+    "strides=0": lambda: convolution(strides=[0, 1]),
+}
+LARGE: dict[str, Callable[[], Any]] = {
+    "If 19 deep": lambda: _nested(19, 1),
+    "If 13 deep, both branches": lambda: _nested(13, 2),
+    "If 15 deep, both branches": lambda: _nested(15, 2),
+    "20,000 Relu": lambda: _chain(20_000),
+    "20,000 Exp": lambda: _chain(20_000, "Exp"),
+    "a million Exp": lambda: _chain(1_000_000, "Exp"),
+    "one gate for 19,000": lambda: _one_gate_for_all(19_000),
+    "names of 30 MB": lambda: _chain(2, name="n" * 20_000_000),
+    "names of 100 MB": lambda: _chain(2, name="n" * 100_000_000),
+    "long names in all": lambda: _chain(20_000, name="n" * 1000),
+    "inputs of two bytes": lambda: _small_nodes(b"\x0a\x00", 2000, 16_000),
+    "attributes of two bytes": lambda: _small_nodes(b"\x2a\x00", 2000, 16_000),
+    "attributes in a few nodes": lambda: _small_nodes(b"\x2a\x00", 30, 16_000),
+    "values that can be known": lambda: _many_values(19_000),
+    "long texts": _long_texts,
+    "a constant in a function": lambda: _constant_in_function(10_000),
+    "external files": lambda: _locations(40_000),
+    "dimensions": lambda: model_of([helper.make_node("Exp", ["x"], ["y"])], shape=[2**31 - 1] * 200_000),
+    "two gigabytes of a weight": _two_gigabytes,
+    "two gigabytes of zeros": lambda: Sparse(b"", 2**31),
+}
+CASES = SMALL | LARGE
+
+
+def _memory_kib(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1])
+
+
+def read(path: Path) -> Iterator[object]:
+    """Seconds, peak MiB, and what came."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, LONGEST_S)  # nobody handles SIGPROF, so it ends the process, C++ or not
+    try:
+        graph = OpGraph.from_onnx(path)
+        outcome = f"read: {len(graph.ops)} operators, {len(graph.unmodelled)} notes"
+    except OnnxError as error:
+        outcome = f"refused: {error}"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    yield from (f"{time.process_time() - start:.2f}", _memory_kib("VmHWM") // 1024, outcome)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    files = {name: folder / f"{number}.onnx" for number, name in enumerate(names)}
+    if not (writer := os.fork()):  # what it takes to write them is not what it takes to read them
+        for name, path in files.items():
+            made = CASES[name]()
+            with path.open("wb") as file:
+                file.write(
+                    made if isinstance(made, bytes) else made.head if isinstance(made, Sparse) else made.SerializeToString()
+                )
+                if isinstance(made, Sparse):
+                    file.truncate(made.size)
+        os._exit(0)
+    assert os.waitpid(writer, 0)[1] == 0
+    (folder / "warm.onnx").write_bytes(_chain(2).SerializeToString())
+    OpGraph.from_onnx(folder / "warm.onnx")  # imports what there is to import
+    used, mapped = (1024 * _memory_kib(key) for key in ("VmRSS", "VmSize"))
+    for name, path in files.items():
+        # What is mapped but not in memory does not count: libraries, and the file that is read, of which few pages are touched.
+        limit = mapped + max(MOST_BYTES - used, 0) + path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        print(name, *read(path), sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))
