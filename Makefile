@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test test-slow test-all lint coverage gpu-check clean

@@ -41,9 +41,7 @@ def test_torchvision_timm_lightning_and_transformers_can_be_imported_in_a_plain_
 
 
 @pytest.mark.parametrize(("has_operators", "declared"), [(False, "True"), (True, "False")])
-def test_operators_are_declared_only_where_the_c_library_did_not_load(
-    has_operators: bool, declared: str, tmp_path: Path
-) -> None:
+def test_operators_are_declared_only_where_the_c_library_did_not_load(has_operators: bool, declared: str, tmp_path: Path) -> None:
     """Beside a CUDA build of PyTorch the shim must do nothing."""
     package = tmp_path / "torchvision"
     package.mkdir()
@@ -98,12 +96,8 @@ def test_only_a_package_that_is_not_there_is_missing() -> None:
 
 def test_the_first_cause_is_named_however_often_it_was_wrapped() -> None:
     """Transformers imports lazily, and wraps what went wrong in an error that says nothing."""
-    try:
-        try:
-            raise RuntimeError("operator torchvision::nms does not exist")
-        except RuntimeError as error:
-            raise ModuleNotFoundError("Could not import module 'Trainer'.") from error
-    except ModuleNotFoundError as error:
-        assert why_not_imported(error, "transformers", "pip install it").endswith(
-            "failed with RuntimeError: operator torchvision::nms does not exist"
-        )
+    error = ModuleNotFoundError("Could not import module 'Trainer'.")
+    error.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    assert why_not_imported(error, "transformers", "pip install it").endswith(
+        "failed with RuntimeError: operator torchvision::nms does not exist"
+    )
