@@ -137,7 +137,8 @@ def test_one_reading_a_thousandfold_too_large_moves_the_mean_by_little(seed: int
     """One misread clock must not spoil all that follows.
 
     A Student-t likelihood gives no bound in absolute terms: where no other reading is near, even an absurd one says something.
-    It says little beside what it would say if it were believed, it stays within the interval, and it says less, the more absurd it is.
+    It says little beside what it would say if it were believed, it stays within the interval, and the more absurd it is, the less
+    it says.
     """
     x, new = places(12, seed), places(5, seed + 1)
     y = torch.full((12,), 0.1, dtype=torch.float64)
