@@ -1,17 +1,19 @@
 # `make demo` and `make test` work on a bare checkout: what they need is installed into .venv first.
+# `make test` runs the fast tests, `make test-slow` the others, `make test-all` both.
 
 PYTHON ?= python3
-# The version pinned here is a CPU build on our machines. Elsewhere, to spare yourself several GB of CUDA packages:
-#   make venv TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.13.0
-# Passed on to the example or to pytest, for instance: make test ARGS="-m 'not slow' -x"
+# Each version of torchvision fits one version of torch, from the same index. To spare yourself several GB of CUDA packages:
+#   make venv TORCH="torch==2.13.0 torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0 torchvision==0.28.0
+# Passed on to the example or to pytest, for instance: make test ARGS="tests/test_boundaries.py -x"
 ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test lint coverage gpu-check clean
+.PHONY: venv demo test test-slow test-all lint coverage gpu-check clean
 
 venv: $(INSTALLED)
 
@@ -19,14 +21,20 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-# Every model of the coverage list, in some minutes; `make test` takes a sample of 60.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(INSTALLED)
+	$(PYTEST) $(ARGS)
+
+# Every model of the coverage list, in some minutes; `make test-slow` takes a sample of 60.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_coverage.py --all-models $(ARGS)
 
 # Measures 40 configurations on the GPU that is here, in at most five minutes, and prints predicted against measured. With a
-# CUDA build of torch: make gpu-check TORCH=torch. On the processor: make gpu-check ARGS="--gpu cpu --configurations 8"
+# CUDA build of torch: make gpu-check TORCH="torch torchvision". On the processor: make gpu-check ARGS="--gpu cpu --configurations 8"
 gpu-check: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
@@ -40,11 +48,15 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the CUDA build.
-$(INSTALLED): pyproject.toml | $(BIN)/pip
+# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the newest. Last comes what lets a torchvision from PyPI be
+# imported beside a CPU build of torch; beside any other torch it does nothing.
+SHIM := $(wildcard tools/torchvision_beside_cpu_torch.*)
+
+$(INSTALLED): pyproject.toml $(SHIM) | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --group dev --group zoo
+	cp $(SHIM) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 # Debian without python3-venv has no ensurepip; its own pip can then put pip into the environment.

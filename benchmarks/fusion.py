@@ -34,7 +34,6 @@ from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import roofline_s
 from perfguard.predictor import load_predictor
-from perfguard.tables import prepare_torchvision
 from perfguard_models import kernels, train_fusion
 from perfguard_models.fusion import as_compiled
 
@@ -46,7 +45,6 @@ IMAGES = (4, 3, 96, 96)
 
 
 def _timm(name: str, **settings: Any) -> nn.Module:
-    prepare_torchvision()
     import timm
 
     model: nn.Module = timm.create_model(name, **settings)

@@ -14,9 +14,11 @@ import csv
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from perfguard._optional import why_not_imported
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import format_bytes, parse_bytes, parse_seconds
 
@@ -142,7 +144,7 @@ def plan(
     if not jobs:
         return Schedule((), method)
     problem = _Problem.of(jobs, slots, at_once=at_once, slowdown=slowdown)
-    if method == "exact" or (method == "best" and at_once == 1 and len(jobs) <= _MOST_JOBS_FOR_A_PROOF and _has_ortools()):
+    if method == "exact" or (method == "best" and at_once == 1 and len(jobs) <= _MOST_JOBS_FOR_A_PROOF and find_spec("ortools")):
         return _plan_exactly(problem, time_limit_s)
     if method == "genetic":
         return _plan_by_evolution(problem, seed)
@@ -285,7 +287,8 @@ def _plan_exactly(problem: _Problem, time_limit_s: float) -> Schedule:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ConfigurationError("method=\"exact\" needs OR-tools: pip install 'perfguard[packing]'.") from error
+        missing = "method=\"exact\" needs OR-tools: pip install 'perfguard[packing]'."
+        raise ConfigurationError(why_not_imported(error, "ortools", missing)) from error
     model = cp_model.CpModel()
     ticks = [
         {index: max(1, round(job.time_s[problem.slots[index].kind] * _TICKS_PER_S)) for index in choices}
@@ -310,14 +313,6 @@ def _plan_exactly(problem: _Problem, time_limit_s: float) -> Schedule:
         return problem.schedule(hint, method="longest-first")
     genes = tuple(next(index for index, variable in of_job.items() if solver.boolean_value(variable)) for of_job in on)
     return Schedule(problem.schedule(genes, method="exact").placements, "exact", is_optimal=status == cp_model.OPTIMAL)
-
-
-def _has_ortools() -> bool:
-    try:
-        from ortools.sat.python import cp_model  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _nowhere(job: Job, slots: Sequence[Slot]) -> str:
@@ -395,7 +390,8 @@ def draw_schedule(schedule: Schedule) -> Figure:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("The picture needs Matplotlib: pip install 'perfguard[plot]'.") from error
+        missing = "The picture needs Matplotlib: pip install 'perfguard[plot]'."
+        raise ConfigurationError(why_not_imported(error, "matplotlib", missing)) from error
     slots = sorted({placement.slot for placement in schedule.placements}, key=lambda slot: slot.name)
     figure = Figure(figsize=(9, 0.9 + 0.55 * len(slots)), layout="constrained")
     axes = figure.subplots()

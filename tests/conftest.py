@@ -1,8 +1,8 @@
-"""What every test gets: a measurement log of its own, property tests without deadlines, and PostgreSQL for the asking."""
+"""What every test gets: a log of its own, one thread, property tests without deadlines, and PostgreSQL for the asking."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
 import pytest
 from hypothesis import settings
@@ -11,6 +11,10 @@ from tests.postgres import postgres, postgres_url
 
 __all__ = ["postgres", "postgres_url"]
 
+# Tests compute little, and several processes run them at once: more threads would only wait for each other. PyTorch, scikit-learn
+# and child processes read this when they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")
 
@@ -18,17 +22,6 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
     parser.addoption("--fuzz-files", type=int, default=500, help="damaged ONNX files to read (default: 500)")
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Of PyTorch, for tensors so small that threads would only wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

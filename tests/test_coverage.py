@@ -132,7 +132,8 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_hugging_face_model(name: str, precision: Any) -> None:
     config, cls, options, inputs = HUGGING_FACE[name]
-    transformers = zoo.transformers()
+    import transformers
+
     with torch.device("meta"):
         model = getattr(transformers, cls)(getattr(transformers, config)(**options))
     check(trace(Workload(model, inputs, loss=lambda output: output.loss, precision=precision, optimizer=torch.optim.AdamW)))
@@ -141,7 +142,8 @@ def test_a_hugging_face_model(name: str, precision: Any) -> None:
 @needs_zoo
 @pytest.mark.filterwarnings("ignore")
 def test_a_hugging_face_model_with_checkpointing_keeps_less() -> None:
-    transformers = zoo.transformers()
+    import transformers
+
     peaks = []
     for saving in (False, True):
         config = transformers.LlamaConfig(**SMALL | {"num_key_value_heads": 2, "num_hidden_layers": 8})

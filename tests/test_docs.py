@@ -39,13 +39,6 @@ def commands_of(text: str) -> Iterator[list[str]]:
                     yield words[1:]
 
 
-RUN_SCRIPT = (
-    "import runpy, sys; from perfguard.tables import prepare_torchvision; prepare_torchvision(); "
-    "runpy.run_path(sys.argv[1], run_name='__main__')"
-)
-"""Lightning and Transformers import torchvision, whose wheel on PyPI does not fit a CPU build of torch."""
-
-
 def run_python(*arguments: str, cwd: Path) -> None:
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +68,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         pytest.skip("no Python on this page")
     script = tmp_path / f"{page.name}.py"
     script.write_text(code, encoding="utf-8")
-    run_python("-c", RUN_SCRIPT, str(script), cwd=tmp_path)
+    run_python(str(script), cwd=tmp_path)
 
 
 @pytest.mark.slow

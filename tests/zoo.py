@@ -5,17 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from perfguard.tables import prepare_torchvision
-
 IS_COMPLETE = all(importlib.util.find_spec(name) for name in ("timm", "torchvision", "transformers"))
-
-
-def transformers() -> Any:
-    """The package; it imports torchvision where there is one."""
-    prepare_torchvision()
-    import transformers
-
-    return transformers
 
 
 def input_size(model: Any) -> tuple[int, int, int]:

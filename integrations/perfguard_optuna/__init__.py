@@ -1,9 +1,13 @@
 """PerfGuard for Optuna: trials that cannot run are pruned before they start."""
 
+from perfguard._optional import why_not_imported as _why_not_imported
+
 try:
     import optuna as _optuna  # noqa: F401
 except ImportError as error:
-    raise ImportError("perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.") from error
+    raise ImportError(
+        _why_not_imported(error, "optuna", "perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.")
+    ) from error
 
 from perfguard_optuna._attributes import TrialRecord, record_of
 from perfguard_optuna._guard import GuardedRun, OptunaGuard

@@ -9,17 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from perfguard._optional import why_not_imported
+
 try:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-except ImportError:
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":
+        raise
     try:
         import pytorch_lightning as pl  # type: ignore[no-redef]
         from pytorch_lightning.strategies import SingleDeviceStrategy  # type: ignore[assignment]
         from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
-    except ImportError as error:
-        raise ImportError("perfguard_optuna.lightning needs Lightning: pip install 'perfguard[lightning]'.") from error
+    except ImportError as older:
+        needed = "perfguard_optuna.lightning needs Lightning: pip install 'perfguard[lightning]'."
+        raise ImportError(why_not_imported(older, "pytorch_lightning", needed)) from older
 
 import optuna
 import torch

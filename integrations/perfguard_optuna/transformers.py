@@ -7,13 +7,14 @@ import math
 from types import TracebackType
 from typing import Any
 
+from perfguard._optional import why_not_imported
+
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import has_length
 except ImportError as error:
-    raise ImportError(
-        "perfguard_optuna.transformers needs Transformers and Accelerate: pip install 'perfguard[transformers]'."
-    ) from error
+    missing = "perfguard_optuna.transformers needs Transformers and Accelerate: pip install 'perfguard[transformers]'."
+    raise ImportError(why_not_imported(error, "transformers", missing)) from error
 
 import optuna
 import torch

@@ -1,10 +1,12 @@
 """PerfGuard for Ray Tune: trials that cannot run never become actors."""
 
+from perfguard._optional import why_not_imported as _why_not_imported
+
 try:
     import ray as _ray
     import ray.tune as _tune  # noqa: F401
 except ImportError as error:
-    raise ImportError("perfguard_ray needs Ray Tune: pip install 'perfguard[ray]'.") from error
+    raise ImportError(_why_not_imported(error, "ray", "perfguard_ray needs Ray Tune: pip install 'perfguard[ray]'.")) from error
 
 if tuple(int(part) for part in _ray.__version__.split(".")[:2]) < (2, 43):  # tune.report came to what it is now
     raise ImportError(

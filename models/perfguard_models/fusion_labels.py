@@ -266,9 +266,6 @@ def cases(seed: int = 0) -> Iterator[Case]:
 
 
 def _timm_cases(rng: random.Random) -> Iterator[Case]:
-    from perfguard.tables import prepare_torchvision
-
-    prepare_torchvision()
     import timm
 
     def made(name: str) -> Case:
@@ -370,9 +367,6 @@ _TRANSFORMERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 
 def _transformers() -> Iterator[Case]:
-    from perfguard.tables import prepare_torchvision
-
-    prepare_torchvision()
     import transformers
 
     def make(config: str, model: str, settings: dict[str, Any]) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from perfguard._optional import why_not_imported
 from perfguard.exceptions import ConfigurationError
 from perfguard.graph import OpGraph, Phase, StorageKind, roofline_s, timeline
 
@@ -34,7 +35,8 @@ def draw_timeline(graph: OpGraph, device: Device, path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("--plot needs Matplotlib: pip install 'perfguard[plot]'.") from error
+        missing = "--plot needs Matplotlib: pip install 'perfguard[plot]'."
+        raise ConfigurationError(why_not_imported(error, "matplotlib", missing)) from error
     milliseconds = np.concatenate([[0.0], np.cumsum(roofline_s(graph, device))]) * 1e3
     by_kind = timeline(graph)
     figure = Figure(figsize=(9, 5), layout="constrained")

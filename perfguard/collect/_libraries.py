@@ -7,11 +7,9 @@ import os
 from contextlib import suppress
 
 from perfguard.collect._networks import ARCHITECTURES
-from perfguard.tables import prepare_torchvision
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with suppress(Exception):  # what is missing or broken was said by whoever chose the spaces
-    prepare_torchvision()
     importlib.import_module("timm")
 with suppress(Exception):
     for name in ARCHITECTURES.values():

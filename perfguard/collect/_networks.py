@@ -190,17 +190,11 @@ def _timm(sizes: Sizes, checkpointing: bool) -> nn.Module:
 
 
 def _torchvision(sizes: Sizes, checkpointing: bool) -> nn.Module:
-    from perfguard.tables._zoo import prepare_torchvision
-
-    prepare_torchvision()
     made: nn.Module = importlib.import_module("torchvision.models").get_model(sizes["name"], weights=None)
     return made
 
 
 def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
-    from perfguard.tables._zoo import prepare_torchvision
-
-    prepare_torchvision()
     transformers = importlib.import_module("transformers")
     if ARCHITECTURES.get(sizes["model_type"]) != sizes["architecture"]:  # a table must not name just any class
         raise WorkloadError(f"{sizes['architecture']!r} is not {sizes['model_type']}'s architecture here")

@@ -128,10 +128,6 @@ def drafts(spaces: Sequence[Space], *, seed: int, on_gpu: bool, reach: float = 1
 
 def without_missing_packages(spaces: Sequence[Space]) -> tuple[list[Space], list[str]]:
     """The spaces that can be had here, and a line for each that cannot; one for packages that a space can do without too."""
-    if {"vision", "text"} & set(spaces):
-        from perfguard.tables import prepare_torchvision
-
-        prepare_torchvision()
     left: list[Space] = []
     lines: list[str] = []
     for space in spaces:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+from perfguard._optional import why_not_imported
+
 _T = TypeVar("_T")
 
 _SAMPLE_INTERVAL_S = 0.1
@@ -198,8 +200,8 @@ class NvmlProbe:
             return True
         try:
             nvml = self._given or cast(Nvml, importlib.import_module("pynvml"))
-        except ImportError:
-            self._give_up("pynvml is not installed")
+        except ImportError as error:
+            self._give_up(why_not_imported(error, "pynvml", "pynvml is not installed"))
             return False
         try:
             nvml.nvmlInit()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
+from perfguard._optional import why_not_imported
 from perfguard.devices import cpu
 from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.measure import Measurement, Run
@@ -48,7 +49,8 @@ def measure_onnx(
     try:
         import onnxruntime
     except ImportError as error:
-        raise ConfigurationError("To measure an ONNX file takes ONNX Runtime: pip install 'perfguard[onnx]'.") from error
+        missing = "To measure an ONNX file takes ONNX Runtime: pip install 'perfguard[onnx]'."
+        raise ConfigurationError(why_not_imported(error, "onnxruntime", missing)) from error
     file = Path(path)
     model = read_model(file, max_bytes=max_bytes)
     bind(file, model, batch_size=batch_size, dims=dims or {})

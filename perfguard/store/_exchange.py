@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sqlalchemy import BigInteger, Double, LargeBinary, Table
 
+from perfguard._optional import why_not_imported
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError
 from perfguard.measure import Confidence, Status
 from perfguard.store import _schema as schema
@@ -277,7 +278,8 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigurationError("Parquet needs pyarrow: pip install 'perfguard[parquet]'. CSV needs nothing.") from error
+        missing = "Parquet needs pyarrow: pip install 'perfguard[parquet]'. CSV needs nothing."
+        raise ConfigurationError(why_not_imported(error, "pyarrow", missing)) from error
     return pyarrow
 
 

@@ -7,7 +7,7 @@ from perfguard.tables._kinds import kind_of_table, parser_of
 from perfguard.tables._operators import OperatorRow
 from perfguard.tables._rows import MeasuredRow, model_on_meta
 from perfguard.tables._workloads import COLUMNS, WorkloadRow, workload_row
-from perfguard.tables._zoo import prepare_torchvision, timm_model
+from perfguard.tables._zoo import timm_model
 
 __all__ = [
     "COLUMNS",
@@ -23,7 +23,6 @@ __all__ = [
     "model_on_meta",
     "parser_of",
     "predicted_columns",
-    "prepare_torchvision",
     "read_table",
     "report",
     "timm_model",

@@ -17,7 +17,6 @@ from torch import nn
 from perfguard.exceptions import TableError
 from perfguard.tables._csv import Row, one_of, positive, scaled, text
 from perfguard.tables._rows import MIB, MeasuredRow
-from perfguard.tables._zoo import prepare_torchvision
 from perfguard.workload import Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "seq_len")
@@ -41,7 +40,6 @@ class TransformerRow(MeasuredRow):
 
     def make_model(self) -> nn.Module:
         """The first of the configuration's architectures, with attention as it was before PyTorch 2 fused it."""
-        prepare_torchvision()
         try:
             transformers = importlib.import_module("transformers")
             options = {key: value for key, value in self.configuration.items() if key not in ("model_type", "architectures")}

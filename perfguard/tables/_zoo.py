@@ -5,48 +5,22 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-import sys
 from typing import Any
 
-import torch
 from torch import nn
 
+from perfguard._optional import why_not_imported
 from perfguard.exceptions import TableError
-
-# PyPI's wheel of torchvision carries CUDA operators. Beside a CPU build of torch they cannot be loaded, and its import fails for
-# lack of them. Nothing that is traced calls one; declared by name they let it be imported.
-_TORCHVISION_OPERATORS = (
-    "nms", "qnms", "roi_align", "_roi_align_backward", "ps_roi_align", "_ps_roi_align_backward", "roi_pool", "_roi_pool_backward",
-    "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward",
-)  # fmt: skip
-_declared: list[torch.library.Library] = []
 
 
 @functools.cache
 def _timm() -> Any:
-    prepare_torchvision()
     try:
         return importlib.import_module("timm")
     except ImportError as error:
-        raise TableError(f"The models of this table are timm's, which cannot be imported ({error}): pip install timm.") from error
-
-
-@functools.cache
-def prepare_torchvision() -> None:
-    """Make ``import torchvision`` work beside a CPU build of torch, if it is installed at all."""
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        return
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in _TORCHVISION_OPERATORS:
-            library.define(f"{name}() -> ()")
-        _declared.append(library)  # it lasts as long as somebody holds it
+        raise TableError(why_not_imported(error, "timm", "The models of this table are timm's: pip install timm.")) from error
+    except RuntimeError as error:  # a torchvision that was built for another PyTorch
+        raise TableError(f"The models of this table are timm's, but importing it failed with RuntimeError: {error}") from error
 
 
 def timm_model(name: str, size: int | None = None, *, fused_attention: bool = True) -> nn.Module:

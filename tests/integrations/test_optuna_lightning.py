@@ -7,26 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import optuna
 import pytest
 import torch
 from optuna.trial import TrialState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 import perfguard_optuna
 from perfguard import TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
-from perfguard.tables import prepare_torchvision
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
+from perfguard_optuna.lightning import PerfGuardCallback
 from tests.doubles import ReplayPredictor
-
-prepare_torchvision()  # torchmetrics imports it where there is one
-
-import lightning.pytorch as pl  # noqa: E402
-from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
-
-from perfguard_optuna.lightning import PerfGuardCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),

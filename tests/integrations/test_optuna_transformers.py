@@ -14,18 +14,13 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from perfguard import TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, WorkloadError
-from perfguard.tables import prepare_torchvision
 from perfguard_optuna import OptunaGuard, record_of
+from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of
 from tests.doubles import ReplayPredictor
-
-prepare_torchvision()  # transformers imports it where there is one
-
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
-
-from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of  # noqa: E402
 
 SMALL, LARGE = 8, 1024
 """Widths that need about 40 KiB and 17 MiB."""

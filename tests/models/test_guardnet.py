@@ -33,7 +33,6 @@ from perfguard_models._network import GuardNetwork
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 UNKNOWN = replace(resolve_device("a100"), id="made-up")
 
 

@@ -29,7 +29,6 @@ from perfguard_models.refinement import rows_of
 from perfguard_models.served import Trained, read_trained
 from perfguard_models.summary import NAME, STEPS_A_SETTING, Summary, drawn, read_summary, summary_of, write_summary
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WEIGHTS = files("perfguard_models") / "weights"
 A100 = resolve_device("a100")
 

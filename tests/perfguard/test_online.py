@@ -28,8 +28,6 @@ from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
 from tests.doubles import ReplayPredictor
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @functools.cache
 def graphs() -> tuple[OpGraph, ...]:

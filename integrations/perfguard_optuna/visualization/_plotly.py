@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
+from perfguard._optional import why_not_imported
 from perfguard.budget import Quantity
 from perfguard_optuna.visualization._views import (
     GROUP_COLORS,
@@ -226,5 +227,6 @@ def _graph_objects() -> Any:
     try:
         import plotly.graph_objects as graph_objects
     except ImportError as error:
-        raise ImportError("These pictures need Plotly: pip install 'perfguard[plot]'.") from error
+        missing = "These pictures need Plotly: pip install 'perfguard[plot]'."
+        raise ImportError(why_not_imported(error, "plotly", missing)) from error
     return graph_objects

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
+from perfguard._optional import why_not_imported
 from perfguard.budget import Quantity
 from perfguard_optuna.visualization._views import (
     GROUP_COLORS,
@@ -177,7 +178,8 @@ def _prepared(ax: Axes | None, size: tuple[float, float], title: str, headline: 
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError("These pictures need Matplotlib: pip install 'perfguard[plot]'.") from error
+        missing = "These pictures need Matplotlib: pip install 'perfguard[plot]'."
+        raise ImportError(why_not_imported(error, "matplotlib", missing)) from error
     if ax is None:
         _, ax = pyplot.subplots(figsize=size, layout="constrained")
     ax.set_title(f"{title}\n", loc="left", fontsize="large", fontweight="bold")

@@ -74,7 +74,6 @@ def test_a_processor_is_not_asked_for_what_only_a_gpu_has() -> None:
 
 
 def test_a_space_whose_package_is_missing_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perfguard.tables.prepare_torchvision", lambda: None)  # it remembers what it found
     for name in ("transformers", "timm", "torchvision"):
         monkeypatch.setitem(sys.modules, name, None)
     left, lines = without_missing_packages(["vision", "text", "mlp"])
@@ -86,7 +85,6 @@ def test_a_space_whose_package_is_missing_is_left_out_with_a_line(monkeypatch: p
 
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 def test_a_recipe_goes_through_json_and_its_workload_can_be_traced() -> None:
-    zoo.transformers()
     for draft in first(24, SPACES):
         recipe = Recipe.from_json(dataclasses.replace(draft.recipe, batch_size=2).to_json())
         assert recipe == dataclasses.replace(draft.recipe, batch_size=2)

@@ -38,7 +38,6 @@ def export(model: nn.Module, inputs: dict[str, torch.Tensor], path: Path, *, fol
 
 
 def timm_model(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
-    zoo.transformers()
     import timm
 
     torch.manual_seed(0)
@@ -49,7 +48,8 @@ def timm_model(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
 
 
 def bert() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
-    transformers = zoo.transformers()
+    import transformers
+
     config = transformers.BertConfig(num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=512)
     torch.manual_seed(0)
     model = transformers.BertModel(config)
