@@ -187,6 +187,6 @@ def _check_unit(memory: int | float | str | None) -> None:
     if 1 <= num_bytes < _LEAST_BARE_BYTES and not is_fraction:
         unit = "GiB" if num_bytes < 1024 else "MiB"
         raise ConfigurationError(
-            f"memory_budget={memory!r} is {num_bytes:g} bytes. "
-            f"Write '{num_bytes:g}{unit}', or a fraction of the device such as 0.9."
+            f"memory_budget={memory!r} is {num_bytes:.10g} bytes. "
+            f"Write '{num_bytes:.10g}{unit}', or a fraction of the device such as 0.9."
         )

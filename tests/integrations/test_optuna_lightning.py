@@ -19,7 +19,7 @@ from perfguard import TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.tables import prepare_torchvision
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 prepare_torchvision()  # torchmetrics imports it where there is one
 
@@ -96,7 +96,7 @@ def _nothing_seen() -> None:
 
 def make_guard(**options: Any) -> OptunaGuard:
     settings: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    return OptunaGuard("a100", **(settings | options))
+    return OptunaGuard(BARE_A100, **(settings | options))
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
