@@ -107,7 +107,8 @@ class Guard:
 
     Args:
         gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
-        memory_budget: bytes, a text such as "38GiB", or a fraction of the device in (0, 1]. None: all of the device.
+        memory_budget: a text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the device. A number
+            of bytes below 1 MiB is refused, and so is a budget that the driver's context alone exceeds on a GPU.
         time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
         epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
         step_time_budget: seconds of one step, or a text such as "250ms".

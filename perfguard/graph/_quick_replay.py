@@ -227,6 +227,7 @@ def _reserved_units_of_many(program: _Program, sizes: npt.NDArray[np.int64]) -> 
     is_empty = sizes == 0
     if sizes.max(initial=0) >= _ADDRESS or (is_empty.any(axis=1) & ~is_empty.all(axis=1)).any():
         return None
+    sizes = sizes.astype(np.int64, copy=False)
     is_nothing = is_empty.all(axis=1).tolist()
     lasting, first, later = (
         [event for event in events if not is_nothing[max(event, ~event)]]

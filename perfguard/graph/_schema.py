@@ -72,6 +72,7 @@ _LASTING = (
     StorageKind.OPTIMIZER_STATE,
 )
 
+
 class Op(NamedTuple):
     """One operator as it would be launched."""
 

@@ -247,5 +247,3 @@ def test_a_lower_bound_is_below_every_liveness_that_a_graph_can_have() -> None:
     assert graph.least_bytes_by_kind == graph.bytes_by_kind()
     opaque = replace(graph, unmodelled=("something",))
     assert 0 < sum(opaque.least_bytes_by_kind.values()) <= graph.peak_live_bytes
-
-
