@@ -77,8 +77,8 @@ class Budget:
         """A budget from what people write: bytes, "38GiB" or a fraction of the device; seconds, "250ms" or "2h"; joules, "5J".
 
         Raises:
-            ConfigurationError: for a limit that is not positive or cannot be read, for a number below 1 MiB without a unit, and for
-                limits that contradict each other.
+            ConfigurationError: for a limit that is not positive or cannot be read, for a number of bytes below 1 MiB without a
+                unit, and for limits that contradict each other.
         """
         fraction = memory if isinstance(memory, float) and memory <= 1 else None
         if fraction is not None and not 0 < fraction <= 1:

@@ -273,7 +273,7 @@ class Guard:
         time_left_s: float | None = None,
     ) -> Verdict:
         """The verdict on what needs more memory than the budget whatever a predictor says; a workload of None cannot be built."""
-        prediction = least.prediction(self.device, steps=workload and workload.steps)
+        prediction = least.prediction(self.device, steps=None if workload is None else workload.steps)
         limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
         capacity = format_bytes(self.budget.capacity_bytes(self.device))
         return Verdict("prune", f"needs {least}, the budget is {capacity}", prediction, limits, margins)
@@ -287,7 +287,7 @@ class Guard:
                 prediction,
                 self.device,
                 infers=workload is not None and workload.mode == "infer",
-                steps_per_epoch=workload and workload.steps_per_epoch,
+                steps_per_epoch=None if workload is None else workload.steps_per_epoch,
                 time_left_s=time_left_s,
             )
         )

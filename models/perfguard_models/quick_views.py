@@ -220,7 +220,7 @@ _forms: WeakKeyDictionary[OpGraph, _Form] = WeakKeyDictionary()
 
 
 def _form_of(graph: OpGraph) -> _Form | None:
-    """None: where numbers or convolutions' workspaces may leave 64 bits, and for operators with weights that are no convolutions."""
+    """None: where numbers or workspaces may leave 64 bits, and for operators with weights that are no convolutions."""
     first = graph.twin or graph
     form = _forms.get(first)
     if form is None:

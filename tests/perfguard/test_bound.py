@@ -1,11 +1,11 @@
-"""What needs more memory than the budget by liveness alone is pruned: whatever the size, without the predictor, without an error."""
+"""What needs more memory than the budget by liveness alone is pruned: any size, no predictor, no error."""
 
 from __future__ import annotations
 
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import Device, Guard, Observation, Prediction, TensorSpec, Workload
+from perfguard import Device, Guard, Prediction, TensorSpec, Workload
 from perfguard.bound import LeastMemory
 from perfguard.devices import resolve_device
 from perfguard.exceptions import BudgetWarning, BuildError, TooLargeError
