@@ -27,6 +27,9 @@ _NOUNS = {  # by the name of the StorageKind
 }
 _MENTIONED = 0.01
 """Of the whole: smaller parts are not spoken of."""
+HOPELESS = 4
+"""So many times over the budget the bound alone answers. Nearer to it, where searchers learn from how far a proposal is from
+feasible, the predictor gives the numbers, and the bound only overrules a launch."""
 _LOG_SIGMA, _SIGMAS_ABOVE = 0.2, 3.1
 """The peak is above the bound with probability 0.999, and 1.9 times the bound in the middle. 62 published runs of timm models on
 an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle."""

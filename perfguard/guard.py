@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
-from perfguard.bound import LeastMemory
+from perfguard.bound import HOPELESS, LeastMemory
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
 from perfguard.exceptions import (
@@ -248,7 +248,8 @@ class Guard:
                 least = LeastMemory.of(graph, self.device)
             except TooLargeError as error:
                 least = LeastMemory.behind(error, self.device)
-            if graph is None or least.num_bytes > self.budget.capacity_bytes(self.device):
+            capacity_bytes = self.budget.capacity_bytes(self.device)
+            if graph is None or least.num_bytes > HOPELESS * capacity_bytes:
                 return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
@@ -262,6 +263,8 @@ class Guard:
         limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
         worst = max(limits, key=lambda limit: margins[limit.quantity])
         action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
+        if action == "launch" and least.num_bytes > capacity_bytes:  # the predictor is wrong
+            return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
         return Verdict(action, _sentence(worst), prediction, limits, margins)
 
     def _hopeless(

@@ -224,7 +224,7 @@ class OpGraph:
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
         """What the step needs at least, whoever hands out the memory, by kind of storage.
 
-        All that is alive at the peak. Where the trace does not say all (:attr:`unmodelled`; a compiler may keep fewer activations),
+        All that is alive at the peak. Where the trace does not say all (:attr:`unmodelled`; a compiler may keep less),
         only what lasts whatever the operators do: parameters, buffers, inputs, optimizer states, and the gradients that are
         there at once.
         """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import Device, Guard, Prediction, TensorSpec, Workload
+from perfguard import Device, Estimate, Guard, Prediction, TensorSpec, Workload
 from perfguard.bound import LeastMemory
 from perfguard.devices import resolve_device
 from perfguard.exceptions import BudgetWarning, BuildError, TooLargeError
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(64, 64, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query = self.query(x)
+        query: torch.Tensor = self.query(x)
         return (query @ query.mT).softmax(-1) @ query
 
 
@@ -115,14 +115,33 @@ def test_the_reason_names_the_parts_and_the_budget() -> None:
     ), verdict.reason
 
 
-def test_what_the_budget_cannot_hold_by_a_byte_is_pruned_for_sure_and_the_rest_is_predicted() -> None:
+class Optimist(ReplayPredictor):
+    """Whatever the step, it is sure that a byte is enough."""
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        return replace(super().predict(graph, device, steps=steps), peak_memory=Estimate(1.0, 0.01))
+
+
+def test_a_predictor_that_contradicts_physics_is_overruled_to_the_byte() -> None:
     example = workload(PERCEPTRON, 4096, 64)
     least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
-    too_little = guard(gpu=BARE_A100, memory_budget=f"{least - 1}B")
-    assert too_little.check(example).p_violation >= 0.999
-    just_enough = guard(gpu=BARE_A100, memory_budget=f"{least}B")
-    with pytest.raises(AssertionError, match="the predictor was asked"):
-        just_enough.check(example)
+    too_little, just_enough = (
+        guard(gpu=BARE_A100, memory_budget=f"{num_bytes}B", predictor=Optimist()).check(example)
+        for num_bytes in (least - 1, least)
+    )
+    assert (too_little.action, just_enough.action) == ("prune", "launch")
+    assert too_little.reason.startswith("needs at least ")
+    assert too_little.p_violation >= 0.999
+
+
+def test_near_the_budget_the_numbers_are_the_predictors() -> None:
+    """Searchers learn the border from them; the bound's own estimate would be a step there."""
+    example = workload(PERCEPTRON, 4096, 64)
+    least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
+    verdict = guard(gpu=BARE_A100, memory_budget=f"{least // 2}B", predictor=ReplayPredictor()).check(example)
+    assert verdict.action == "prune"
+    assert verdict.prediction is not None
+    assert verdict.prediction.predictor == "replay-1"
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
@@ -157,7 +176,7 @@ def test_where_a_compiler_may_keep_less_only_what_lasts_counts() -> None:
 def test_a_hopeless_step_is_repaired_where_a_smaller_batch_fits() -> None:
     example = workload(PERCEPTRON, 960_000, 64)
     peak = trace(example, target=BARE_A100).peak_live_bytes
-    judge = Guard(BARE_A100, memory_budget=f"{peak // 4}B", predictor=ReplayPredictor(), log=False, on_violation="repair")
+    judge = Guard(BARE_A100, memory_budget=f"{peak // 8}B", predictor=ReplayPredictor(), log=False, on_violation="repair")
     verdict = judge.check(example)
     assert verdict.action == "repair"
     assert verdict.reason.startswith("needs at least ")
