@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
-from perfguard.quantities import format_quantity, format_seconds, parse_bytes, parse_joules, parse_seconds
+from perfguard.quantities import format_bytes, format_quantity, format_seconds, parse_bytes, parse_joules, parse_seconds
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
 Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
+_LEAST_BARE_BYTES = 2**20
+"""A smaller number without a unit is taken for a slip."""
 _NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
 
 
@@ -75,11 +77,13 @@ class Budget:
         """A budget from what people write: bytes, "38GiB" or a fraction of the device; seconds, "250ms" or "2h"; joules, "5J".
 
         Raises:
-            ConfigurationError: for a limit that is not positive or cannot be read, and for limits that contradict each other.
+            ConfigurationError: for a limit that is not positive or cannot be read, for a number of bytes below 1 MiB without a
+                unit, and for limits that contradict each other.
         """
         fraction = memory if isinstance(memory, float) and memory <= 1 else None
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigurationError(f"memory_budget as a fraction must lie in (0, 1], but got {memory!r}.")
+        _check_unit(memory)
         budget = Budget(
             memory_bytes=None if memory is None or fraction is not None else parse_bytes(memory, what="memory_budget"),
             memory_fraction=fraction,
@@ -101,6 +105,27 @@ class Budget:
                     f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), of which it is a part. "
                     f"Leave {part} out, or make it less."
                 )
+
+    def check_device(self, device: Device) -> None:
+        """Whether trials on ``device`` can have the memory that the budget says.
+
+        Raises:
+            ConfigurationError: if it is more than the device has, or no more than the driver's context takes of it before a trial
+                has a single tensor.
+        """
+        if self.memory_bytes is None and self.memory_fraction is None:
+            return
+        capacity_bytes = self.capacity_bytes(device)
+        if self.memory_bytes is not None and self.memory_bytes > device.memory_bytes:
+            raise ConfigurationError(
+                f"memory_budget ({format_bytes(self.memory_bytes)}) is more than {device.name} has "
+                f"({format_bytes(device.memory_bytes)}). Give less, or a fraction such as 0.95."
+            )
+        if capacity_bytes <= device.context_bytes:
+            raise ConfigurationError(
+                f"memory_budget ({format_bytes(capacity_bytes)}) can never be held: the driver's context alone takes "
+                f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
+            )
 
     def capacity_bytes(self, device: Device) -> int:
         """The memory that a trial may use on ``device``."""
@@ -151,3 +176,18 @@ class Budget:
             yield Limit("latency", self.latency_s, prediction.step_time)
         if self.energy_j is not None and infers and prediction.energy is not None:
             yield Limit("energy", self.energy_j, prediction.energy)
+
+
+def _check_unit(memory: int | float | str | None) -> None:
+    """Refuse ``memory_budget=40``: hardly anybody means 40 bytes."""
+    try:
+        num_bytes = float(memory) if memory is not None and not isinstance(memory, bool) else 0.0
+    except (TypeError, ValueError):
+        return  # it has a unit, or cannot be read
+    is_fraction = isinstance(memory, float) and memory <= 1
+    if 1 <= num_bytes < _LEAST_BARE_BYTES and not is_fraction:
+        unit = "GiB" if num_bytes < 1024 else "MiB"
+        raise ConfigurationError(
+            f"memory_budget={memory!r} is {num_bytes:.10g} bytes. "
+            f"Write '{num_bytes:.10g}{unit}', or a fraction of the device such as 0.9."
+        )

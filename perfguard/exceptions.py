@@ -6,6 +6,7 @@ PerfGuardError
 ├── WorkloadError                      the workload cannot be built or traced
 │   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
 │   ├── TraceError                     the training step cannot be traced on the meta device
+│   ├── TooLargeError                  a tensor of it does not fit into any memory
 │   └── OnnxError                      an ONNX file that is damaged, refused, or leaves sizes open
 ├── PredictorError                     no such predictor, or weights that are refused
 ├── TableError                         a table of measured runs, or a row of it, that cannot be used
@@ -53,6 +54,22 @@ class BuildError(WorkloadError):
 
 class TraceError(WorkloadError):
     """The step could not be traced; the message names the module and what to do."""
+
+
+class TooLargeError(WorkloadError):
+    """A tensor of the workload does not fit into any memory, so that the workload cannot even be described.
+
+    Args:
+        message: what PyTorch said.
+        num_bytes: what the tensor takes at least.
+    """
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message, num_bytes)
+        self.num_bytes = num_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class OnnxError(WorkloadError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
 from perfguard._logging import say_once
+from perfguard.bound import HOPELESS, LeastMemory
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
 from perfguard.exceptions import (
@@ -18,13 +20,14 @@ from perfguard.exceptions import (
     DriftWarning,
     LogWarning,
     MeasurementWarning,
+    TooLargeError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
 from perfguard.online import LearnerProcess, Lessons
 from perfguard.pace import total_time_at_pace
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable, load_predictor
-from perfguard.quantities import format_seconds
+from perfguard.quantities import format_bytes, format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.workload import TracedWorkload, Workload
 
@@ -105,7 +108,8 @@ class Guard:
 
     Args:
         gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
-        memory_budget: bytes, a text such as "38GiB", or a fraction of the device in (0, 1]. None: all of the device.
+        memory_budget: a text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the device. A number
+            of bytes below 1 MiB is refused, and so is a budget that the driver's context alone exceeds on a GPU.
         time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
         epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
         step_time_budget: seconds of one step, or a text such as "250ms".
@@ -152,11 +156,7 @@ class Guard:
         self.budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
         self.device = resolve_device(gpu)
         self.risk = float(risk)
-        if self.budget.memory_bytes is not None and self.budget.memory_bytes > self.device.memory_bytes:
-            raise ConfigurationError(
-                f"memory_budget={memory_budget!r} is more than {self.device.name} has "
-                f"({self.device.memory_bytes / 2**30:.1f} GiB). Give less, or a fraction such as 0.95."
-            )
+        self.budget.check_device(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
         self._num_launched = 0
@@ -258,7 +258,14 @@ class Guard:
     ) -> Verdict:
         """Launch or prune; ``threshold`` is the chance to accept, by default what the account has left."""
         with collector_paused():
-            graph = graph or self.trace(workload)
+            try:
+                graph = graph or self.trace(workload)
+                least = LeastMemory.of(graph, self.device)
+            except TooLargeError as error:
+                least = LeastMemory.behind(error, self.device)
+            capacity_bytes = self.budget.capacity_bytes(self.device)
+            if graph is None or least.num_bytes > HOPELESS * capacity_bytes:
+                return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
                 prediction = prediction.widened(self._evidence.widening)
@@ -268,28 +275,49 @@ class Guard:
                 f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
                 "its intervals are wider until it has.",
             )
+        limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
+        worst = max(limits, key=lambda limit: margins[limit.quantity])
+        action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
+        if action == "launch" and least.num_bytes > capacity_bytes:  # the predictor is wrong
+            return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
+        return Verdict(action, _sentence(worst), prediction, limits, margins)
+
+    def _hopeless(
+        self,
+        least: LeastMemory,
+        workload: Workload | None,
+        *,
+        threshold: float | None = None,
+        time_left_s: float | None = None,
+    ) -> Verdict:
+        """The verdict on what needs more memory than the budget whatever a predictor says; a workload of None cannot be built."""
+        prediction = least.prediction(self.device, steps=None if workload is None else workload.steps)
+        limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
+        capacity = format_bytes(self.budget.capacity_bytes(self.device))
+        return Verdict("prune", f"needs {least}, the budget is {capacity}", prediction, limits, margins)
+
+    def _weighed(
+        self, prediction: Prediction, workload: Workload | None, threshold: float | None, time_left_s: float | None
+    ) -> tuple[tuple[Limit, ...], dict[str, float]]:
+        """The limits beside what is predicted, and their margins; for the arguments see :meth:`_judge`."""
         limits = tuple(
             self.budget.limits(
                 prediction,
                 self.device,
-                infers=workload.mode == "infer",
-                steps_per_epoch=workload.steps_per_epoch,
+                infers=workload is not None and workload.mode == "infer",
+                steps_per_epoch=None if workload is None else workload.steps_per_epoch,
                 time_left_s=time_left_s,
             )
         )
         accepted = self.threshold if threshold is None else threshold
-        margins: dict[str, float] = {limit.quantity: limit.margin(accepted) for limit in limits}
-        worst = max(limits, key=lambda limit: margins[limit.quantity])
-        action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
-        return Verdict(action, _sentence(worst), prediction, limits, margins)
+        return limits, {limit.quantity: limit.margin(accepted) for limit in limits}
 
     def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
         """What ``on_violation`` makes of a trial that would break a limit."""
         if verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
         if self.on_violation == "warn":
-            warnings.warn(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning, stacklevel=4)
-            return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}"), workload
+            return self._launched_all_the_same(verdict), workload
         found = find_repair(self._fits, workload, self.remedies, self.device)
         if found is None:
             return replace(verdict, reason=f"{verdict.reason}; no remedy of {', '.join(self.remedies)} helps"), workload
@@ -298,6 +326,10 @@ class Guard:
         return replace(
             after, action="repair", reason=f"{verdict.reason}; with {repair} it {after.reason}", repair=repair
         ), repaired
+
+    def _launched_all_the_same(self, verdict: Verdict) -> Verdict:
+        warnings.warn(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning, stacklevel=5)
+        return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}")
 
     def _judge_repaired(self, repair: Repair, repaired: Workload) -> Verdict:
         with checkpointing(repaired.model, on=repair.checkpointing):
@@ -328,7 +360,8 @@ class Guard:
         try:
             workload = make_workload()
             steps = workload.steps
-            graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
+            with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
+                graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
                 verdict, workload = self._settle(self._judge(workload, graph, time_left_s=time_left_s), workload)
                 if verdict.action != "prune":
@@ -337,6 +370,10 @@ class Guard:
             if verdict.action == "repair":
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
+        except TooLargeError as error:  # of make_workload: a tensor that it makes is larger than any memory
+            verdict = self._hopeless(LeastMemory.behind(error, self.device), None, time_left_s=time_left_s)
+            if self.on_violation == "warn":
+                verdict = self._launched_all_the_same(verdict)
         except Exception as error:
             self._warn_once(
                 UnguardedTrialWarning,

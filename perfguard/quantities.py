@@ -100,7 +100,7 @@ def _parse_amount(value: int | float | str, units: dict[str, float], *, what: st
 
 def format_bytes(num_bytes: float) -> str:
     """``46.1 GiB``: three significant digits in the largest unit that leaves at least one."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("EiB", 2**60), ("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{_three_digits(num_bytes / size)} {unit}"
     return f"{num_bytes:.0f} B"

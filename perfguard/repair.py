@@ -162,7 +162,8 @@ def _accumulate(fits: Callable[[Workload], bool], workload: Workload, repair: Re
         passes = workload.accumulation * (batch // size)
         return replace(with_batch_size(workload, size), accumulation=min(passes, most_passes))
 
-    sizes = [size for size in range(1, batch) if batch % size == 0 and workload.accumulation * (batch // size) <= _MOST_PASSES]
+    most = _MOST_PASSES // workload.accumulation
+    sizes = [batch // passes for passes in range(most, 1, -1) if batch % passes == 0]
     best = None
     while sizes:
         middle = len(sizes) // 2

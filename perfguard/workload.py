@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._random import random_numbers_kept
-from perfguard.exceptions import BuildError, WorkloadError
+from perfguard._too_large import too_large_named
+from perfguard.exceptions import BuildError, TooLargeError, WorkloadError
 
 if TYPE_CHECKING:
     import torch
@@ -135,14 +136,17 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
 
     Raises:
         KeyError: as ``build`` raised it, if it asks for a parameter that ``params`` does not have.
+        TooLargeError: if a tensor that it makes does not fit into any memory.
         BuildError: if it raises anything else, or returns something that is not a Workload.
     """
     import torch
 
     with random_numbers_kept():
         try:
-            with torch.device("meta"):
+            with too_large_named(), torch.device("meta"):
                 workload = build(params)
+        except TooLargeError:
+            raise
         except Exception as error:
             if asks_for_missing(error, params):
                 raise
@@ -159,7 +163,8 @@ def asks_for_missing(error: BaseException, params: Mapping[str, Any]) -> bool:
 
 def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     try:
-        return build(params)
+        with too_large_named():
+            return build(params)
     except WorkloadError:
         raise
     except Exception as error:

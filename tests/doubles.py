@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from perfguard import Device, Estimate, Observation, OpGraph, Prediction
+from perfguard import Device, Estimate, Observation, OpGraph, Prediction, resolve_device
 
 TOY_CPU = Device(
     id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
     boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
 )  # fmt: skip
+
+BARE_A100 = replace(resolve_device("a100"), context_bytes=0)
+"""An A100 whose driver takes nothing for itself, for budgets of a few KiB: the guard refuses what a context alone exceeds."""
 
 
 class ReplayPredictor:

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard.exceptions import (
+    ConfigurationError,
+    MeasurementWarning,
+    NothingFeasibleWarning,
+    TooLargeError,
+    UnguardedTrialWarning,
+)
 from perfguard.guard import EVEN_CHANCE, Decision, Guard, Verdict, as_workload
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
@@ -165,7 +171,8 @@ class OptunaGuard(Guard):
         except Exception as error:
             if asks_for_missing(error, params):
                 return None
-            if not final:  # it may be for want of a parameter: `build(**params)` says so in its own way
+            is_hopeless = isinstance(error, TooLargeError) and not watched.missing
+            if not final and not is_hopeless:  # it may be for want of a parameter: `build(**params)` says so in its own way
                 self._build_errors[_key(study, trial)] = error
                 return None
             return self.settle(study, trial, watched, _raiser(error))

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _Array = npt.NDArray[Any]
 _CONVOLUTIONS = ("conv", "conv_backward")
 _MATRIX_KINDS = (*_CONVOLUTIONS, "matmul", "attention", "rnn")
+_FEWER_BYTES = 2**50
+"""A transform of a convolution's inputs takes a few hundred times their bytes at most."""
 _ONE, _ZERO = -2, -1
 """Where a 1 and a 0 stand, after the numbers of a graph."""
 _FIRST_FLAG = COLUMNS.index("launch_bound")
@@ -218,14 +220,14 @@ _forms: WeakKeyDictionary[OpGraph, _Form] = WeakKeyDictionary()
 
 
 def _form_of(graph: OpGraph) -> _Form | None:
-    """None: for numbers beyond 64 bits, and for operators with weights that are no convolutions."""
+    """None: where numbers or workspaces may leave 64 bits, and for operators with weights that are no convolutions."""
     first = graph.twin or graph
     form = _forms.get(first)
     if form is None:
         if any(("weight_shape" in op.attributes) != (op.kind in _CONVOLUTIONS) for op in first.ops):
             return None
         form = _forms[first] = _Form(first)
-    return form if graph.numbers.dtype == np.int64 else None
+    return form if graph.numbers.dtype == np.int64 and graph.peak_live_bytes < _FEWER_BYTES else None
 
 
 class _Convolutions:

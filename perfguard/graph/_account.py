@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._roofline import roofline_s
@@ -63,10 +62,6 @@ def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
     return sorted(totals.values(), key=lambda cost: -cost.seconds)
 
 
-def timeline(graph: OpGraph) -> dict[StorageKind, npt.NDArray[np.int64]]:
+def timeline(graph: OpGraph) -> dict[StorageKind, npt.NDArray[Any]]:
     """Bytes alive while each operator runs, by kind; the arrays sum to ``graph.live_bytes``. Shape of each: (len(ops) + 1,)."""
-    changes = {kind: np.zeros(len(graph.ops) + 3, dtype=np.int64) for kind in StorageKind}
-    for storage in graph.storages:
-        changes[storage.kind][storage.birth + 1] += storage.num_bytes
-        changes[storage.kind][storage.death + 2] -= storage.num_bytes
-    return {kind: np.cumsum(change)[: len(graph.ops) + 1] for kind, change in changes.items()}
+    return {kind: graph.live_bytes_of(kind) for kind in StorageKind}

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._sized import Ints, SizedGraphs, dimensions_in, form_of, numbers_of
-from perfguard.graph._template import inverse, reduced
+from perfguard.graph._template import LARGEST, inverse, reduced
 
 Widths = tuple[int, ...]
 _SPARE = 2
@@ -86,6 +86,8 @@ class ElasticGraph:
         """Of the first graph that was traced."""
         if (number := math.prod(map(len, values))) <= _FEW:
             self.why_traced = f"there are only {number} candidates"
+        elif max(map(max, values)) ** _DEGREES[-1] >= LARGEST:
+            self.why_traced = "its widths are too large"
         else:
             self._explore()
 

@@ -28,8 +28,8 @@ from perfguard.graph._allocator import (
 )
 from perfguard.graph._schema import OpGraph
 
-_UNITS = 40
-"""Bits of an address in units of 512 bytes: half a petabyte."""
+_MOST_ROUNDED = LARGE_SEGMENT // MIN_BLOCK + 1
+"""Units by which a segment is at most larger than its request, and the address that is left out after it."""
 _SIZE_AT = 30
 """Bits of an address in :class:`_FreeBlocks`, and of a size."""
 _ADDRESS = (1 << _SIZE_AT) - 1
@@ -117,10 +117,14 @@ def _wanted(program: _Program, storage_bytes: npt.NDArray[np.int64]) -> npt.NDAr
 def _reserved_units(program: _Program, wanted: list[int]) -> int:
     """A free block is one number, its size and then its address, so that sorted numbers are in the order of the best fit. Between
     two segments an address is left out, so that only neighbours in one segment meet.
+
+    An address has bits enough for every request of every step in a segment of its own, so that no size is too large.
     """
     inputs = program.inputs
     number = len(wanted) - len(inputs) - 1
-    small, mask = _SMALL_UNITS, (1 << _UNITS) - 1
+    most_requests = len(program.lasting) + len(program.first) + MOST_STEPS * len(program.later)
+    address_bits = (most_requests * (max(wanted) + _MOST_ROUNDED) + 1).bit_length()
+    small, mask = _SMALL_UNITS, (1 << address_bits) - 1
     free_small: list[int] = []
     free_large: list[int] = []
     size_from: dict[int, int] = {}  # of the free block that starts at an address
@@ -138,10 +142,10 @@ def _reserved_units(program: _Program, wanted: list[int]) -> int:
                     continue
                 is_small = size <= small
                 free = free_small if is_small else free_large
-                at = bisect_left(free, size << _UNITS)
+                at = bisect_left(free, size << address_bits)
                 if at < len(free):
                     block = free.pop(at)
-                    has, address = block >> _UNITS, block & mask
+                    has, address = block >> address_bits, block & mask
                     del size_from[address], size_to[address + has]
                 else:
                     has, address = segment_size(size * MIN_BLOCK) // MIN_BLOCK, next_address
@@ -150,25 +154,25 @@ def _reserved_units(program: _Program, wanted: list[int]) -> int:
                 rest = has - size
                 if rest > (0 if is_small else small):
                     start = address + size
-                    insort(free, rest << _UNITS | start)
+                    insort(free, rest << address_bits | start)
                     size_from[start] = size_to[address + has] = rest
                     has = size
-                blocks[event] = has << _UNITS | address
+                blocks[event] = has << address_bits | address
                 continue
             block = blocks[event := ~event]
             if not block:
                 continue
             blocks[event] = 0
             free = free_small if wanted[event] <= small else free_large
-            has, address = block >> _UNITS, block & mask
+            has, address = block >> address_bits, block & mask
             if left := size_to.pop(address, 0):
                 address -= left
-                del free[bisect_left(free, left << _UNITS | address)], size_from[address]
+                del free[bisect_left(free, left << address_bits | address)], size_from[address]
                 has += left
             if right := size_from.pop(address + has, 0):
-                del free[bisect_left(free, right << _UNITS | address + has)], size_to[address + has + right]
+                del free[bisect_left(free, right << address_bits | address + has)], size_to[address + has + right]
                 has += right
-            insort(free, has << _UNITS | address)
+            insort(free, has << address_bits | address)
             size_from[address] = size_to[address + has] = has
 
     run(program.lasting)
@@ -223,6 +227,7 @@ def _reserved_units_of_many(program: _Program, sizes: npt.NDArray[np.int64]) -> 
     is_empty = sizes == 0
     if sizes.max(initial=0) >= _ADDRESS or (is_empty.any(axis=1) & ~is_empty.all(axis=1)).any():
         return None
+    sizes = sizes.astype(np.int64, copy=False)
     is_nothing = is_empty.all(axis=1).tolist()
     lasting, first, later = (
         [event for event in events if not is_nothing[max(event, ~event)]]

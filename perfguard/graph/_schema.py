@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
 _LARGEST = 2**62
-"""Of the numbers that are kept in 64 bits; with larger ones they are Python's own."""
+"""Of the numbers, and of their sums, that are kept in 64 bits; larger ones are Python's own."""
 
 
 class Phase(IntEnum):
@@ -62,6 +62,15 @@ class StorageKind(IntEnum):
     """Made in the forward pass and kept for the backward pass."""
     TEMPORARY = 6
     """Made and freed within one phase, or passed along within the backward pass."""
+
+
+_LASTING = (
+    StorageKind.PARAMETER,
+    StorageKind.BUFFER,
+    StorageKind.INPUT,
+    StorageKind.GRADIENT,
+    StorageKind.OPTIMIZER_STATE,
+)
 
 
 class Op(NamedTuple):
@@ -116,6 +125,8 @@ class OpGraph:
     @staticmethod
     def alike(twin: OpGraph, numbers: npt.NDArray[Any]) -> OpGraph:
         """``twin`` with other ``numbers``, in the order of :attr:`numbers`."""
+        if numbers.dtype == object and max(numbers.tolist(), default=0) < _LARGEST:
+            numbers = numbers.astype(np.int64)
         graph = object.__new__(OpGraph)
         settings = {name: getattr(twin, name) for name in ("mode", "precision", "layout", "options", "unmodelled")}
         graph.__dict__.update(settings, twin=twin.twin or twin, numbers=numbers)
@@ -161,10 +172,11 @@ class OpGraph:
         lengths = [3 + sum(map(len, some)) for some in sizes]
         return np.cumsum([len(self.storages), *lengths])
 
-    @property
+    @cached_property
     def storage_bytes(self) -> npt.NDArray[Any]:
-        """Of each storage. Shape: (len(storages),)."""
-        return np.asarray(self.numbers[: self.op_starts[0]])
+        """Of each storage: int64, or Python's integers where their sum does not fit. Shape: (len(storages),)."""
+        num_bytes = self.numbers[: self.op_starts[0]]
+        return np.asarray(num_bytes.astype(np.int64 if num_bytes.sum(dtype=np.float64) < _LARGEST else object))
 
     @property
     def costs(self) -> npt.NDArray[Any]:
@@ -180,17 +192,23 @@ class OpGraph:
         return np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy()
 
     @cached_property
-    def live_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes alive while each operator runs, its outputs included. Shape: (len(ops) + 1,).
+    def live_bytes(self) -> npt.NDArray[Any]:
+        """Bytes alive while each operator runs, its outputs included: int64, or float64 beyond that. Shape: (len(ops) + 1,).
 
         The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
         """
+        return self.live_bytes_of(*StorageKind)
+
+    def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
+        """As :attr:`live_bytes`, of storages of ``kinds`` alone."""
         num_ops = len(self.op_starts) - 1
-        change = np.zeros(num_ops + 3, dtype=np.int64)
-        _, births, deaths = self.lifetimes
-        np.add.at(change, births + 1, self.storage_bytes)
-        np.subtract.at(change, deaths + 2, self.storage_bytes)
-        return np.cumsum(change)[: num_ops + 1]
+        of_kinds = np.isin(self.lifetimes[0], kinds)
+        (_, births, deaths), num_bytes = self.lifetimes[:, of_kinds], self.storage_bytes[of_kinds]
+        change = np.zeros(num_ops + 3, dtype=num_bytes.dtype)
+        np.add.at(change, births + 1, num_bytes)
+        np.subtract.at(change, deaths + 2, num_bytes)
+        live = np.cumsum(change)[: num_ops + 1]
+        return live.astype(np.float64) if live.dtype == object else live
 
     @property
     def peak_index(self) -> int:
@@ -201,6 +219,19 @@ class OpGraph:
     def peak_live_bytes(self) -> int:
         """Most bytes alive at once in the step."""
         return int(self.live_bytes.max())
+
+    @cached_property
+    def least_bytes_by_kind(self) -> dict[StorageKind, int]:
+        """What the step needs at least, whoever hands out the memory, by kind of storage.
+
+        All that is alive at the peak. Where the trace does not say all (:attr:`unmodelled`; a compiler may keep less),
+        only what lasts whatever the operators do: parameters, buffers, inputs, optimizer states, and the gradients that are
+        there at once.
+        """
+        if not self.unmodelled:
+            return self.bytes_by_kind()
+        at = int(np.argmax(self.live_bytes_of(*_LASTING))) - 1
+        return {kind: num_bytes for kind, num_bytes in self._bytes_by_kind(at).items() if kind in _LASTING}
 
     @cached_property
     def reserved_bytes(self) -> int:

@@ -274,7 +274,7 @@ class _Frame:
         """The graph with ``numbers`` of the step without its optimizer."""
         if self._given is not None:
             given = np.delete(numbers, self._of_gap)
-            numbers = self._graph.numbers.astype(numbers.dtype)
+            numbers = self._graph.numbers.astype(np.result_type(self._graph.numbers, given))
             numbers[self._given] = given
         return OpGraph.alike(self._graph, numbers)
 

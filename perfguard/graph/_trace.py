@@ -17,6 +17,7 @@ from torch import nn
 
 from perfguard._collector import collector_paused
 from perfguard._random import random_numbers_kept
+from perfguard._too_large import too_large_named
 from perfguard.exceptions import PerfGuardError, TraceError
 from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
@@ -80,6 +81,7 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
 
     Raises:
         TraceError: if the step cannot be traced; the message names the module, the line and what to do.
+        TooLargeError: if a tensor of the step has more bytes than PyTorch can count.
         WorkloadError: if the description itself is wrong.
     """
     step = traced_step(workload, target_of(target))
@@ -115,6 +117,7 @@ def tracing(target: Target) -> Iterator[None]:
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(as_on_device("cpu" if target.is_cpu else "cuda"))
         stack.enter_context(META)  # where a tensor belongs that forward makes without a device
+        stack.enter_context(too_large_named())
         yield
 
 

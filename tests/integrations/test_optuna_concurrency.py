@@ -20,7 +20,7 @@ from torch import nn
 
 from perfguard import MeasurementStore, Workload
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 PROCESSES, TRIALS = 3, 4
 COMPLETE, PRUNED = TrialState.COMPLETE, TrialState.PRUNED
@@ -42,7 +42,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def make_pruner(log: str) -> PerfGuardPruner:
-    return PerfGuardPruner(gpu="a100", build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=log)
+    return PerfGuardPruner(gpu=BARE_A100, build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=log)
 
 
 def storage_at(place: str) -> BaseStorage:

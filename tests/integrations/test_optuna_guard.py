@@ -16,7 +16,7 @@ from torch import nn
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 SMALL, LARGE = 8, 4096
@@ -25,7 +25,7 @@ SMALL, LARGE = 8, 4096
 
 def make_guard(**options: Any) -> OptunaGuard:
     defaults: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    return OptunaGuard("a100", **(defaults | options))
+    return OptunaGuard(BARE_A100, **(defaults | options))
 
 
 def study_of(*widths: int, **options: Any) -> GuardedStudy:

@@ -21,7 +21,7 @@ from perfguard import TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
 from perfguard_optuna.lightning import PerfGuardCallback
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
@@ -91,7 +91,7 @@ def _nothing_seen() -> None:
 
 def make_guard(**options: Any) -> OptunaGuard:
     settings: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    return OptunaGuard("a100", **(settings | options))
+    return OptunaGuard(BARE_A100, **(settings | options))
 
 
 def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:

@@ -24,9 +24,9 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
     UnknownDeviceError,
 )
-from perfguard.quantities import format_bytes
+from perfguard.quantities import format_seconds
 from perfguard_optuna import PerfGuardPruner, record_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
@@ -55,7 +55,7 @@ def train(width: int) -> float:
 
 def make_pruner(**options: Any) -> PerfGuardPruner:
     double = ReplayPredictor()
-    defaults: dict[str, Any] = {"gpu": "a100", "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
+    defaults: dict[str, Any] = {"gpu": BARE_A100, "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
     return PerfGuardPruner(**(defaults | options))
 
 
@@ -97,7 +97,7 @@ def test_a_trial_that_does_not_fit_is_pruned_before_it_trains() -> None:
 
 
 def test_a_pruned_trial_says_why_in_numbers() -> None:
-    pruner = make_pruner(time_budget="1s", step_time_budget="100ms")
+    pruner = make_pruner(memory_budget="8MiB", time_budget="20ms", step_time_budget="15ms")
     study = study_of(pruner, [LARGE])
     study.optimize(Objective(), n_trials=1)
     (trial,) = study.trials
@@ -112,24 +112,24 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:memory:predicted": pytest.approx(peak),
         "perfguard:memory:low": pytest.approx(peak / spread),
         "perfguard:memory:high": pytest.approx(peak * spread),
-        "perfguard:memory:limit": 2**20,
+        "perfguard:memory:limit": 2**23,
         "perfguard:step_time:predicted": pytest.approx(0.01),
         "perfguard:step_time:low": pytest.approx(0.01 / spread),
         "perfguard:step_time:high": pytest.approx(0.01 * spread),
-        "perfguard:step_time:limit": pytest.approx(0.1),
+        "perfguard:step_time:limit": pytest.approx(0.015),
         "perfguard:time:predicted": pytest.approx(0.03),
         "perfguard:time:low": pytest.approx(0.03 / spread),
         "perfguard:time:high": pytest.approx(0.03 * spread),
-        "perfguard:time:limit": 1.0,
+        "perfguard:time:limit": pytest.approx(0.02),
     }
-    needed, low, high = (format_bytes(peak * factor) for factor in (1, 1 / spread, spread))
-    assert record_of(trial).reason == f"needs {needed} ({low} to {high}), the budget is 1.00 MiB"
+    taken, low, high = (format_seconds(0.03 * factor) for factor in (1, 1 / spread, spread))
+    assert record_of(trial).reason == f"takes {taken} ({low} to {high}), the budget is 20.0 ms"
     assert trial.constraints == {
-        "perfguard:memory": pytest.approx(math.log(peak / 2**20)),  # a first trial is judged by its median
-        "perfguard:time": pytest.approx(math.log(0.03)),
-        "perfguard:step_time": pytest.approx(math.log(0.1)),
+        "perfguard:memory": pytest.approx(math.log(peak / 2**23)),  # a first trial is judged by its median
+        "perfguard:time": pytest.approx(math.log(0.03 / 0.02)),
+        "perfguard:step_time": pytest.approx(math.log(0.01 / 0.015)),
     }
-    assert trial.constraints["perfguard:memory"] > 0 > trial.constraints["perfguard:time"]
+    assert trial.constraints["perfguard:time"] > 0 > trial.constraints["perfguard:memory"]
 
 
 def test_a_launched_trial_has_negative_margins() -> None:
@@ -459,7 +459,7 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], error: type[Exceptio
 @pytest.mark.parametrize("risk", [0.01, 0.05, 0.5])
 def test_more_budget_never_prunes_more(risk: float) -> None:
     sizes = [2**k * 2**14 for k in range(10)]
-    pruned = [make_pruner(memory_budget=size, risk=risk).guard.check(workload(256)).action == "prune" for size in sizes]
+    pruned = [make_pruner(memory_budget=f"{size}B", risk=risk).guard.check(workload(256)).action == "prune" for size in sizes]
     assert pruned == sorted(pruned, reverse=True)
     assert pruned[0]
     assert not pruned[-1]

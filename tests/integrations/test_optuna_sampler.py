@@ -31,7 +31,7 @@ from torch import nn
 from perfguard import Estimate, Workload
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 GRID = {"width": [8, 256, 4096], "batch": [8, 128, 1024]}
@@ -65,7 +65,7 @@ def objective(trial: optuna.Trial) -> float:
 
 def make_pruner(**options: Any) -> PerfGuardPruner:
     defaults: dict[str, Any] = {
-        "gpu": "a100", "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
+        "gpu": BARE_A100, "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
     }  # fmt: skip
     return PerfGuardPruner(**(defaults | options))
 

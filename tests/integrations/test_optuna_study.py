@@ -24,7 +24,7 @@ import perfguard_optuna
 from perfguard import MeasurementStore, Run, Workload, resolve_device
 from perfguard.exceptions import UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
@@ -53,7 +53,7 @@ def objective(trial: optuna.Trial) -> float:
 
 def make_pruner(**options: Any) -> PerfGuardPruner:
     double = ReplayPredictor()
-    defaults: dict[str, Any] = {"gpu": "a100", "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
+    defaults: dict[str, Any] = {"gpu": BARE_A100, "build": build, "memory_budget": BUDGET, "predictor": double, "log": False}
     return PerfGuardPruner(**(defaults | options))
 
 

@@ -20,7 +20,7 @@ from perfguard import TensorSpec, Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, WorkloadError
 from perfguard_optuna import OptunaGuard, record_of
 from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 SMALL, LARGE = 8, 1024
 """Widths that need about 40 KiB and 17 MiB."""
@@ -93,7 +93,7 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
 
 def make_guard(**options: Any) -> OptunaGuard:
     settings: dict[str, Any] = {"memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    return OptunaGuard("a100", **(settings | options))
+    return OptunaGuard(BARE_A100, **(settings | options))
 
 
 def study_of(

@@ -25,7 +25,7 @@ from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, P
 from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
 from perfguard_ray._measure import measurement_in, metrics_of
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 MIB = 2**20
 
@@ -306,7 +306,7 @@ def build_batch(config: Mapping[str, Any]) -> Workload:
 
 def guarded_batches(log: Any = False, **options: Any) -> PerfGuardVariantGenerator:
     """Batches of 1,024 do not fit; those of 128 do."""
-    settings = {"gpu": "a100", "memory_budget": "128KiB", "predictor": ReplayPredictor(), "log": log}
+    settings = {"gpu": BARE_A100, "memory_budget": "128KiB", "predictor": ReplayPredictor(), "log": log}
     return PerfGuardVariantGenerator(build=build_batch, **{**settings, **options})
 
 

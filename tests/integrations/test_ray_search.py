@@ -29,12 +29,12 @@ from perfguard.exceptions import (
     UnknownDeviceError,
 )
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""
 WIDTHS = tune.choice([SMALL, 16, 2048, LARGE])
-OPTIONS: dict[str, Any] = {"gpu": "a100", "memory_budget": "1MiB", "log": False}
+OPTIONS: dict[str, Any] = {"gpu": BARE_A100, "memory_budget": "1MiB", "log": False}
 
 
 def build(config: Mapping[str, Any]) -> Workload:

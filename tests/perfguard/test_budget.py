@@ -39,7 +39,8 @@ def device() -> Device:
     [
         (None, None, None),
         ("38GiB", 38 * GIB, None),
-        (1, 1, None),
+        (2**20, 2**20, None),
+        ("40B", 40, None),
         (2.0 * GIB, 2 * GIB, None),
         (0.9, None, 0.9),
         (1.0, None, 1.0),

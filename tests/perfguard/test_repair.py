@@ -16,7 +16,7 @@ from perfguard.graph import trace
 from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, largest_batch, with_batch_size
 from perfguard.workload import TracedWorkload
 from tests import zoo
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 
 class Deep(nn.Module):
@@ -44,7 +44,7 @@ def workload(batch: int = 96, **options: Any) -> Workload:
 
 
 def guard(budget: str, **options: Any) -> Guard:
-    return Guard("a100", memory_budget=budget, predictor=ReplayPredictor(), log=False, **options)
+    return Guard(BARE_A100, memory_budget=budget, predictor=ReplayPredictor(), log=False, **options)
 
 
 def peak(workload: Workload) -> int:

@@ -194,6 +194,28 @@ def test_the_replay_that_is_written_out_reserves_what_the_allocator_does(graph: 
     assert reserved_by_default(graph) == replay_allocator(graph).reserved_bytes
 
 
+@settings(max_examples=200)
+@given(graphs(), st.lists(st.integers(0, 62), min_size=1, max_size=60))
+def test_no_size_is_too_large_for_the_replay(graph: OpGraph, exponents: list[int]) -> None:
+    """At 2^49 bytes addresses ran into sizes: a KeyError, or a wrong number without one."""
+    storages = tuple(
+        storage._replace(
+            num_bytes=min(storage.num_bytes << exponents[at % len(exponents)], 2**63 - 1),
+            death=max(storage.death, storage.birth - 1),
+        )
+        for at, storage in enumerate(graph.storages)
+    )
+    large = OpGraph(graph.ops, storages, graph.mode, graph.precision, graph.layout)
+    exact = [sum(s.num_bytes for s in storages if s.birth <= at <= s.death) for at in range(-1, len(graph.ops))]
+    replay = replay_allocator(large)
+    assert reserved_by_default(large) == replay.reserved_bytes >= replay.allocated_bytes
+    assert large.live_bytes.tolist() == pytest.approx(exact, rel=1e-15)
+    small = OpGraph(graph.ops, tuple(s._replace(num_bytes=s.num_bytes % 2**20) for s in storages), "train", "fp32", "nchw")
+    rows = [[storage.num_bytes for storage in some.storages] for some in (small, large)] * 70
+    expected = [replay_allocator(some).reserved_bytes for some in (small, large)] * 70
+    assert reserved_bytes_of(large, np.array(rows, dtype=object)).tolist() == pytest.approx(expected, rel=1e-15)
+
+
 def test_a_graph_with_other_numbers_reserves_what_it_would_on_its_own() -> None:
     graph = step(300, 3, 64)
     larger = OpGraph.alike(graph, graph.numbers * 7)

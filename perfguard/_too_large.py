@@ -1,0 +1,49 @@
+"""What PyTorch says of a tensor that no memory holds, understood."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from perfguard.exceptions import TooLargeError
+
+NO_MEMORY_BYTES = 2**63
+"""PyTorch counts bytes in 64 bits with a sign; a tensor that it cannot count has at least so many."""
+_UNCOUNTABLE = re.compile(
+    r"Storage size calculation overflowed|Stride calculation overflowed|integer multiplication overflow"
+    r"|argument '(size|shape)' failed to unpack .*Overflow"
+)
+_NOT_ALLOCATED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+_MORE_THAN_ANY_BYTES = 2**42
+"""What this machine cannot allocate may yet fit the device, but no device has so much."""
+_MOST_CHARACTERS = 240
+"""Of PyTorch's message."""
+
+
+@contextmanager
+def too_large_named() -> Iterator[None]:
+    """Turn what is raised inside for a tensor that is too large for any device's memory into TooLargeError."""
+    try:
+        yield
+    except TooLargeError:
+        raise
+    except Exception as error:
+        found = _asked_for(error)
+        if found is None:
+            raise
+        cause, num_bytes = found
+        words = str(cause).splitlines()[0][:_MOST_CHARACTERS].rstrip(".")
+        raise TooLargeError(f"A tensor of the workload does not fit into any memory: {words}.", num_bytes) from error
+
+
+def _asked_for(error: BaseException) -> tuple[BaseException, int] | None:
+    """The error behind ``error`` that says that a tensor is too large, and its bytes at least; None: that is not what it says."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _UNCOUNTABLE.search(str(cause)):
+            return cause, NO_MEMORY_BYTES
+        if (allocation := _NOT_ALLOCATED.search(str(cause))) and int(allocation[1]) >= _MORE_THAN_ANY_BYTES:
+            return cause, int(allocation[1])
+        cause = cause.__cause__
+    return None

@@ -1,0 +1,85 @@
+"""Searchers propose the absurd: batches of a million million. It is pruned like anything else that does not fit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Workload
+from perfguard_optuna import PerfGuardPruner, create_study, record_of
+
+LARGEST = 10**12
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return Workload(model, (params["batch_size"], 3, 32, 32), loss=torch.mean, steps=2)
+
+
+def build_wide(params: Mapping[str, Any]) -> Workload:
+    """From a width of 2^30 on not even the model can be described."""
+    width = params["batch_size"]
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width))
+    return Workload(model, (32, 64), loss=torch.mean, steps=2)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "cpu"])
+@pytest.mark.parametrize("make", [build, build_wide], ids=["batch", "width"])
+def test_a_study_up_to_a_million_million_has_no_unguarded_trial(make: Callable[..., Workload], gpu: str) -> None:
+    """Each crashed the predictor or the trace, was launched unguarded, and killed the process."""
+    launched: list[int] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        launched.append(trial.suggest_int("batch_size", 1, LARGEST, log=True))
+        return float(launched[-1])
+
+    pruner = PerfGuardPruner(gpu, build=make, memory_budget="4GiB", log=False)
+    study = create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        study.optimize(objective, n_trials=40, count="proposed", pruner=pruner)
+    assert [str(warning.message) for warning in caught if "judge" in str(warning.message)] == []
+    records = [record_of(trial) for trial in study.trials]
+    assert {record.verdict for record in records} == {"launch", "prune"}
+    for trial, record in zip(study.trials, records, strict=True):
+        batch_size = trial.params["batch_size"]
+        assert (batch_size in launched) == (record.verdict == "launch") == (trial.state is TrialState.COMPLETE)
+        assert trial.constraints.keys() == {"perfguard:memory"}
+        assert (trial.constraints["perfguard:memory"] > 0) == (record.verdict == "prune")
+    assert max(launched) < 10**7
+    assert any("needs at least" in record.reason for record in records)
+
+
+@pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning")
+def test_the_constraint_grows_with_the_batch() -> None:
+    """A sampler that learns from constraints must not be told that the hopeless is nearer to feasible than the doubtful."""
+    pruner = PerfGuardPruner("a100", build=build, memory_budget="4GiB", log=False)
+    study = create_study()
+    for exponent in range(3, 13):
+        study.enqueue_trial({"batch_size": 10**exponent})
+    study.optimize(lambda trial: trial.suggest_int("batch_size", 1, LARGEST), n_trials=10, count="proposed", pruner=pruner)
+    violations = [trial.constraints["perfguard:memory"] for trial in study.trials]
+    assert violations == sorted(violations)
+
+
+def test_a_search_of_ray_is_not_handed_the_absurd() -> None:
+    from tests.integrations.test_ray_search import SMALL, ListSearcher, build_batch, guarded
+
+    search = guarded(ListSearcher([LARGEST, SMALL, 10**16, 10**20]), build=build_batch)
+    assert search.suggest("a") == {"width": SMALL}
+    assert search.suggest("b") == "FINISHED"
+    decisions = search.ledger.guard.log.decisions()
+    assert [(row.action, row.params["width"]) for row in decisions] == [
+        ("prune", LARGEST),
+        ("launch", SMALL),
+        ("prune", 10**16),
+        ("prune", 10**20),
+    ]
+    assert all(row.reason.startswith("needs at least") for row in decisions if row.action == "prune")
