@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+pytestmark = pytest.mark.timeout(900)  # a page takes half a minute, and ten times as long where the machine is busy
 BLOCK = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,7 +41,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def run_python(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

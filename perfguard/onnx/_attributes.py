@@ -46,7 +46,8 @@ def _signature(op_type: str, opset: int) -> _Signature | None:
         schema = onnx.defs.get_schema(op_type, opset, "")
     except onnx.defs.SchemaError:
         return None
-    types = {name: int(attribute.type.value) for name, attribute in schema.attributes.items()}
+    kinds: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}  # an enum of C++'s
+    types = {name: int(kind.value) for name, kind in kinds.items()}
     return _Signature((schema.min_input, schema.max_input), (schema.min_output, schema.max_output), types)
 
 

@@ -144,10 +144,12 @@ class Unroller:
             if not names or not output:
                 continue  # no trip: an output without elements, of which nothing is known
             rows = [self._new(name) for name in names]
-            axes = {} if self._opset >= _INLINE_AXES else {"axes": [0]}
-            axis = [self._constant([0], np.int64)] if not axes else []
+            axis = [self._constant([0], np.int64)] if self._opset >= _INLINE_AXES else []
             for name, row in zip(names, rows, strict=True):
-                yield helper.make_node("Unsqueeze", [name, *axis], [row], **axes)
+                node = helper.make_node("Unsqueeze", [name, *axis], [row])
+                if not axis:
+                    node.attribute.append(helper.make_attribute("axes", [0]))
+                yield node
             yield helper.make_node("Concat", rows, [output], axis=0)
 
     def _charge(self, body: onnx.GraphProto, node: onnx.NodeProto, index: int, trips: int) -> None:
