@@ -22,6 +22,8 @@ from perfguard import MeasurementStore, Workload
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 PROCESSES, TRIALS = 3, 4
 COMPLETE, PRUNED = TrialState.COMPLETE, TrialState.PRUNED
 
