@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,8 +16,9 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from perfguard import Guard, MeasurementStore, Workload
+from perfguard import Guard, Measurement, MeasurementStore, Workload
 from perfguard.exceptions import MeasurementWarning
+from perfguard.predictor import Predictor, load_predictor
 from perfguard_optuna import OptunaGuard, PerfGuardPruner
 
 pytestmark = [
@@ -63,9 +66,24 @@ def run_inline(guard: OptunaGuard, trials: int = 8) -> optuna.Study:
     return study
 
 
+@functools.cache
+def shipped() -> Predictor:
+    return load_predictor()
+
+
+def unlearnt() -> Predictor:
+    """As a new process loads it."""
+    return copy.deepcopy(shipped())
+
+
+@functools.cache
+def fresh_verdicts(gpu: str) -> list[tuple[Any, ...]]:
+    return verdicts(gpu, log=False)
+
+
 def verdicts(gpu: str, log: str | bool) -> list[tuple[Any, ...]]:
     """What a guard of a new process says of steps of every width."""
-    guard = Guard(gpu, log=log, memory_budget=BUDGETS[gpu], time_budget="2min", refine=False)  # type: ignore[arg-type]
+    guard = Guard(gpu, log=log, memory_budget=BUDGETS[gpu], time_budget="2min", predictor=unlearnt())  # type: ignore[arg-type]
     checked = [guard.check(build({"width": width})) for width in WIDTHS]
     guard.log.close()
     return [(verdict.action, verdict.reason, verdict.p_violation) for verdict in checked]
@@ -74,11 +92,11 @@ def verdicts(gpu: str, log: str | bool) -> list[tuple[Any, ...]]:
 def test_smoke_test_on_a_laptop_leaves_the_a100_as_it_was(tmp_path: Path) -> None:
     """Finding 1: steps of a CPU were learnt as an A100's, and a later process pruned 3 of 3 on 16.9 to 32 min."""
     log = str(tmp_path / "log.db")
-    fresh = verdicts("a100", log=False)
-    guard = OptunaGuard("a100", log=log, refine=False, memory_budget=BUDGETS["a100"], time_budget="2min")
+    fresh = fresh_verdicts("a100")
+    guard = OptunaGuard("a100", log=log, predictor=unlearnt(), memory_budget=BUDGETS["a100"], time_budget="2min")
     with pytest.warns(MeasurementWarning, match="no NVIDIA A100.*Verdicts are given.*nothing is learnt.*gpu='auto'") as caught:
         study = run_inline(guard)
-    assert len(caught) == 1
+    assert len([warning for warning in caught if warning.category is MeasurementWarning]) == 1
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
     for trial in study.trials:
         assert "this process has no NVIDIA A100" in trial.user_attrs["perfguard:not_measured"]
@@ -92,7 +110,7 @@ def test_smoke_test_on_a_laptop_leaves_the_a100_as_it_was(tmp_path: Path) -> Non
 
 def test_the_pace_of_a_laptop_does_not_stop_a_trial_for_an_a100(tmp_path: Path) -> None:
     """30 steps of 20 ms would break 100 ms; on an A100 they would not."""
-    guard = OptunaGuard("a100", log=False, refine=False, time_budget="100ms")
+    guard = OptunaGuard("a100", log=False, predictor=unlearnt(), time_budget="100ms")
     study = optuna.create_study()
 
     def objective(trial: optuna.Trial) -> float:
@@ -109,10 +127,8 @@ def test_the_pace_of_a_laptop_does_not_stop_a_trial_for_an_a100(tmp_path: Path) 
 def test_rows_that_an_older_perfguard_booked_to_the_a100_are_harmless_at_every_load(tmp_path: Path) -> None:
     """Such a log exists on the disks of those who tried; it must do no harm before anybody migrates it."""
     log = tmp_path / "old.db"
-    fresh = verdicts("a100", log=False)
-    guard = Guard("a100", log=str(log), refine=False)
-    from perfguard import Measurement
-
+    fresh = fresh_verdicts("a100")
+    guard = Guard("a100", log=str(log), predictor=unlearnt())
     for number, width in enumerate(WIDTHS):
         decision = guard.decide(lambda width=width: build({"width": width}))  # type: ignore[misc]
         guard.log.record_measurement(
@@ -161,8 +177,8 @@ def test_mocked_objective_neither_ends_a_study_nor_teaches_the_next_process(
 ) -> None:
     """Finding 2: readings near zero widened intervals to (107 B to 11.7 TiB), 300 prunes in a row, "Nothing fits"."""
     log = str(tmp_path / "log.db")
-    fresh = verdicts(gpu, log=False)
-    guard = OptunaGuard(gpu, log=log, refine=False, memory_budget=BUDGETS[gpu], time_budget="2min")
+    fresh = fresh_verdicts(gpu)
+    guard = OptunaGuard(gpu, log=log, predictor=unlearnt(), memory_budget=BUDGETS[gpu], time_budget="2min")
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 
     def objective(trial: optuna.Trial) -> float:
@@ -180,8 +196,8 @@ def test_mocked_objective_neither_ends_a_study_nor_teaches_the_next_process(
 def test_mocked_objective_of_a_plain_study_with_a_pruner_reaches_its_trials(tmp_path: Path) -> None:
     """The way in of the quick start: `create_study(pruner=PerfGuardPruner(...))` and an objective that returns at once."""
     log = str(tmp_path / "log.db")
-    fresh = verdicts("cpu", log=False)
-    pruner = PerfGuardPruner("cpu", build=build, log=log, memory_budget=BUDGETS["cpu"], time_budget="2min")
+    fresh = fresh_verdicts("cpu")
+    pruner = PerfGuardPruner("cpu", build=build, log=log, predictor=unlearnt(), memory_budget=BUDGETS["cpu"], time_budget="2min")
     study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0))
 
     def objective(trial: optuna.Trial) -> float:
@@ -198,7 +214,7 @@ def test_mocked_objective_of_a_plain_study_with_a_pruner_reaches_its_trials(tmp_
 
 def test_no_warning_where_the_guarded_device_is_the_one_that_runs() -> None:
     """An honest study on the processor is measured, learnt from and not warned about."""
-    guard = OptunaGuard("cpu", log=False, refine=False)
+    guard = OptunaGuard("cpu", log=False, predictor=unlearnt())
     with warnings.catch_warnings():
         warnings.simplefilter("error", MeasurementWarning)
         study = run_inline(guard, trials=3)
