@@ -8,6 +8,7 @@
                                          energy in joules
     perfguard:<quantity>:measured        what it cost in the end
     perfguard:status                     ok, oom, timeout or failed
+    perfguard:not_measured               in the place of these two: why what ran says nothing of the guarded device
     perfguard:stopped                    why a running trial was stopped: its pace
 
 and one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where infeasible.

@@ -50,6 +50,8 @@ class PerfGuardCallback(Callback):
         entry.report = report_in(result) or entry.report
         guard = self.ledger.guard
         if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
+            if not self.ledger.measurement_of(entry, "ok", "").is_of(guard.device):
+                return  # the pace of another device says nothing
             entry.stopped = True
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}

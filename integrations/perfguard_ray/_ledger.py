@@ -141,11 +141,12 @@ class Ledger:
         if entry is None or entry.started_at is None:
             return
         try:
-            self.guard.learn(entry.decision, self._measurement(entry, status, note))
+            self.guard.learn(entry.decision, self.measurement_of(entry, status, note))
         except Exception as error:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
-    def _measurement(self, entry: Entry, status: Status, note: str) -> Measurement:
+    def measurement_of(self, entry: Entry, status: Status, note: str) -> Measurement:
+        """What the trial has cost, by its latest report, on the device that its worker used."""
         report = entry.report
         notes = [note] if note else []
         if not report and status in ("ok", "timeout"):

@@ -24,6 +24,7 @@ from perfguard_optuna.lightning import PerfGuardCallback
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = [
+    pytest.mark.usefixtures("pretended_gpu"),
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),

@@ -22,6 +22,8 @@ from perfguard_optuna import OptunaGuard, record_of
 from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of
 from tests.doubles import BARE_A100, ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 SMALL, LARGE = 8, 1024
 """Widths that need about 40 KiB and 17 MiB."""
 BATCH, LENGTH = 4, 16
