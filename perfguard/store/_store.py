@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
+from perfguard._warn import warn_user
 from perfguard.exceptions import (
     ConfigurationError,
     LogCorruptError,
@@ -550,7 +550,7 @@ class MeasurementStore:
         self._ready = True
         if was_replaced:
             message = f"The measurement log {self._name} was moved or removed; another is begun there."
-            warnings.warn(message, LogWarning, stacklevel=5)
+            warn_user(message, LogWarning)
 
     def _make_tables(self, connection: Connection, version: int | None) -> None:
         """Bring the log from schema ``version`` (None: empty) to the present one; the lock is held."""
@@ -651,11 +651,11 @@ class MeasurementStore:
             except FileNotFoundError:  # another process was quicker
                 continue
             except LogVersionError as error:
-                warnings.warn(f"The spool {path} waits for a newer PerfGuard ({error}).", LogWarning, stacklevel=4)
+                warn_user(f"The spool {path} waits for a newer PerfGuard ({error}).", LogWarning)
                 continue
             except ValueError as error:
                 aside = path.replace(path.with_suffix(".damaged"))
-                warnings.warn(f"The spool {path} is damaged ({error}); it was set aside as {aside}.", LogWarning, stacklevel=4)
+                warn_user(f"The spool {path} is damaged ({error}); it was set aside as {aside}.", LogWarning)
                 continue
             self._write(entries)
             with suppress(OSError):
@@ -682,7 +682,7 @@ class MeasurementStore:
                         self._put(connection, [entry])
                 except _NEVER_WRITABLE as error:
                     message = f"A row of {entry.table} cannot be written to {self._name} and is dropped ({_reason(error)})."
-                    warnings.warn(message, LogWarning, stacklevel=5)
+                    warn_user(message, LogWarning)
 
     def _put(self, connection: Connection, entries: Iterable[Entry]) -> int:
         """Insert rows; those whose key is there already are left alone. Returns how many were new."""
@@ -782,11 +782,10 @@ class MeasurementStore:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             f"The measurement log {self._name} cannot be used now ({_reason(error)}). Rows are kept, and written as soon as it "
             f"can be or when it is next opened. Close the program that holds it, or mend what the message says.",
             LogWarning,
-            stacklevel=4,
         )
 
 
@@ -814,7 +813,7 @@ def _leave(queue: list[Entry], spool_base: Path | None, engine: Engine) -> None:
         write_spool(spool_base, queue)
     except OSError as error:
         message = f"{len(queue)} rows of the measurement log {spool_base} are lost: the spool cannot be written ({error})."
-        warnings.warn(message, LogWarning, stacklevel=3)
+        warn_user(message, LogWarning)
     queue.clear()
 
 
