@@ -226,7 +226,7 @@ class Guard:
         """
         workload = as_workload(model, inputs, **fields)
         verdict = self._judge(workload)
-        self._say_what_cannot_bind(workload, verdict)
+        self._say_what_is_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
@@ -335,13 +335,14 @@ class Guard:
         """
         graph: OpGraph | None = None
         steps: int | None = None
+        unchecked: Mapping[str, str] = {}
         try:
             workload = make_workload()
             steps = workload.steps
             graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
                 verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
-                self._say_what_cannot_bind(workload, verdict, time_left_s=time_left_s)
+                unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
                 verdict, workload = self._settle(verdict, workload)
                 if verdict.action != "prune":
                     self._num_launched += 1
@@ -359,14 +360,23 @@ class Guard:
                 f"PerfGuard could not judge a trial and launches it unguarded (said once): {type(error).__name__}: {error}",
             )
             verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
+        self._say_what_is_unchecked(unchecked)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps)
 
-    def _say_what_cannot_bind(self, workload: Workload, verdict: Verdict, *, time_left_s: float | None = None) -> None:
-        """Warn once of each budget that says nothing of ``workload``; a strict guard refuses."""
+    def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
+        """By its name each budget that can never bind for ``workload``, and why; a strict guard refuses.
+
+        Raises:
+            ConfigurationError: if there is one, and the guard is strict.
+        """
         knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
-        for budget, problem in self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=time_left_s is not None):
-            if self.strict:
-                raise ConfigurationError(problem)
+        unchecked = dict(self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=ends))
+        if self.strict and unchecked:
+            raise ConfigurationError(" ".join(unchecked.values()))
+        return unchecked
+
+    def _say_what_is_unchecked(self, unchecked: Mapping[str, str]) -> None:
+        for budget, problem in unchecked.items():
             self._warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
 
     def record(
