@@ -138,7 +138,8 @@ class OptunaGuard(Guard):
             decision = self.judge(study, trial, trial.params, build)
         if decision is None:
             unknown = ConfigurationError(self.why_unjudged(build, self._missing.get(_key(study, trial), ())))
-            decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
+            with self._counted_if_unjudged(study, trial):
+                decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
             self._warned_about_build = True  # the guard has just said why
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
@@ -216,14 +217,15 @@ class OptunaGuard(Guard):
         """
         self._build_errors.pop(_key(study, trial), None)
         self._missing.pop(_key(study, trial), None)
-        decision = self.decide(
-            make_workload,
-            study=study.study_name,
-            trial=trial.number,
-            params=params.all(),
-            time_left_s=self.time_left_s(),
-            threshold=threshold,
-        )
+        with self._counted_if_unjudged(study, trial):
+            decision = self.decide(
+                make_workload,
+                study=study.study_name,
+                trial=trial.number,
+                params=params.all(),
+                time_left_s=self.time_left_s(),
+                threshold=threshold,
+            )
         if decision.verdict.action == "prune":
             self.remember(study, params, decision.verdict)
         return self._keep(study, trial, decision, params.used())
@@ -355,6 +357,16 @@ class OptunaGuard(Guard):
             "Optuna asks a pruner nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the "
             "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
         )
+
+    @contextmanager
+    def _counted_if_unjudged(self, study: optuna.Study, trial: AnyTrial) -> Iterator[None]:
+        """Write into a trial that a strict guard refuses why; nobody else has to say so again."""
+        try:
+            yield
+        except UnguardedTrialError as error:
+            self._unjudged.add(_key(study, trial))
+            self.write(study, trial, attributes_of_unjudged(str(error)))
+            raise
 
     def _end_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
         self._unjudged.add(_key(study, trial))
