@@ -259,18 +259,18 @@ def test_a_strict_error_that_quotes_out_of_memory_does_not_prune() -> None:
 
 def test_warnings_point_at_the_line_of_the_user() -> None:
     """All of them pointed at perfguard/guard.py."""
-    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, memory_budget="1KiB", on_violation="warn")
+    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
 
     def inline(trial: optuna.Trial) -> float:
-        with guard.trial(trial, nn.Linear(64, 8), (32, 64), loss=torch.mean):
+        with guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean):
             return 0.0
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optuna.create_study().optimize(inline, n_trials=1)
-        guard.check(nn.Linear(64, 8), (32, 64), loss=torch.mean)
-        create_study(sampler=optuna.samplers.RandomSampler()).optimize(
-            never_asks, pruner=make_pruner(memory_budget="1KiB"), n_trials=1, n_jobs=2
+        guard.check(nn.Linear(64, LARGE), (32, 64), loss=torch.mean)
+        create_study().optimize(
+            lambda trial: float(trial.suggest_int("width", LARGE, 2 * LARGE)), pruner=make_pruner(), n_trials=1, n_jobs=2
         )
         create_study().optimize(never_asks, pruner=make_pruner(build=typo), n_trials=1)
     ours = [warning for warning in caught if warning.category.__module__ == "perfguard.exceptions"]
