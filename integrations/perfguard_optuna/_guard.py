@@ -243,9 +243,7 @@ class OptunaGuard(Guard):
         num_before = known[values].num if values in known else 0
         known[values] = _Rejection(place[1], verdict, self._num_launched, num_before + 1)
 
-    def remembered(
-        self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None
-    ) -> _Rejection | None:
+    def remembered(self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None) -> _Rejection | None:
         """What is remembered of these very parameters, if judging them again would come to the same.
 
         None: they were not judged yet; or only once, and a trial was launched since, from which the guard may have learnt; or
@@ -269,9 +267,7 @@ class OptunaGuard(Guard):
             for rejection in known.values()
         )
 
-    def _reject_again(
-        self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection
-    ) -> Decision:
+    def _reject_again(self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection) -> Decision:
         rejected.num += 1
         decision = self.record(rejected.verdict, None, study=study.study_name, trial=trial.number, params=params)
         return self._keep(study, trial, decision, params)

@@ -129,7 +129,9 @@ class PerfGuardSampler(BaseSampler):
             raise
         except Exception as error:
             if self.guard.strict:
-                raise UnguardedTrialError(f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}") from error
+                raise UnguardedTrialError(
+                    f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
+                ) from error
             self.guard._warn_once(
                 UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
             )

@@ -104,7 +104,9 @@ def test_a_space_of_which_little_fits_ends_with_its_trials(name: str, way: str) 
     started_at = time.monotonic()
     study = study_of(way, SAMPLERS[name]())
     if name in ("grid", "brute force"):  # which try each point once and end
-        assert {(trial.params["width"], trial.params["batch"]) for trial in study.get_trials(states=(TrialState.COMPLETE,))} == FITS
+        assert {
+            (trial.params["width"], trial.params["batch"]) for trial in study.get_trials(states=(TrialState.COMPLETE,))
+        } == FITS
     else:
         assert num_launched(study) >= (NUM_TRIALS if way == "guarded study" else NUM_TRIALS - 1)  # the first is judged late
     assert most_repeated(study) <= 2
@@ -173,14 +175,12 @@ class Scattering(ReplayPredictor):
     def predict(self, graph: Any, device: Any, *, steps: int | None = None) -> Prediction:
         exact = super().predict(graph, device, steps=steps)
         step_time = Estimate(0.001 * graph.peak_live_bytes / 2**10, math.log(3) / 1.645)
-        return Prediction(
-            exact.peak_memory, step_time, None, exact.predictor, exact.device_id, trained_on_device=True
-        )
+        return Prediction(exact.peak_memory, step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
 
 
 @pytest.mark.parametrize("way", ["guarded study", "plain study"])
 def test_a_machine_whose_times_scatter_does_not_end_a_study_that_has_trials_to_run(way: str) -> None:
-    """Nothing is sure to hold the budget, and much is more likely than not to hold it; 300 prunes later "Nothing fits" was said."""
+    """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
     pruner = PerfGuardPruner(
         "a100", build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
     )

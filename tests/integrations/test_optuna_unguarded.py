@@ -182,7 +182,7 @@ def test_a_budget_that_can_never_bind_is_said_at_the_first_workload(
 
 
 def test_energy_on_a_cpu_is_refused_when_the_guard_is_made() -> None:
-    with pytest.raises(ConfigurationError, match="energy_budget='1J' can never bind: a CPU .* Leave energy_budget out"):
+    with pytest.raises(ConfigurationError, match=r"energy_budget='1J' can never bind: a CPU .* Leave energy_budget out"):
         make_pruner(gpu="cpu", energy_budget="1J")
 
 
@@ -221,7 +221,7 @@ def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.St
         trained.append(value)
         return value
 
-    with pytest.raises(UnguardedTrialError, match="widht|params"):
+    with pytest.raises(UnguardedTrialError, match=r"widht|params"):
         run(objective, build=faulty)
     assert not trained
     assert len(run(objective).trials) >= 3
