@@ -145,7 +145,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
     attributes = trial.user_attrs
 
     def by_quantity(field: str) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         for quantity in QUANTITIES:
             name = f"{PREFIX}:{quantity}:{field}"
             value = attributes.get(f"{name}_{_UNITS.get(quantity, 's')}", attributes.get(name))

@@ -52,7 +52,6 @@ AnyTrial = FrozenTrial | optuna.Trial
 TrialKey = tuple[str, int, datetime.datetime | None]
 _Place = tuple[str, tuple[str, ...]]
 """A study, and the names of the parameters that ``build`` looked at."""
-_ABSENT = object()
 MOST_REJECTIONS_IN_A_ROW = 300
 PATIENCE = 30
 """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
@@ -239,7 +238,7 @@ class OptunaGuard(Guard):
             return
         place = study.study_name, tuple(sorted(used))
         known = self._rejections.setdefault(place, {})
-        values = tuple(used[name] for name in place[1])
+        values = _values(used, place[1])
         num_before = known[values].num if values in known else 0
         known[values] = _Rejection(place[1], verdict, self._num_launched, num_before + 1)
 
@@ -250,10 +249,11 @@ class OptunaGuard(Guard):
         ``threshold``, by default what the account has left, accepts their chance of breaking a limit.
         """
         accepted = self.threshold if threshold is None else threshold
-        for (study_name, names), known in self._rejections.items():
-            if study_name != study.study_name or any(dict.get(params, name, _ABSENT) is _ABSENT for name in names):  # type: ignore[arg-type]
+        proposed = params.all() if isinstance(params, WatchedParams) else params
+        for (study_name, names), known in list(self._rejections.items()):  # other threads add to them
+            if study_name != study.study_name or not proposed.keys() >= set(names):
                 continue
-            found = known.get(tuple(dict.__getitem__(params, name) for name in names))  # type: ignore[index]
+            found = known.get(_values(proposed, names))
             if found is not None and found.is_final(self._num_launched) and found.verdict.p_violation > accepted:
                 return found
         return None
@@ -262,9 +262,9 @@ class OptunaGuard(Guard):
         """Whether the same parameters of ``study`` were turned down more than once."""
         return any(
             rejection.num > 1
-            for (study_name, _), known in self._rejections.items()
+            for (study_name, _), known in list(self._rejections.items())
             if study_name == study.study_name
-            for rejection in known.values()
+            for rejection in list(known.values())
         )
 
     def _reject_again(self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection) -> Decision:
@@ -704,6 +704,11 @@ def free_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _values(params: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The parameters called ``names`` as a key; a category may be anything, a list among others."""
+    return tuple(value if isinstance(value, (int, float, str)) else repr(value) for value in (params[name] for name in names))
 
 
 def _key(study: optuna.Study | str, trial: AnyTrial) -> TrialKey:

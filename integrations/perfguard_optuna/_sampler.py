@@ -207,8 +207,8 @@ class PerfGuardSampler(BaseSampler):
             workload: Workload | None = None
             rejected = self.guard.remembered(study, params, self._search.threshold)
             if rejected is not None and not fixed.keys() >= set(rejected.names):
-                for name in rejected.names:
-                    params[name]  # as build would look at it
+                for used in rejected.names:
+                    params[used]  # as build would look at it
                 return _Proposal(drawn, params, search_space, None, False, rejected.verdict)
             try:
                 workload = build_workload(self._build, params)
