@@ -7,7 +7,10 @@ from typing import Literal, get_args
 
 from perfguard.exceptions import ConfigurationError
 
-Status = Literal["ok", "oom", "timeout", "failed"]
+Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
+"""How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
+the trial: it is logged, never learnt, and counts neither as well done nor as a violation. A trial that a scheduler stops early
+is "ok": it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
 
 

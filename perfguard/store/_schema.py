@@ -213,6 +213,16 @@ def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
     return Entry("measurements", {name: _plain(value) for name, value in row.items()})
 
 
+def replacing_interrupted(new: Any) -> dict[str, Any]:
+    """When and how the row ``new`` replaces the measurement of the same decision: a later one replaces an interrupted one."""
+    old = measurements.c
+    return {
+        "index_elements": ["decision_id"],
+        "set_": {column.name: new[column.name] for column in old if column.name != "decision_id"},
+        "where": (old.status == "interrupted") & (new.recorded_at_ns > old.recorded_at_ns),
+    }
+
+
 def weights_entry(metrics: Mapping[str, Any], data: bytes | None, **columns: Any) -> Entry:
     row = {name: _plain(value) for name, value in columns.items()}
     return Entry("weights", row | {"metrics": _json(metrics), "data": data})
