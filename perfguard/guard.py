@@ -296,6 +296,7 @@ class Guard:
         trial: int | None = None,
         params: Mapping[str, Any] | None = None,
         time_left_s: float | None = None,
+        trial_id: str | None = None,
     ) -> Decision:
         """Build, trace, judge and log one proposed trial. Never raises for what the workload or the log does.
 
@@ -305,6 +306,7 @@ class Guard:
             trial: number of the trial in the study, for the log.
             params: the trial's hyperparameters, for the log.
             time_left_s: what is left of the study's time; a trial that would take longer is not launched.
+            trial_id: the tuner's own name of the trial, where it has one beside the number, for the log.
         """
         graph: OpGraph | None = None
         steps: int | None = None
@@ -326,7 +328,7 @@ class Guard:
                 f"PerfGuard could not judge a trial and launches it unguarded (said once): {type(error).__name__}: {error}",
             )
             verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
-        return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps)
+        return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def record(
         self,
@@ -337,6 +339,7 @@ class Guard:
         trial: int | None = None,
         params: Mapping[str, Any] | None = None,
         steps: int | None = None,
+        trial_id: str | None = None,
     ) -> Decision:
         """Write a verdict into the log. The arguments are those of :meth:`decide`; a graph of None is unknown."""
         try:
@@ -349,6 +352,7 @@ class Guard:
                 reason=verdict.reason,
                 prediction=verdict.prediction,
                 params=params or {},
+                trial_id=trial_id,
             )
         except Exception as error:  # the log keeps what it cannot deliver; this is worse
             self._warn_once(LogWarning, f"PerfGuard could not log a verdict (said once): {type(error).__name__}: {error}")
@@ -394,7 +398,7 @@ class Guard:
     def _learn_from_log(self, *, say: bool = True) -> None:
         try:
             with self._lock:
-                before, after = self._evidence, self._lessons.teach(self.device.id)
+                before, after = self._evidence, self._lessons.teach(self.device)
                 if not after.observations:
                     after = before  # the log is away; what is known goes on
                 self._evidence = after

@@ -29,6 +29,7 @@ from perfguard.exceptions import ConfigurationError, LogError, LogWarning, Predi
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Observation, Predictor, Refinable, Target, load_predictor
 
 if TYPE_CHECKING:
+    from perfguard.devices import Device
     from perfguard.store import MeasurementStore
 
 LEASE = "learn"
@@ -59,20 +60,23 @@ class Lessons:
         self._predictor = predictor
         self._log = log
         self._weights_id: str | None = None
-        self._taught: set[str] = set()
+        self._taught: dict[str, str | Device] = {}
 
-    def teach(self, device_id: str) -> Evidence:
-        """Teach what the log holds of a device; if there are new weights, of every device that was taught before, too."""
-        others = self._taught - {device_id} if self._take_promoted() else set()
-        for other in others:
-            self._predictor.fine_tune(self._weighed(other).observations)
-        evidence = self._weighed(device_id)
+    def teach(self, device: str | Device) -> Evidence:
+        """Teach what the log holds of a device, or of all with its id; if there are new weights, of every device that was taught
+        before, too."""
+        device_id = device if isinstance(device, str) else device.id
+        if self._take_promoted():
+            for other_id, other in self._taught.items():
+                if other_id != device_id:
+                    self._predictor.fine_tune(self._weighed(other).observations)
+        evidence = self._weighed(device)
         self._predictor.fine_tune(evidence.observations)
-        self._taught.add(device_id)
+        self._taught[device_id] = device
         return evidence
 
-    def _weighed(self, device_id: str) -> Evidence:
-        return weigh(self._log.observations(device_id), predictor=self._predictor.name)
+    def _weighed(self, device: str | Device) -> Evidence:
+        return weigh(self._log.observations(device), predictor=self._predictor.name)
 
     def _take_promoted(self) -> bool:
         """Whether the weights are others now."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from perfguard.exceptions import ConfigurationError
 
 DeviceKind = Literal["cuda", "cpu"]
+
+_IDENTITY_OF_CPU = ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,16 @@ class Device:
     def flops_per_s(self, arithmetic: str) -> float:
         """Peak rate for ``arithmetic`` ("fp32", "tf32", "fp16", "bf16"); the fp32 rate where the device has no such unit."""
         return self.peak_flops.get(arithmetic, self.peak_flops["fp32"])
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """The fields by which two devices are the same one.
+
+        All fields of a GPU. Of a CPU those that do not depend on when it was measured: one machine, with one number of threads
+        and one limit of memory, is one device, whatever rates each process found.
+        """
+        names = _IDENTITY_OF_CPU if self.kind == "cpu" else tuple(field.name for field in fields(self))
+        return {name: getattr(self, name) for name in names}
 
     def with_memory(self, memory_bytes: int) -> Device:
         """The same device with another capacity, for a part of a card or a limited process."""

@@ -55,6 +55,8 @@ class Measurement:
     confidence: Confidence | None = None
     """How sure the memory is: "high" (counted by the kernel, or by the driver for this process), "medium" (sampled, or of the
     whole card), "low" (a part of it is a figure of the catalog)."""
+    host: str | None = None
+    """Name of the machine that ran it."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -175,6 +176,7 @@ class Run:
             oom_retries=reading.oom_retries,
             driver=reading.driver,
             confidence=reading.confidence,
+            host=platform.node(),
         )
 
     def __enter__(self) -> Run:

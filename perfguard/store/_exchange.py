@@ -26,6 +26,7 @@ from sqlalchemy import BigInteger, Double, LargeBinary, Table
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError
 from perfguard.measure import Confidence, Status
 from perfguard.store import _schema as schema
+from perfguard.store._migrations import mend
 from perfguard.store._schema import SCHEMA_VERSION, Entry
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
             before it stays in the log, and is left out the next time.
     """
     folder = Path(folder)
-    format = _format_of(folder)
+    version, format = _read_manifest(folder)
     read = _read_csv if format == "csv" else _read_parquet
     counts = {}
     for name in _TABLES:
@@ -106,7 +107,7 @@ def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
         counts[name] = 0
         if not path.exists():
             continue  # a table that came with a later schema
-        entries = (Entry(name, _out_of_use(row)) for row in _checked(path, table, read(path, table)))
+        entries = (Entry(name, mend(version, name, _out_of_use(row))) for row in _checked(path, table, read(path, table)))
         while chunk := list(islice(entries, _ROWS_AT_ONCE)):
             counts[name] += store.insert(chunk)
     return counts
@@ -116,7 +117,8 @@ def _out_of_use(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"state": "superseded"} if row.get("state") == "promoted" else row
 
 
-def _format_of(folder: Path) -> Format:
+def _read_manifest(folder: Path) -> tuple[int, Format]:
+    """The schema and the format of an export."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         version, format = int(manifest["schema"]), manifest["format"]
@@ -128,7 +130,7 @@ def _format_of(folder: Path) -> Format:
         )
     if format not in get_args(Format):
         raise LogError(f"{folder / _MANIFEST}: format must be one of {', '.join(get_args(Format))}, but is {format!r}.")
-    return format  # type: ignore[no-any-return]
+    return version, format
 
 
 def _checked(path: Path, table: Table, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -277,6 +279,7 @@ class _Anonymizer:
 
     def __init__(self) -> None:
         self._studies: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
         self._graph_hashes: dict[str, str] = {}
 
     def rows(self, table: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -300,10 +303,20 @@ class _Anonymizer:
     def _decision(self, row: Mapping[str, Any]) -> dict[str, Any]:
         study = self._studies.setdefault(row["study"], f"study-{len(self._studies) + 1}") if row["study"] else row["study"]
         graph_hash = self._graph_hashes.get(row["graph_hash"] or "")
-        return {"study": study, "reason": "", "params": "{}", "graph_hash": graph_hash}
+        return {
+            "study": study,
+            "reason": "",
+            "params": "{}",
+            "graph_hash": graph_hash,
+            "trial_id": None,
+            "host": self._host(row),
+        }
 
     def _measurement(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"note": ""}
+        return {"note": "", "host": self._host(row), "set_aside": row["set_aside"] and "set aside"}
+
+    def _host(self, row: Mapping[str, Any]) -> str | None:
+        return row["host"] and self._hosts.setdefault(row["host"], f"host-{len(self._hosts) + 1}")
 
     def _weights(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"metrics": "{}"}

@@ -9,10 +9,25 @@ steps run in one transaction together with the new version; a process that dies 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Column, Connection, Double, LargeBinary, Text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    LargeBinary,
+    Text,
+    bindparam,
+    column,
+    delete,
+    select,
+    table,
+    update,
+)
 
 if TYPE_CHECKING:
     from alembic.operations import Operations
@@ -63,5 +78,56 @@ def _to_3(op: Operations) -> None:
     )
 
 
-_STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3}
+def _to_4(op: Operations) -> None:
+    """Hosts, the tuner's ids of trials, what is set aside; one row for a CPU that had one a process."""
+    for name in ("host", "trial_id"):
+        op.add_column("decisions", Column(name, Text))
+    for name in ("host", "set_aside"):
+        op.add_column("measurements", Column(name, Text))
+    _set_aside_the_absent(op.get_bind())
+    _make_each_cpu_one_device(op.get_bind())
+
+
+def _set_aside_the_absent(connection: Connection) -> None:
+    measured = table("measurements", column("decision_id"), column("method"), column("note"), column("set_aside"))
+    query = select(measured.c.decision_id, measured.c.method, measured.c.note).where(measured.c.method == "none")
+    found = [{"id": row.decision_id, "reason": reason} for row in connection.execute(query) if (reason := _absent(row._mapping))]
+    if found:
+        change = update(measured).where(measured.c.decision_id == bindparam("id")).values(set_aside=bindparam("reason"))
+        connection.execute(change, found)
+
+
+def mend(version: int, table: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row that was exported, or spooled, with schema ``version`` is in the present one; what it lacks is NULL."""
+    if version < 4 and table == "measurements" and (reason := _absent(row)):
+        return {**row, "set_aside": reason}
+    return dict(row)
+
+
+def _absent(row: Mapping[Any, Any]) -> str | None:
+    """Why a reading from before schema 4 is none of the device that it was booked to. None: it may be one."""
+    note = str(row.get("note") or "")
+    if row.get("method") == "none" and any(words in note for words in ("this PyTorch has no CUDA", "did not use CUDA in this")):
+        return "the device was not there: the run used no GPU in its process"
+    return None
+
+
+def _make_each_cpu_one_device(connection: Connection) -> None:
+    """Before schema 4 each process had a row of its own, because the rates that it measured were part of the key."""
+    devices = table("devices", column("content_hash"), column("data"))
+    decisions = table("decisions", column("device_hash"))
+    seen: set[str] = set()
+    for row in connection.execute(select(devices).order_by(devices.c.content_hash)).all():
+        device = json.loads(row.data)
+        if device.get("kind") != "cpu":
+            continue
+        identity = {name: device[name] for name in ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")}
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        same = devices.c.content_hash == row.content_hash
+        connection.execute(delete(devices).where(same) if key in seen else update(devices).where(same).values(content_hash=key))
+        connection.execute(update(decisions).where(decisions.c.device_hash == row.content_hash).values(device_hash=key))
+        seen.add(key)
+
+
+_STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3, 4: _to_4}
 """By the version that a step leads to."""

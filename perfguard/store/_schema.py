@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from perfguard.graph import OpGraph
     from perfguard.guard import Action
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 WeightsState = Literal["candidate", "promoted", "superseded", "rejected", "rolled back"]
 
@@ -67,6 +67,9 @@ decisions = Table(
     # Since schema 3.
     Column("peak_memory_widening", Double),
     Column("step_time_widening", Double),
+    # Since schema 4.
+    Column("host", Text),
+    Column("trial_id", Text),
 )
 measurements = Table(
     "measurements",
@@ -94,6 +97,9 @@ measurements = Table(
     Column("oom_retries", BigInteger),
     Column("driver", Text),
     Column("confidence", Text),
+    # Since schema 4. A text in set_aside says why nothing is learnt from the row; NULL: it is used.
+    Column("host", Text),
+    Column("set_aside", Text),
     Index("ix_measurements_device_id_recorded_at_ns", "device_id", "recorded_at_ns"),
     Index("ix_measurements_device_id_decision_id", "device_id", "decision_id"),  # since schema 2: to draw at random
 )
@@ -157,6 +163,12 @@ class LoggedDecision:
     """None: pruned, still running, or never measured."""
     note: str = ""
     """Of the measurement: what limits the trust in it."""
+    trial_id: str | None = None
+    """The tuner's own name of the trial, where it has one, for instance Ray Tune's."""
+    host: str | None = None
+    """Name of the machine that ran the trial; of the one that decided, where it was not measured. None: before schema 4."""
+    set_aside: str | None = None
+    """Why nothing is learnt from the measurement. None: it is used, if it can be believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +194,10 @@ def graph_entry(graph: OpGraph) -> Entry:
 
 
 def device_entry(device: Device) -> Entry:
-    data = json.dumps(asdict(device), sort_keys=True)
-    return Entry("devices", {"content_hash": _content_hash(data), "device_id": device.id, "data": data})
+    """The row of a device, found by what identifies it. The rates of a CPU differ from process to process, and stay as the first
+    process of the machine measured them."""
+    key = _content_hash(json.dumps(dict(device.identity), sort_keys=True))
+    return Entry("devices", {"content_hash": key, "device_id": device.id, "data": json.dumps(asdict(device), sort_keys=True)})
 
 
 def decision_entry(prediction: Prediction | None, params: Mapping[str, Any], **columns: Any) -> Entry:
@@ -242,6 +256,8 @@ def select_decisions(study: str | None, newest: int | None = None) -> Select[Any
             measurements.c.total_time_s,
             measurements.c.status,
             measurements.c.note,
+            measurements.c.host.label("measured_host"),
+            measurements.c.set_aside,
         )
         .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
         .outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
@@ -267,8 +283,9 @@ def select_observations(device_id: str, limit: int) -> Select[Any]:
 
 
 def select_measured_ids(device_id: str | None, limit: int) -> Select[Any]:
-    """Of the measurements, without a look at anything but an index."""
-    query = select(measurements.c.decision_id).order_by(measurements.c.decision_id).limit(limit)
+    """Of the measurements that are not set aside."""
+    query = select(measurements.c.decision_id).where(measurements.c.set_aside.is_(None))
+    query = query.order_by(measurements.c.decision_id).limit(limit)
     return query if device_id is None else query.where(measurements.c.device_id == device_id)
 
 
@@ -283,8 +300,8 @@ def select_observations_from(decision_id: str, device_id: str | None, limit: int
 
 
 def _observed() -> Select[Any]:
-    """What a predictor can learn from. A run that was out of memory tells a lower bound; a measurement on another device than the
-    one that was decided for teaches nothing about either."""
+    """What a predictor can learn from. A run that was out of memory gives a lower bound. A measurement on another device than the
+    one that was decided for says nothing about either, and what is set aside is not used."""
     ends = ("_median_bytes", "_median_s", "_log_sigma", "_widening")
     predicted = [column for column in decisions.c if column.name.endswith(ends) or column.name == "predictor"]
     return (
@@ -292,7 +309,11 @@ def _observed() -> Select[Any]:
         .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
         .join(devices, devices.c.content_hash == decisions.c.device_hash)
         .join(graphs, graphs.c.content_hash == decisions.c.graph_hash)
-        .where(measurements.c.status.in_(("ok", "oom")), measurements.c.device_id == devices.c.device_id)
+        .where(
+            measurements.c.status.in_(("ok", "oom")),
+            measurements.c.device_id == devices.c.device_id,
+            measurements.c.set_aside.is_(None),
+        )
     )
 
 
@@ -319,6 +340,9 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         measured_total_time_s=row.total_time_s,
         status=row.status,
         note=row.note or "",
+        trial_id=row.trial_id,
+        host=row.measured_host or row.host,
+        set_aside=row.set_aside,
     )
 
 

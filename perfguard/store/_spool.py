@@ -17,6 +17,7 @@ from pathlib import Path
 from sqlalchemy import LargeBinary
 
 from perfguard.exceptions import LogVersionError
+from perfguard.store._migrations import mend
 from perfguard.store._schema import SCHEMA_VERSION, Entry, metadata
 
 
@@ -64,4 +65,4 @@ def _entry(line: str) -> Entry:
     if not set(row) <= set(columns.keys()):  # an older schema has fewer columns; what it lacks is NULL
         raise ValueError(f"a row of table {table!r} has unknown columns")
     encoded = {name: base64.b64decode(row[name]) for name in row if isinstance(columns[name].type, LargeBinary) and row[name]}
-    return Entry(table, row | encoded)
+    return Entry(table, mend(document["schema"], table, row | encoded))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from hashlib import sha256
 from itertools import groupby
@@ -128,9 +130,10 @@ class MeasurementStore:
         reason: str,
         prediction: Prediction | None,
         params: Mapping[str, Any],
+        trial_id: str | None = None,
     ) -> str:
         """Log one verdict and return its id, which :meth:`record_measurement` takes. Values in ``params`` that JSON does not
-        know are logged as text."""
+        know are logged as text. ``trial_id`` is the tuner's own name of the trial, where it has one beside the number."""
         decision_id = uuid.uuid4().hex
         device_row = None if device is None else schema.device_entry(device)
         with self._lock:
@@ -148,6 +151,8 @@ class MeasurementStore:
                     created_at_ns=self._now_ns(),
                     study=study,
                     trial=trial,
+                    trial_id=trial_id,
+                    host=platform.node(),
                     action=action,
                     reason=reason,
                     graph_hash=None if graph is None else graph.content_hash,
@@ -165,13 +170,24 @@ class MeasurementStore:
             self._queue.append(row)
             self._deliver()
 
-    def observations(self, device_id: str, limit: int = 500) -> list[Observation]:
+    def observations(self, device: str | Device, limit: int = 500) -> list[Observation]:
         """The newest ``limit`` runs on that device that ended well or out of memory, and whose graph is known, oldest first.
 
-        Of a run with status "oom" the peak memory is a lower bound, and its times are no complete run's.
+        Of a run with status "oom" the peak memory is a lower bound, and its times are no complete run's. What is set aside is
+        left out.
+
+        Args:
+            device: its id, or the device itself: runs on the very same one (see :attr:`Device.identity`) then carry it. The rates
+                of a CPU differ from process to process, and what is learnt must be relative to the rates that predictions use.
+            limit: the most runs.
         """
+        device_id = device if isinstance(device, str) else device.id
         rows = self._read(schema.select_observations(device_id, limit), self._observation)
-        return [observation for observation in reversed(rows) if observation is not None]
+        found = [observation for observation in reversed(rows) if observation is not None]
+        if isinstance(device, str):
+            return found
+        identity = device.identity
+        return [replace(row, device=device) if row.device.identity == identity else row for row in found]
 
     def device_ids(self) -> list[str]:
         """The devices that runs were measured on."""
@@ -179,8 +195,10 @@ class MeasurementStore:
         return self._read(query, lambda _, row: str(row.device_id))
 
     def num_measured(self, *, since_ns: int) -> int:
-        """How many measurements came into the log after that time, in nanoseconds since 1970; 0 if it cannot be read now."""
-        query = select(func.count()).where(schema.measurements.c.recorded_at_ns > since_ns)
+        """How many measurements came into the log after that time, in nanoseconds since 1970, without those that are set aside;
+        0 if it cannot be read now."""
+        table = schema.measurements
+        query = select(func.count()).where(table.c.recorded_at_ns > since_ns, table.c.set_aside.is_(None))
         return next(iter(self._read(query, lambda _, row: int(row[0]))), 0)
 
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:

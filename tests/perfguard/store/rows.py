@@ -67,6 +67,7 @@ MEASUREMENT = Measurement(
     oom_retries=0,
     driver="550.54",
     confidence="high",
+    host="node-7",
 )
 
 
@@ -213,5 +214,20 @@ def make_log_of_schema_2(url: str, graph: OpGraph, num_rows: int) -> None:
     engine.dispose()
 
 
-LOGS_OF_OLD = {1: make_log_of_schema_1, 2: make_log_of_schema_2}
+def make_log_of_schema_3(url: str, graph: OpGraph, num_rows: int) -> None:
+    """A log as the PerfGuard before schema 4 left it."""
+    make_log_of_schema_2(url, graph, num_rows)
+    engine = create_engine(url)
+    double = Double().compile(engine.dialect)
+    with engine.begin() as connection:
+        for name in ("peak_memory_widening", "step_time_widening"):
+            connection.exec_driver_sql(f"ALTER TABLE decisions ADD COLUMN {name} {double}")
+        connection.exec_driver_sql(
+            "CREATE TABLE leases (name TEXT NOT NULL, holder TEXT, expires_at_ns BIGINT, PRIMARY KEY (name))"
+        )
+        connection.exec_driver_sql("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+    engine.dispose()
+
+
+LOGS_OF_OLD = {1: make_log_of_schema_1, 2: make_log_of_schema_2, 3: make_log_of_schema_3}
 """Every schema that a released PerfGuard wrote, and how to make such a log."""
