@@ -313,7 +313,7 @@ def ledger_of(search: Any, *, who: str) -> Ledger:
 
 def number_of(trial: Trial) -> int | None:
     """Tune's number of the trial, with which the name of its folder goes on after its id."""
-    number = str(trial.experiment_tag or "").partition("_")[0]
+    number = str(getattr(trial, "experiment_tag", "")).partition("_")[0]
     return int(number) if number.isdecimal() else None
 
 

@@ -169,6 +169,9 @@ class LoggedDecision:
     """Name of the machine that ran the trial; of the one that decided, where it was not measured. None: before schema 4."""
     set_aside: str | None = None
     """Why nothing is learnt from the measurement. None: it is used, if it can be believed."""
+    measured_device_id: str | None = None
+    """The device that the trial ran on, which need not be the one that was decided for. None: not measured."""
+    measured_device_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,8 @@ def select_decisions(study: str | None, newest: int | None = None) -> Select[Any
             measurements.c.status,
             measurements.c.note,
             measurements.c.host.label("measured_host"),
+            measurements.c.device_id.label("measured_device_id"),
+            measurements.c.device_name.label("measured_device_name"),
             measurements.c.set_aside,
         )
         .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
@@ -343,6 +348,8 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         trial_id=row.trial_id,
         host=row.measured_host or row.host,
         set_aside=row.set_aside,
+        measured_device_id=row.measured_device_id,
+        measured_device_name=row.measured_device_name,
     )
 
 
