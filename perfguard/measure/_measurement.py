@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from perfguard.exceptions import ConfigurationError
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
 
 Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
 """How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
@@ -67,7 +64,3 @@ class Measurement:
         if self.confidence is not None and self.confidence not in get_args(Confidence):
             allowed = ", ".join(get_args(Confidence))
             raise ConfigurationError(f"Measurement.confidence must be one of {allowed} or None, but got {self.confidence!r}.")
-
-    def is_of(self, device: Device) -> bool:
-        """TEMPORARY until h-core is merged."""
-        return self.device_id == device.id
