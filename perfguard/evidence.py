@@ -3,9 +3,12 @@
 Every run is seen beside what had been predicted of it before it ran. Notation, for each run and target:
     score  log(measured / predicted median)        z  score / log_sigma        miss  |z| > 1.645, outside of the 90% interval
 
-1. A reading that cannot be (a step longer than its trial, more memory than the device has) is quarantined: never learnt, always
-   listed. So is one that is far from its prediction, until others agree with it: the same step measured again, or four suspects
-   among eight readings (in a row, or in a row of steps of one kind), because then it is the prediction that is wrong.
+1. A reading that cannot be (a step longer than its trial, more memory than the device has, less memory or time than physics lets
+   such a step need: `physics.py`) is quarantined: never learnt, always listed, however many agree. So is one that is far from its
+   prediction, until others agree with it: the same step measured again, or four suspects among eight readings (in a row, or in a
+   row of steps of one kind), because then it is the prediction that is wrong. A trial that ended after less than a tenth of the
+   steps that trials usually have, because its loss was NaN or because somebody suspended the machine, agrees with nobody: its
+   steps are mostly warm-up.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
    sum of z - k, with k one (Page 1954), each z being that of the interval before it was widened (3), in units of their scatter
@@ -20,6 +23,9 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    Where a shift is seen, what its runs had widened is forgiven, because they are learnt as a new regime, and intervals as wide as
    the shift would let nothing be said for fifty runs; but no more than six misses within 200 runs, and where many run at once,
    those that were launched before the shift was seen widen as before.
+4. No end of an interval is moved by more than a factor of ten (`predictor.widened_log_sigma`). Where that is too little, and the
+   readings do not agree with each other on a factor either, which could be learnt, the predictor does not fit what runs here. Then
+   nothing that was read until that run is learnt, intervals are the predictor's own again, and what comes next is learnt anew.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -34,7 +40,17 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from perfguard.predictor import COVERAGE, HALF_INTERVAL, TARGETS, Estimate, Observation, Target
+from perfguard.physics import least
+from perfguard.predictor import (
+    COVERAGE,
+    HALF_INTERVAL,
+    MOST_WIDENED,
+    TARGETS,
+    Estimate,
+    Observation,
+    Target,
+    widened_log_sigma,
+)
 from perfguard.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -54,9 +70,13 @@ _FAR_SIGMAS = 8.0
 _AGREE = math.log(1.5)
 """Two readings of the same step within this factor agree."""
 _RECENT, _ENOUGH = 8, 4
+_FEW_STEPS = 0.1
+"""A trial with less than this share of the usual number of steps was cut short."""
 _MOST_OVER_CAPACITY = 1.05
 _MOST_OVER_TRIAL, _SLACK_OF_TRIAL_S = 1.5, 1.0
 """Two steps of a trial of milliseconds may well have a median that is longer than half of it."""
+_NOT_ON_A_GPU = "this PyTorch has no CUDA", "did not use CUDA in this process"
+"""How the log notes a run that was booked to a GPU without using one; before schema 4 such runs were logged as the GPU's."""
 _SLACK, _ALARM = 1.0, 10.0
 """A shift of two standard deviations is what the sum is made for; families of networks differ by less."""
 _CLIPPED = 4.0
@@ -97,6 +117,8 @@ class Evidence:
     drifts: tuple[Drift, ...] = ()
     widening: Mapping[Target, float] = field(default_factory=dict)
     """What the standard deviation of the next prediction is to be multiplied by."""
+    misfits: tuple[Quarantined, ...] = ()
+    """The runs at which the predictor turned out not to fit; what was read until then is quarantined for the same reason."""
 
 
 def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Evidence:
@@ -109,22 +131,27 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
     """
     conditions, drifts = _conditions(observations)
     quarantined: list[Quarantined] = []
+    misfits: list[Quarantined] = []
     widening: dict[Target, float] = {}
     masked = list(observations)
     shifts: dict[int, Drift] = {}
     own = [index for index in range(len(observations)) if _is_of(observations[index], predictor)]
     for target in TARGETS:
         believed, refused = _believed(observations, target)
-        quarantined += [Quarantined(observations[index], target, reason) for index, reason in refused.items()]
-        for index in refused:
-            masked[index] = _without(masked[index], target)
         found: list[_Shift] = []
         for number in set(conditions):
             of_number = [index for index in own if conditions[index] == number]
             found += _shifts(observations, target, sorted({*believed}.intersection(of_number)))
         shifts |= {shift.runs[0]: shift.drift for shift in found}
         judged = [index for index in own if index not in refused]
-        widening[target] = _widening(observations, target, judged, found)
+        widening[target], last_misfit = _widening(observations, target, judged, found)
+        if last_misfit is not None:
+            reason = f"until this run {_what(target)} scatter more than intervals of {predictor or 'the predictor'} can be widened"
+            misfits.append(Quarantined(observations[last_misfit], target, reason))
+            refused |= dict.fromkeys((index for index in believed if index <= last_misfit), reason)
+        quarantined += [Quarantined(observations[index], target, reason) for index, reason in sorted(refused.items())]
+        for index in refused:
+            masked[index] = _without(masked[index], target)
     starts = sorted(shifts)
     regimes = _numbered_by_last(
         [
@@ -134,7 +161,7 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
     )
     masked = [replace(observation, regime=regime) for observation, regime in zip(masked, regimes, strict=True)]
     drifts += [shifts[index] for index in starts]
-    return Evidence(tuple(masked), tuple(quarantined), tuple(drifts), widening)
+    return Evidence(tuple(masked), tuple(quarantined), tuple(drifts), widening, tuple(misfits))
 
 
 def _numbered_by_last(names: Sequence[tuple[int, int]]) -> list[int]:
@@ -181,8 +208,9 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     counted: list[int] = []
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
+    few_steps = _FEW_STEPS * statistics.median([row.measurement.num_steps for row in observations] or [0])
     for index, observation in enumerate(observations):
-        reason = _impossible(observation, target)
+        reason = why_impossible(observation, target)
         if reason is not None:
             refused[index] = reason
         value = observation.measured(target)
@@ -196,8 +224,10 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         estimate = observation.predicted[target]
         if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
             continue
-        far.add(index)
         suspects[index] = _far_off(estimate, value, target)
+        if target == "time" and observation.measurement.num_steps < few_steps:
+            continue
+        far.add(index)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
         of_graph[observation.graph.content_hash].append(index)
         released = [*agreeing, index] if agreeing else []
@@ -218,8 +248,13 @@ def _kind_of(graph: OpGraph) -> Hashable:
     return graph.mode, graph.precision, graph.options, graph.kinds
 
 
-def _impossible(observation: Observation, target: Target) -> str | None:
-    """Why a reading cannot be, whatever was predicted; None if it can, or if there is none."""
+def why_impossible(observation: Observation, target: Target) -> str | None:
+    """Return why a reading cannot be, whatever was predicted and however many agree; None if it can, or if there is none.
+
+    Args:
+        observation: one run, the graph of its step and the device that the log says it ran on.
+        target: which of its readings.
+    """
     measurement, capacity_bytes = observation.measurement, observation.device.memory_bytes
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
     if target == "time" and measurement.status != "ok":
@@ -231,14 +266,32 @@ def _impossible(observation: Observation, target: Target) -> str | None:
     if value is None:
         return f"{read} is no {'number of bytes' if target == 'memory' else 'time'} above zero"
     if target == "memory":
-        too_much = value > _MOST_OVER_CAPACITY * capacity_bytes
-        return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}" if too_much else None
+        if value > _MOST_OVER_CAPACITY * capacity_bytes:
+            return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
+        return _too_little(observation, value, target)
+    if observation.device.kind == "cuda":
+        if measurement.method == "none" and any(words in measurement.note for words in _NOT_ON_A_GPU):
+            return f"the run did not use {observation.device.name}"
+        memory_bytes = observation.measured("memory")
+        reason = None if memory_bytes is None else _too_little(observation, memory_bytes, "memory")
+        if reason is not None:  # something else ran
+            return reason
     total_s = measurement.total_time_s
     if not (math.isfinite(total_s) and total_s > 0):
         return f"a trial of {total_s} s"
     if value * measurement.num_steps > _MOST_OVER_TRIAL * total_s + _SLACK_OF_TRIAL_S:
         return f"{measurement.num_steps} steps of {format_seconds(value)} in a trial of {format_seconds(total_s)}"
-    return None
+    return _too_little(observation, value, target)
+
+
+def _too_little(observation: Observation, value: float, target: Target) -> str | None:
+    """Why physics does not let a complete run need so little; None if it does. With status "oom" memory is a lower bound."""
+    bound = least(target, observation.graph, observation.device)
+    if observation.measurement.status != "ok" or value >= bound:
+        return None
+    if target == "memory":
+        return f"{format_bytes(value)} measured, but such a step takes {format_bytes(bound)} at the least"
+    return f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at the least on {observation.device.name}"
 
 
 def _far_off(estimate: Estimate, value: float, target: Target) -> str:
@@ -272,16 +325,23 @@ def _z(observation: Observation, target: Target) -> float | None:
     return None if score is None else score / observation.predicted[target].log_sigma
 
 
-def _widening(observations: Sequence[Observation], target: Target, judged: Sequence[int], shifts: Sequence[_Shift]) -> float:
+def _widening(
+    observations: Sequence[Observation], target: Target, judged: Sequence[int], shifts: Sequence[_Shift]
+) -> tuple[float, int | None]:
     """What the ``judged`` runs come to, whose readings are believed: a suspect that was right counts as soon as another reading
-    agrees with it. Of what the runs of one of ``shifts`` widened, as much is undone as is left to forgive."""
+    agrees with it. Of what the runs of one of ``shifts`` widened, as much is undone as is left to forgive.
+
+    Returns:
+        The factor of the standard deviation, and the last run at which no width was enough; None: there was none.
+    """
     log_width = 0.0
+    last_misfit: int | None = None
+    scores: list[float] = []  # since then
     moved: dict[int, float] = {}  # by each run
     forgiven: list[tuple[int, float]] = []
     undone = {shift.noticed: shift for shift in shifts}
     for number, index in enumerate(judged):
-        width = math.exp(log_width) / observations[index].widening.get(target, 1.0)
-        is_missed = _is_missed(observations[index], target, width)
+        is_missed = _is_missed(observations[index], target, math.exp(log_width))
         before = log_width
         if is_missed is not None:
             log_width += _GAMMA * (is_missed - (1 - COVERAGE))
@@ -293,21 +353,40 @@ def _widening(observations: Sequence[Observation], target: Target, judged: Seque
             amount = min(max(widened, 0.0), left)
             forgiven.append((number, amount))
             log_width -= amount
-    return math.exp(log_width)
+        score = _score(observations[index], target)
+        if score is None:
+            continue
+        scores.append(score)
+        widest = min(_WIDEST, math.log1p(MOST_WIDENED / HALF_INTERVAL / _own_log_sigma(observations[index], target)))
+        if log_width >= widest and HALF_INTERVAL * _scatter(scores) > MOST_WIDENED:
+            last_misfit, log_width, scores, moved = index, 0.0, [], {}
+    return math.exp(log_width), last_misfit
+
+
+def _own_log_sigma(observation: Observation, target: Target) -> float:
+    """The standard deviation that was predicted, before it was widened."""
+    return observation.predicted[target].log_sigma / observation.widening.get(target, 1.0)
+
+
+def _scatter(values: Sequence[float]) -> float:
+    """Standard deviation by the median distance from the median."""
+    middle = statistics.median(values)
+    return _MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in values)
 
 
 def _is_missed(observation: Observation, target: Target, width: float) -> bool | None:
-    """Whether the run was outside of its interval, made ``width`` times as wide; None if nobody can tell.
+    """Whether the run was outside of its own interval, made ``width`` times as wide; None if nobody can tell.
 
     What was out of memory needed more than was read: above the interval if the reading is, and otherwise anywhere.
     """
-    z = _z(observation, target)
-    if z is not None:
-        return abs(z) > HALF_INTERVAL * width
+    score = _score(observation, target)
+    if score is not None:
+        return abs(score) > HALF_INTERVAL * widened_log_sigma(_own_log_sigma(observation, target), width)
     bound, estimate = observation.measured(target), observation.predicted.get(target)
     if target == "time" or observation.measurement.status != "oom" or bound is None or estimate is None:
         return None
-    return True if math.log(bound / estimate.median) > HALF_INTERVAL * width * estimate.log_sigma else None
+    half = HALF_INTERVAL * widened_log_sigma(_own_log_sigma(observation, target), width)
+    return True if math.log(bound / estimate.median) > half else None
 
 
 class _Shift(NamedTuple):
@@ -370,5 +449,8 @@ def _likeliest_begin(steps: Sequence[float]) -> int:
 
 def _shifted(observations: Sequence[Observation], target: Target, indices: Sequence[int]) -> str:
     scores = [score for index in indices if (score := _score(observations[index], target)) is not None]
-    what = "peaks of memory" if target == "memory" else "step times"
-    return f"{what} are {math.exp(statistics.median(scores)):.2f} times what was predicted ({len(scores)} runs in a row)"
+    return f"{_what(target)} are {math.exp(statistics.median(scores)):.2f} times what was predicted ({len(scores)} runs in a row)"
+
+
+def _what(target: Target) -> str:
+    return "peaks of memory" if target == "memory" else "step times"

@@ -22,6 +22,7 @@ from perfguard.exceptions import (
 )
 from perfguard.online import LearnerProcess, Lessons
 from perfguard.pace import total_time_at_pace
+from perfguard.physics import least
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable, load_predictor
 from perfguard.quantities import format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
@@ -162,7 +163,7 @@ class Guard:
         self._expected_violations = 0.0
         self._lock = threading.RLock()
         self._traces = TraceCache()
-        self._warned: set[type[Warning]] = set()
+        self._warned: set[tuple[type[Warning], str]] = set()
         self._lessons = Lessons(self.predictor, self.log)
         self._evidence = Evidence()
         self._learner: LearnerProcess | None = None
@@ -246,7 +247,8 @@ class Guard:
             graph = graph or self.trace(workload)
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
-                prediction = prediction.widened(self._evidence.widening)
+                least_of_step = least("memory", graph, self.device), least("time", graph, self.device)
+                prediction = prediction.at_least(*least_of_step).widened(self._evidence.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
@@ -360,7 +362,12 @@ class Guard:
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it."""
+        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it, or if it is
+        on another device than the guarded one, whose pace says nothing."""
+        reason = self._broken_by_pace(decision, run, time_left_s)
+        return None if reason is None or run.is_elsewhere else reason
+
+    def _broken_by_pace(self, decision: Decision, run: Run, time_left_s: float | None) -> str | None:
         ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
         limits_s = [limit for limit in (self.budget.trial_time_s, ends_s) if limit is not None]
         if limits_s and run.elapsed_s > min(limits_s):
@@ -381,19 +388,44 @@ class Guard:
         """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device.
 
         A reading that cannot be believed is said once and not learnt; so is a change of what runs cost (:class:`DriftWarning`).
+        What ran on another device than the guarded one is written down as that device's; one :class:`MeasurementWarning` says
+        that nothing is learnt from it.
         """
+        elsewhere = self.why_not_measured(measurement)
+        if elsewhere:
+            self._warn_once(
+                MeasurementWarning,
+                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name} all the same, but what such trials "
+                "cost is not counted as measured for it, and nothing is learnt. Pass gpu='auto' to guard the device that is here.",
+                topic="elsewhere",
+            )
+        elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
+            measurement = replace(measurement, device_id=self.device.id)
         if not decision.id:
             return
         try:
             self.log.record_measurement(decision.id, measurement)
         except Exception as error:
             self._warn_once(LogWarning, f"PerfGuard could not log a measurement (said once): {type(error).__name__}: {error}")
+        if elsewhere:
+            return
         self._learn_from_log()
         try:
             if self._learner is not None:
                 self._learner.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
             self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
+
+    def why_not_measured(self, measurement: Measurement) -> str:
+        """Return why ``measurement`` says nothing of the guarded device, as a sentence without a full stop; empty: it does."""
+        if measurement.is_of(self.device):
+            return ""
+        from perfguard.devices import visible_gpu
+
+        here = visible_gpu()
+        if self.device.kind == "cuda" and (here is None or here.id != self.device.id):
+            return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
+        return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 
     def _learn_from_log(self, *, say: bool = True) -> None:
         try:
@@ -414,15 +446,24 @@ class Guard:
             if drift.noticed.decision_id not in known:
                 message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
                 warnings.warn(message, DriftWarning, stacklevel=4)
-        refused = {found.observation.decision_id for found in before.quarantined}
+        for misfit in after.misfits:
+            if misfit.observation.decision_id not in known:
+                message = (
+                    f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by the "
+                    "unlearnt prediction again (said once). Check that `build` describes the step that the trials really run."
+                )
+                self._warn_once(DriftWarning, message, topic="misfit")
+        refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
+        reasons = {misfit.reason for misfit in after.misfits}
         for found in after.quarantined:
-            if found.observation.decision_id not in refused:
+            if found.observation.decision_id not in refused and found.reason not in reasons:
                 message = f"A reading is not believed and not learnt (said once): {found.reason}. See `perfguard log quarantine`."
                 self._warn_once(MeasurementWarning, message)
 
-    def _warn_once(self, category: type[Warning], message: str) -> None:
-        if category not in self._warned:
-            self._warned.add(category)
+    def _warn_once(self, category: type[Warning], message: str, *, topic: str = "") -> None:
+        """Warn, unless the guard has warned in this ``category`` about this ``topic`` before."""
+        if (category, topic) not in self._warned:
+            self._warned.add((category, topic))
             warnings.warn(message, category, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,6 +26,8 @@ COVERAGE = 0.9
 """Of the intervals that are spoken of."""
 HALF_INTERVAL = 1.6448536269514722
 """Half of the width of that central interval, in standard deviations of a normal distribution."""
+MOST_WIDENED = math.log(10.0)
+"""No end of an interval is moved by more than a factor of ten, however badly the predictor does: see `widened_log_sigma`."""
 _NORMAL = NormalDist()
 
 
@@ -67,6 +69,16 @@ class Estimate:
         return Estimate(self.median * factor, math.hypot(self.log_sigma, log_sigma))
 
 
+def widened_log_sigma(log_sigma: float, factor: float) -> float:
+    """Return ``log_sigma`` times ``factor``, but no more than moves either end of the 90% interval by :data:`MOST_WIDENED`.
+
+    Example:
+        >>> 1.5 < widened_log_sigma(0.1, 30.0) < 1.6
+        True
+    """
+    return min(log_sigma * factor, log_sigma + MOST_WIDENED / HALF_INTERVAL)
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What a workload is expected to cost on a device."""
@@ -102,14 +114,33 @@ class Prediction:
         return self.peak_memory.p_exceeds(capacity_bytes)
 
     def widened(self, factors: Mapping[Target, float]) -> Prediction:
-        """With intervals that are wider, or narrower, by these factors of their standard deviations (of logarithms)."""
-        memory, time = factors.get("memory", 1.0), factors.get("time", 1.0)
+        """Return it with wider or narrower intervals: their standard deviations (of logarithms) times these factors, as far as
+        :func:`widened_log_sigma` goes."""
+
+
+        def widened(estimate: Estimate, target: Target) -> Estimate:
+            return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
+
+        memory, step_time = widened(self.peak_memory, "memory"), widened(self.step_time, "time")
+        done = {
+            "memory": memory.log_sigma / self.peak_memory.log_sigma,
+            "time": step_time.log_sigma / self.step_time.log_sigma,
+        }
         return replace(
             self,
-            widening={target: self.widening.get(target, 1.0) * factors.get(target, 1.0) for target in TARGETS},
-            peak_memory=replace(self.peak_memory, log_sigma=self.peak_memory.log_sigma * memory),
-            step_time=replace(self.step_time, log_sigma=self.step_time.log_sigma * time),
-            total_time=self.total_time and replace(self.total_time, log_sigma=self.total_time.log_sigma * time),
+            widening={target: self.widening.get(target, 1.0) * done[target] for target in TARGETS},
+            peak_memory=memory,
+            step_time=step_time,
+            total_time=self.total_time and widened(self.total_time, "time"),
+        )
+
+    def at_least(self, memory_bytes: float, step_time_s: float) -> Prediction:
+        """Return the prediction with medians that are no lower than these; see :func:`perfguard.physics.least`."""
+        memory = replace(self.peak_memory, median=max(self.peak_memory.median, memory_bytes))
+        step_time = replace(self.step_time, median=max(self.step_time.median, step_time_s))
+        slower = step_time.median / self.step_time.median
+        return replace(
+            self, peak_memory=memory, step_time=step_time, total_time=self.total_time and self.total_time.scaled(slower)
         )
 
 

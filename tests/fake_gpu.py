@@ -35,6 +35,8 @@ class FakeNvmlError(Exception):
 class FakeGpu:
     """One card with this process (``PID``) and others on it. Bytes, watts, MHz; the clock is moved by hand."""
 
+    name: str = "NVIDIA A100-PCIE-40GB"
+    num_sms: int = 108
     uuid: str = "1234-abcd"
     bus: int = 0x3B
     total_bytes: int = 40_000 * MiB
@@ -60,6 +62,9 @@ class FakeGpu:
     """Whether a CUDA graph is being recorded."""
     initialized: bool = False
     allocated: int = 0
+    allocated_in_all: int = 0
+    """What was freed included."""
+    ooms: int = 0
     reserved: int = 0
     allocated_peak: int = 0
     reserved_peak: int = 0
@@ -71,6 +76,7 @@ class FakeGpu:
         """PyTorch takes memory; CUDA is initialised with the first of it."""
         self.initialized = True
         self.allocated += num_bytes
+        self.allocated_in_all += num_bytes
         self.reserved = max(self.reserved, self.allocated)
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         self.reserved_peak = max(self.reserved_peak, self.reserved)
@@ -268,6 +274,9 @@ class FakeCuda:
         assert self.gpu.initialized, "this would initialise CUDA"
         return 0
 
+    def get_allocator_backend(self) -> str:
+        return "native" if self.keeps_statistics else "cudaMallocAsync"
+
     def current_stream(self, device: int) -> int:
         assert device == self.count - 1, "an event on another device than the run's"
         return device
@@ -292,6 +301,8 @@ class FakeCuda:
             "reserved_bytes.all.current": gpu.reserved,
             "reserved_bytes.all.peak": gpu.reserved_peak,
             "num_alloc_retries": gpu.retries,
+            "allocated_bytes.all.allocated": gpu.allocated_in_all,
+            "num_ooms": gpu.ooms,
         }
         return figures if self.keeps_statistics and device == self.count - 1 else dict.fromkeys(figures, 0)
 
@@ -311,5 +322,8 @@ class FakeCuda:
         self.gpu.now_s = max(self.gpu.now_s, self.gpu.busy_until_s)
 
     def get_device_properties(self, device: int) -> Any:
-        total = self.gpu.total_bytes
-        return SimpleNamespace(total_memory=total, uuid=self.gpu.uuid, pci_bus_id=self.gpu.bus, pci_domain_id=0, pci_device_id=0)
+        gpu = self.gpu
+        return SimpleNamespace(
+            name=gpu.name, total_memory=gpu.total_bytes, multi_processor_count=gpu.num_sms, uuid=gpu.uuid, pci_bus_id=gpu.bus,
+            pci_domain_id=0, pci_device_id=0,
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from perfguard.devices._catalog import catalog
 from perfguard.devices._cpu import cpu
-from perfguard.devices._detect import detect_gpu, resolve_device
+from perfguard.devices._detect import detect_gpu, resolve_device, visible_gpu
 from perfguard.devices._mig import MigProfile, mig_profiles, smallest_profile
 from perfguard.devices._partition import mig_instance, mps_share
 from perfguard.devices._spec import Device
@@ -18,4 +18,5 @@ __all__ = [
     "mps_share",
     "resolve_device",
     "smallest_profile",
+    "visible_gpu",
 ]

@@ -64,6 +64,11 @@ def find(name: str) -> Device:
     )
 
 
+def same_name(one: str, other: str) -> bool:
+    """Return whether two names are the same but for case, spaces, hyphens and a leading brand."""
+    return _key(one) == _key(other)
+
+
 def _key(name: str) -> str:
     return _BRANDS.sub("", _SEPARATORS.sub("", name.lower()))
 

@@ -78,9 +78,17 @@ def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
         return cpu()
     if name != "auto":
         return find(gpu)
+    return visible_gpu(nvml=nvml) or cpu()
+
+
+def visible_gpu(*, nvml: Nvml | None = None) -> Device | None:
+    """The first GPU that this process may use (``CUDA_VISIBLE_DEVICES``); None: there is none. Does not initialise CUDA.
+
+    Args:
+        nvml: stands in for the module ``pynvml``.
+    """
     first = _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    detected = None if first is None else detect_gpu(first, nvml=nvml)
-    return cpu() if detected is None else detected
+    return None if first is None else detect_gpu(first, nvml=nvml)
 
 
 def detect_gpu(index: int | str = 0, *, nvml: Nvml | None = None) -> Device | None:
@@ -134,6 +142,11 @@ def _describe(nvml: Nvml, handle: Any) -> Device:
     return replace(known, memory_bytes=int(total_bytes * _USABLE_MEMORY), source=source)
 
 
+def id_of(name: str) -> str:
+    """The id of a GPU that the catalog does not know."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
+
+
 def _from_nvml(nvml: Nvml, handle: Any, name: str, memory_bytes: int) -> Device:
     def ask(query: Callable[[], _T], default: _T) -> _T:
         try:
@@ -149,7 +162,7 @@ def _from_nvml(nvml: Nvml, handle: Any, name: str, memory_bytes: int) -> Device:
     power_mw = ask(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle), 0)
     clock_hz = clock_mhz * 1e6 * _SUSTAINED_CLOCK
     return Device(
-        id=re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu",
+        id=id_of(name),
         name=name,
         kind="cuda",
         memory_bytes=memory_bytes,

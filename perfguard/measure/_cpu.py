@@ -11,6 +11,7 @@ import psutil
 
 from perfguard.measure._measurement import Confidence
 from perfguard.measure._probe import Reading
+from perfguard.measure._ran_on import Cuda, CudaUse
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -21,9 +22,16 @@ _SAMPLE_INTERVAL_S = 0.02
 
 
 class CpuProbe:
-    """A run on the processor: the resident set of this process."""
+    """A run on the processor: the resident set of this process. Notices a run that is on a GPU instead.
 
-    def __init__(self) -> None:
+    Args:
+        cuda: stands in for the module ``torch.cuda``.
+    """
+
+    def __init__(self, *, cuda: Cuda | None = None) -> None:
+        import torch
+
+        self._use = CudaUse(torch.cuda if cuda is None else cuda)
         self._memory = PeakResidentSet()
         self._started = False
 
@@ -32,6 +40,10 @@ class CpuProbe:
         return self._memory.method
 
     def start(self) -> None:
+        try:
+            self._use.start()
+        except RuntimeError:
+            pass  # a GPU is lost
         self._memory.start()
         self._started = True
 
@@ -40,9 +52,10 @@ class CpuProbe:
 
     def read(self) -> Reading:
         if not self._started:
-            return Reading(self.method)
+            return Reading(self.method, ran_on=self._use.ran_on())
         confidence: Confidence = "high" if self.method == "vmhwm" else "medium"
-        return Reading(self.method, peak_memory_bytes=self._memory.peak_bytes(), confidence=confidence)
+        peak_bytes = self._memory.peak_bytes()
+        return Reading(self.method, peak_memory_bytes=peak_bytes, confidence=confidence, ran_on=self._use.ran_on())
 
     def finish(self) -> Reading:
         reading = self.read()

@@ -15,28 +15,27 @@ from typing import Any, NamedTuple, Protocol
 from perfguard.measure._measurement import Confidence
 from perfguard.measure._nvml import CudaIdentity, DriverReading, Nvml, NvmlProbe
 from perfguard.measure._probe import Reading
+from perfguard.measure._ran_on import Cuda as CudaOfUse
+from perfguard.measure._ran_on import CudaUse, RanOn
 
 _MiB = 2**20
 _NOTABLE_LEFTOVER_BYTES = 64 * _MiB
 _CONTEXT_TOLERANCE = 2
+NO_CUDA = "this PyTorch has no CUDA, so the GPU's memory was not measured"
+UNUSED = "the trial did not use CUDA in this process"
 
 
-class Cuda(Protocol):
+class Cuda(CudaOfUse, Protocol):
     """The part of the module ``torch.cuda`` that measuring uses."""
 
     @property
     def Event(self) -> Any: ...
-    def is_initialized(self) -> bool: ...
     def is_current_stream_capturing(self) -> bool: ...
-    def current_device(self) -> int: ...
     def current_stream(self, device: int) -> Any: ...
-    def device_count(self) -> int: ...
     def empty_cache(self) -> None: ...
-    def memory_stats(self, device: int) -> Mapping[str, Any]: ...
     def memory_stats_as_nested_dict(self, device: int) -> Mapping[str, Any]: ...
     def reset_peak_memory_stats(self, device: int) -> None: ...
     def mem_get_info(self, device: int) -> tuple[int, int]: ...
-    def get_device_properties(self, device: int) -> Any: ...
 
 
 class _Overhead(NamedTuple):
@@ -78,7 +77,7 @@ class GpuProbe:
         self._context_bytes = context_bytes
         self._index: int | None = None
         self._events_failed = False
-        self._before: dict[int, Mapping[str, Any]] = {}  # the allocator's figures at the start, by device
+        self._use = CudaUse(self._cuda)
         self._notes: list[str] = []
         self._driver = NvmlProbe(self._identity, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
 
@@ -117,7 +116,7 @@ class GpuProbe:
 
     def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
         if not self._can_use_cuda:
-            return Reading("none", notes=("this PyTorch has no CUDA, so the GPU's memory was not measured",))
+            return Reading("none", notes=(NO_CUDA,), ran_on=RanOn.processor())
         try:
             if not self._find_index() and self._cuda.is_initialized():
                 self._index = self._cuda.current_device()
@@ -126,7 +125,7 @@ class GpuProbe:
         driver = read_driver()
         try:
             if self._index is None:
-                return self._reading(driver, {}, None, "the trial did not use CUDA in this process")
+                return self._reading(driver, {}, None, UNUSED)
             stats = self._cuda.memory_stats(self._index)
             return self._reading(driver, stats, self._overhead(driver, stats))
         except RuntimeError as error:
@@ -135,15 +134,8 @@ class GpuProbe:
     def _find_index(self) -> bool:
         """Whether it is known by now which device the run uses."""
         if self._index is None and self._cuda.is_initialized():
-            taken = {index: self._taken_bytes(index) for index in range(self._cuda.device_count())}
-            most = max(taken, key=lambda index: taken[index])
-            if len(taken) == 1 or taken[most] > 0:
-                self._index = most
+            self._index = 0 if self._cuda.device_count() == 1 else self._use.index()
         return self._index is not None
-
-    def _taken_bytes(self, index: int) -> int:
-        before = int(self._before.get(index, {}).get("reserved_bytes.all.current", 0))
-        return int(self._cuda.memory_stats(index).get("reserved_bytes.all.peak", 0)) - before
 
     def _forget(self) -> None:
         """Give an earlier trial's leftovers back, so that they do not count, and begin new peaks."""
@@ -151,7 +143,7 @@ class GpuProbe:
         self._cuda.empty_cache()
         for index in range(self._cuda.device_count()):
             self._cuda.reset_peak_memory_stats(index)
-            self._before[index] = dict(self._cuda.memory_stats(index))
+        self._use.start()
 
     def _identity(self) -> CudaIdentity | None:
         # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
@@ -193,7 +185,7 @@ class GpuProbe:
     def _reading(self, driver: DriverReading, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         allocated = int(stats.get("allocated_bytes.all.peak", 0)) or None
-        before = self._before.get(self._index or 0, {})
+        before = self._use.before.get(self._index or 0, {})
         left = int(before.get("allocated_bytes.all.current", 0))
         words = [*self._notes, *driver.notes, *notes]
         if left > _NOTABLE_LEFTOVER_BYTES:
@@ -222,4 +214,5 @@ class GpuProbe:
             driver=driver.driver,
             confidence=confidence,
             notes=tuple(words),
+            ran_on=self._use.ran_on(),
         )

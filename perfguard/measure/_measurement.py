@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from perfguard.exceptions import ConfigurationError
 
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
 Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
 """How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
-the trial: it is logged, never learnt, and counts neither as well done nor as a violation. A trial that a scheduler stops early
-is "ok": it cost what it cost."""
+the trial: it is logged, never learnt, and counts neither as ok nor as a violation. A trial that a scheduler stops early is "ok":
+it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -20,6 +23,7 @@ class Measurement:
 
     status: Status
     device_id: str
+    """Of the device that the run really used; "cpu" for any processor."""
     device_name: str
     peak_memory_bytes: int | None
     """Peak device memory. On a GPU: what the driver counts for this process, its context included. On a CPU: the resident set's
@@ -64,3 +68,16 @@ class Measurement:
         if self.confidence is not None and self.confidence not in get_args(Confidence):
             allowed = ", ".join(get_args(Confidence))
             raise ConfigurationError(f"Measurement.confidence must be one of {allowed} or None, but got {self.confidence!r}.")
+
+    def is_of(self, device: Device) -> bool:
+        """Return whether this is a reading of ``device``: whether the run really used it, and not another card or the processor.
+
+        Example:
+            >>> from perfguard.devices import catalog
+            >>> measurement = Measurement("ok", "cpu", "AMD EPYC 7763", 2**20, 0.1, 1.0, 10, "vmhwm", "torch2.9")
+            >>> measurement.is_of(catalog()["a100-pcie-40gb"])
+            False
+        """
+        from perfguard.measure._ran_on import RanOn
+
+        return self.device_id == device.id or RanOn("cpu" if self.device_id == "cpu" else "cuda", self.device_name).is_a(device)

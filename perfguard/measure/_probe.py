@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from perfguard.measure._measurement import Confidence
+from perfguard.measure._ran_on import RanOn
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Reading:
     confidence: Confidence | None = None
     notes: tuple[str, ...] = ()
     """What could not be read, or not be trusted, and why."""
+    ran_on: RanOn | None = None
+    """What the run really used. None: the probe cannot tell, so it is taken to be the device that was named."""
 
 
 class Probe(Protocol):

@@ -16,6 +16,7 @@ from perfguard.measure._cpu import CpuProbe
 from perfguard.measure._gpu import GpuProbe
 from perfguard.measure._measurement import Measurement, Status
 from perfguard.measure._probe import Probe, Reading
+from perfguard.measure._ran_on import RanOn
 from perfguard.measure._steps import StepTimer
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _OUT_OF_MEMORY_SIGNS = (
 class Run:
     """Measures one trial from :meth:`start` to :meth:`finish`; also a context manager.
 
+    The measurement names the device that the run really used: the CUDA device on which this process made tensors meanwhile, or
+    else the processor. Where that is not ``device``, :meth:`Measurement.is_of` says so.
+
     Steps are marked by :meth:`step`. Where the trial never calls it, every ``optimizer.step()`` of the thread marks one.
     While several runs of one process use the same device, what the process cost cannot be attributed to any of them: their
     memory and energy are reported as not measured. Runs in several processes are told apart by what NVML counts for each.
@@ -48,7 +52,7 @@ class Run:
         3
 
     Args:
-        device: where the trial runs.
+        device: where the trial is meant to run.
         probe: what measures it. None: the resident set on a CPU; PyTorch's allocator and NVML on a GPU.
     """
 
@@ -133,6 +137,12 @@ class Run:
         self.measurement = self._measured(status, self._probe.finish(), step_time_s, data_wait_s, total_time_s, note)
         return self.measurement
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the run uses another device than it was meant to, as far as can be told by now."""
+        used = self._probe.read().ran_on
+        return used is not None and not used.is_a(self._device)
+
     def so_far(self) -> Measurement:
         """What the run has cost until now; it goes on. After the end: what it cost."""
         if self.measurement is not None:
@@ -152,13 +162,18 @@ class Run:
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")
-            reading = Reading(reading.method, driver=reading.driver)
+            reading = Reading(reading.method, driver=reading.driver, ran_on=reading.ran_on)
         if self._timer.device_time_lost:
             notes.append("the GPU's clock could not be read, so steps are timed by the processor's")
+        used: Device | RanOn = self._device
+        if reading.ran_on is not None and not reading.ran_on.is_a(self._device):
+            used = reading.ran_on
+            if used.kind != self._device.kind:  # the probe watched the wrong memory
+                reading = Reading("none", driver=reading.driver, notes=reading.notes)
         return Measurement(
             status=status,
-            device_id=self._device.id,
-            device_name=self._device.name,
+            device_id=used.id,
+            device_name=used.name,
             peak_memory_bytes=reading.peak_memory_bytes,
             step_time_s=step_time_s,
             total_time_s=total_time_s,

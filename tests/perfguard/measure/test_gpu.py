@@ -89,7 +89,12 @@ def test_what_an_earlier_trial_still_holds_is_counted_and_said(gpu: FakeGpu, nvm
 def test_retries_of_the_allocator_are_counted_from_the_start(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.allocate(1)
     gpu.retries = 5
-    assert measure(gpu, nvml, lambda gpu: setattr(gpu, "retries", 7)).oom_retries == 2
+
+    def trial(gpu: FakeGpu) -> None:
+        gpu.allocate(1)
+        gpu.retries = 7
+
+    assert measure(gpu, nvml, trial).oom_retries == 2
 
 
 def test_a_run_out_of_memory_keeps_its_peak_as_a_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
@@ -108,6 +113,7 @@ def test_energy_clocks_utilisation_and_throttling_are_the_runs_own(gpu: FakeGpu,
     gpu.allocate(1)
 
     def trial(gpu: FakeGpu) -> None:
+        gpu.allocate(1)
         gpu.energy_mj += 7500
         gpu.sm_mhz, gpu.utilisation, gpu.reasons = 1000, 40, 0x4 | 0x20 | 0x1
 
