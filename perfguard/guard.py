@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
+from perfguard._logging import say_once
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
 from perfguard.exceptions import (
@@ -171,6 +172,20 @@ class Guard:
         if is_wanted and isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None:
             self._learner = LearnerProcess(self.log.url, predictor)
         self._learn_from_log(say=False)
+        self._announce_log()
+
+    def _announce_log(self) -> None:
+        """Say which log the verdicts depend on, and how many runs it brings. Once a log in each process."""
+        if self.log.url is None:
+            return
+        number = len(self._evidence.observations)
+        runs = "1 run" if number == 1 else f"{number} runs"
+        found = (
+            f"brings {runs} of {self.device.name}, from which predictions learn"
+            if number
+            else f"has no run of {self.device.name} yet"
+        )
+        say_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
 
     @property
     def threshold(self) -> float:

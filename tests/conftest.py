@@ -34,3 +34,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.mktemp("log") / "perfguard.db"))
+    monkeypatch.setenv("PERFGUARD_QUIET", "1")

@@ -6,18 +6,20 @@ import argparse
 import datetime
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from perfguard.exceptions import LogError
+from perfguard.exceptions import ConfigurationError, LogError
+from perfguard.measure import Status
 from perfguard.quantities import format_bytes, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perfguard.store import LoggedDecision, MeasurementStore
+    from perfguard.store import LoggedDecision, MeasurementStore, Selection
 
 _DEFAULT_LAST = 20
 
@@ -27,24 +29,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     show = _verb(verbs, "show", "the newest decisions and what they cost")
-    show.add_argument("--study", help="only of this study")
+    _add_selection(show)
     show.add_argument("--last", type=int, default=_DEFAULT_LAST, metavar="N", help=f"how many (default: {_DEFAULT_LAST})")
     show.add_argument("--json", action="store_true", help="data on standard output")
 
     export = _verb(verbs, "export", "write the log into a folder, one file a table")
     export.add_argument("folder", metavar="FOLDER")
+    _add_selection(export)
     export.add_argument("--format", choices=("csv", "parquet"), default="csv", help="default: csv; parquet needs pyarrow")
     export.add_argument("--anonymize", action="store_true", help="strip names of studies, hyperparameters, modules, and all text")
 
     import_ = _verb(verbs, "import", "add the rows of an export; those that are there already are left out")
     import_.add_argument("folder", metavar="FOLDER")
 
-    quarantine = _verb(verbs, "quarantine", "the readings that are not believed, and why; nothing is learnt from them")
+    quarantine = _verb(
+        verbs, "quarantine", "the readings that are not believed or set aside, and why; nothing is learnt from them"
+    )
     quarantine.add_argument("--json", action="store_true", help="data on standard output")
 
-    prune = _verb(verbs, "prune", "remove old decisions with their measurements")
-    prune.add_argument("--older-than", metavar="AGE", help='for instance "90d"')
-    prune.add_argument("--keep", type=int, metavar="N", help="keep at most the newest N decisions")
+    forget = _verb(verbs, "forget", "set the selected measurements aside: they stay in the log, and nothing is learnt from them")
+    _add_selection(forget)
+    forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
+    forget.add_argument("--yes", action="store_true", help="do not ask")
+
+    prune = _verb(verbs, "prune", "remove the selected decisions with their measurements, for good")
+    _add_selection(prune)
+    prune.add_argument("--older-than", metavar="AGE", help='the same as --before: for instance "90d"')
+    prune.add_argument("--keep", type=int, metavar="N", help="and of the others keep at most the newest N decisions")
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("selection", "only the decisions for which all of this holds")
+    group.add_argument("--study", help="the study's name")
+    group.add_argument("--device", help='for instance "a100" or "cpu"')
+    group.add_argument("--host", help="the name of the machine")
+    group.add_argument("--status", choices=get_args(Status), help="how the run ended")
+    group.add_argument("--verdict", choices=("launch", "prune", "repair"), help="what the guard decided")
+    group.add_argument("--since", metavar="TIME", help='"2026-11-20", "2026-11-20 14:30" (UTC), or an age: "2h", "90d"')
+    group.add_argument("--before", metavar="TIME", help="likewise")
+
+
+def _selection(arguments: argparse.Namespace, *, before: str | None = None) -> Selection:
+    from perfguard.devices._catalog import look_up
+    from perfguard.store import Selection
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    known = None if arguments.device is None else look_up(arguments.device)
+    return Selection(
+        study=arguments.study,
+        device=arguments.device if known is None else known.id,
+        host=arguments.host,
+        status=arguments.status,
+        verdict=arguments.verdict,
+        since=_time(arguments.since, "--since", now),
+        before=_time(arguments.before, "--before", now) or _time(before, "--older-than", now),
+    )
+
+
+def _time(text: str | None, what: str, now: datetime.datetime) -> datetime.datetime | None:
+    """The moment that a date, a time or an age means; without a time zone it is in UTC, as `perfguard log show` prints it."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+    except ValueError:
+        pass
+    try:
+        if text.strip()[-1:].isalpha():  # a bare number may be meant as a year
+            return now - datetime.timedelta(seconds=parse_seconds(text, what=what))
+    except (ConfigurationError, OverflowError):
+        pass
+    raise LogError(f'{what} must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d", but got {text!r}.')
 
 
 def _verb(verbs: Any, name: str, help: str) -> argparse.ArgumentParser:
@@ -64,6 +120,7 @@ def run_log_command(arguments: argparse.Namespace) -> None:
         "export": _export,
         "import": _import,
         "quarantine": _quarantine,
+        "forget": _forget,
         "prune": _prune,
     }
     with open_log(arguments.log, must_exist=arguments.verb != "import") as store:
@@ -85,7 +142,7 @@ def open_log(location: str | None, *, must_exist: bool) -> MeasurementStore:
 
 
 def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    decisions = store.decisions(arguments.study, newest=max(1, arguments.last))
+    decisions = store.decisions(_selection(arguments), newest=max(1, arguments.last))
     if arguments.json:
         rows = [asdict(decision) | {"created_at": decision.created_at.isoformat()} for decision in decisions]
         print(json.dumps({"log": repr(store), "counts": store.counts(), "decisions": rows}, indent=2, default=str))
@@ -128,7 +185,7 @@ def _table(decisions: list[LoggedDecision]) -> Table:
             _text(decision.measured_peak_memory_bytes, format_bytes),
             _text(decision.predicted_step_time_s, format_seconds),
             _text(decision.measured_step_time_s, format_seconds),
-            decision.status or "",
+            ", ".join(filter(None, [decision.status, "set aside" if decision.set_aside else None])),
         )
     return table
 
@@ -141,7 +198,7 @@ def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     from perfguard.evidence import weigh
 
     found = [refused for device_id in store.device_ids() for refused in weigh(store.observations(device_id)).quarantined]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "decision_id": refused.observation.decision_id,
             "when": _when(refused.observation.recorded_at_ns).isoformat(),
@@ -149,14 +206,27 @@ def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
             "reading": refused.target,
             "reason": refused.reason,
         }
-        for refused in sorted(found, key=lambda refused: refused.observation.recorded_at_ns)
+        for refused in found
     ]
+    rows += [
+        {
+            "decision_id": decision.decision_id,
+            "when": decision.created_at.isoformat(),
+            "device": decision.device_id,
+            "reading": "all",
+            "reason": decision.set_aside,
+        }
+        for decision in store.decisions()
+        if decision.set_aside
+    ]
+    rows.sort(key=lambda row: str(row["when"]))
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
         print(f"{row['when'][:19]}  {row['decision_id'][:12]}  {row['device']}  {row['reading']}: {row['reason']}")
-    print(f"{len(rows)} readings are quarantined")
+    num_aside = sum(row["reading"] == "all" for row in rows)
+    print(f"{len(rows) - num_aside} readings are quarantined, {num_aside} measurements are set aside")
 
 
 def _when(time_ns: int) -> datetime.datetime:
@@ -166,7 +236,7 @@ def _when(time_ns: int) -> datetime.datetime:
 def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     from perfguard.store import export_log
 
-    counts = export_log(store, arguments.folder, format=arguments.format, anonymize=arguments.anonymize)
+    counts = export_log(store, arguments.folder, _selection(arguments), format=arguments.format, anonymize=arguments.anonymize)
     print(f"{arguments.folder}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
 
 
@@ -178,10 +248,49 @@ def _import(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 
 def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    if arguments.older_than is None and arguments.keep is None:
-        raise LogError("Say what to remove: --older-than AGE, --keep N, or both.")
-    before = None
-    if arguments.older_than is not None:
-        age_s = parse_seconds(arguments.older_than, what="--older-than")
-        before = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=age_s)
-    print(f"{store.prune(before=before, keep_newest=arguments.keep):,} decisions removed")
+    selection = _selection(arguments, before=arguments.older_than)
+    if selection.is_everything and arguments.keep is None:
+        raise LogError("Say what to remove: --before TIME, --study NAME, --device NAME, --keep N, ...")
+    print(f"{store.prune(selection, keep_newest=arguments.keep):,} decisions removed")
+
+
+def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    selection = _selection(arguments)
+    if selection.is_everything:
+        raise LogError("Say which measurements to forget: --study NAME, --device NAME, --host NAME, --since TIME, ...")
+    found = [row for row in store.decisions(selection) if row.status and bool(row.set_aside) == arguments.undo]
+    if not found:
+        state = "set aside" if arguments.undo else "in use"
+        raise LogError(f"No measurement that is {state} matches. See `perfguard log show` with the same selection.")
+    devices = sorted({row.device_id or "unknown" for row in found})
+    studies = {row.study for row in found}
+    print(
+        f"{len(found):,} measurements of {len(studies)} {'study' if len(studies) == 1 else 'studies'} on {', '.join(devices)}, "
+        f"{found[0].created_at:%Y-%m-%d %H:%M:%S} to {found[-1].created_at:%Y-%m-%d %H:%M:%S} (UTC)"
+    )
+    _confirm(arguments, "Use them again?" if arguments.undo else "Set them aside, so that nothing learns from them?")
+    if arguments.undo:
+        print(f"{store.take_back(selection):,} measurements are used again")
+        return
+    today = datetime.datetime.now(datetime.timezone.utc)
+    count = store.set_aside(selection, f"forgotten on {today:%Y-%m-%d} by `perfguard log forget`")
+    print(f"{count:,} measurements are set aside; the same selection with --undo takes them back")
+    weights = store.weights_since(found[0].created_at)
+    if weights:
+        print("Fine-tuned weights that may have learnt from these runs are still in use. To take them out of use:")
+    for generation in weights:
+        print(f"    perfguard weights rollback {generation.weights_id[:12]}")
+
+
+def _confirm(arguments: argparse.Namespace, question: str) -> None:
+    """Ask, unless --yes was given.
+
+    Raises:
+        LogError: if the answer is no, or nobody is there to give one.
+    """
+    if arguments.yes:
+        return
+    if not sys.stdin.isatty():
+        raise LogError("Nothing was changed: say --yes where nobody can be asked.")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise LogError("Nothing was changed.")

@@ -2,6 +2,7 @@
 
 from perfguard.store._exchange import export_log, import_log
 from perfguard.store._schema import LoggedDecision, LoggedWeights, WeightsState
+from perfguard.store._selection import Selection
 from perfguard.store._store import MeasurementStore
 
-__all__ = ["LoggedDecision", "LoggedWeights", "MeasurementStore", "WeightsState", "export_log", "import_log"]
+__all__ = ["LoggedDecision", "LoggedWeights", "MeasurementStore", "Selection", "WeightsState", "export_log", "import_log"]

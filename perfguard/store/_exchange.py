@@ -28,6 +28,7 @@ from perfguard.measure import Confidence, Status
 from perfguard.store import _schema as schema
 from perfguard.store._migrations import mend
 from perfguard.store._schema import SCHEMA_VERSION, Entry
+from perfguard.store._selection import Selection
 
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
@@ -49,15 +50,24 @@ _WORDS: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def export_log(store: MeasurementStore, folder: str | Path, *, format: Format = "csv", anonymize: bool = False) -> dict[str, int]:
-    """Write every table of the log into ``folder``, which is made; files of an earlier export are replaced.
+def export_log(
+    store: MeasurementStore,
+    folder: str | Path,
+    selection: Selection | None = None,
+    *,
+    format: Format = "csv",
+    anonymize: bool = False,
+) -> dict[str, int]:
+    """Write the tables of the log into ``folder``, which is made; files of an earlier export are replaced.
 
     Args:
         store: an open log.
         folder: where to.
+        selection: only these decisions, with what belongs to them; weights belong to none. None: all.
         format: "csv", or "parquet", which needs pyarrow.
-        anonymize: strip what could tell a person or a project: names of studies, hyperparameters, reasons and notes, module paths
-            and the names of own operators in graphs, metrics of weights. What stays is in docs/log.md.
+        anonymize: strip what could tell a person or a project: names of studies and hosts, ids of trials, hyperparameters,
+            reasons and notes, module paths and the names of own operators in graphs, metrics of weights. What stays is in
+            docs/log.md.
 
     Returns:
         The number of rows of each table.
@@ -77,7 +87,8 @@ def export_log(store: MeasurementStore, folder: str | Path, *, format: Format = 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MANIFEST).unlink(missing_ok=True)
         for name in _TABLES:
-            rows = store.rows(name) if anonymizer is None else anonymizer.rows(name, store.rows(name))
+            rows: Iterable[dict[str, Any]] = store.rows(name, selection)
+            rows = rows if anonymizer is None else anonymizer.rows(name, rows)
             write = _write_csv if format == "csv" else _write_parquet
             counts[name] = write(folder / f"{name}.{format}", schema.metadata.tables[name], rows)
         manifest = {"schema": SCHEMA_VERSION, "format": format, "anonymized": anonymize, "rows": counts}

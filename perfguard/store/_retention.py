@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from dataclasses import replace
 
 from sqlalchemy import Connection, delete, select
 
 from perfguard.store import _schema as schema
+from perfguard.store._selection import Selection, select_ids
 
 ROWS_AT_ONCE = 5000
 """So many rows in one transaction: others want to write too."""
 
 
-def cutoff_ns(connection: Connection, before: datetime | None, keep_newest: int | None) -> int | None:
-    """The time before which decisions are to go; None: none is."""
+def cutoff_ns(connection: Connection, selection: Selection, keep_newest: int | None) -> int | None:
+    """The time before which the selected decisions are to go; None: none is."""
     created = schema.decisions.c.created_at_ns
-    cutoffs = [] if before is None else [int(before.timestamp() * 1e9)]
+    cutoffs = [] if selection.before is None else [schema.as_ns(selection.before)]
     if keep_newest is not None:
-        first_to_go = connection.execute(select(created).order_by(created.desc()).offset(keep_newest).limit(1)).scalar()
+        of_any_age = select_ids(replace(selection, before=None)).with_only_columns(created, maintain_column_froms=True)
+        first_to_go = connection.execute(of_any_age.order_by(created.desc()).offset(keep_newest).limit(1)).scalar()
         cutoffs += [] if first_to_go is None else [int(first_to_go) + 1]
+    elif selection.before is None:
+        newest = connection.execute(select(created).order_by(created.desc()).limit(1)).scalar()
+        cutoffs += [] if newest is None else [int(newest) + 1]
     return max(cutoffs, default=None)
 
 
-def remove_decisions(connection: Connection, cutoff_ns: int) -> int:
-    """Remove the oldest decisions before ``cutoff_ns``, a limited number at once, with their measurements."""
+def remove_decisions(connection: Connection, selection: Selection, cutoff_ns: int) -> int:
+    """Remove the oldest selected decisions before ``cutoff_ns``, a limited number at once, with their measurements."""
     table = schema.decisions
-    query = select(table.c.decision_id).where(table.c.created_at_ns < cutoff_ns).order_by(table.c.created_at_ns)
-    oldest = query.limit(ROWS_AT_ONCE).scalar_subquery()
-    connection.execute(delete(schema.measurements).where(schema.measurements.c.decision_id.in_(oldest)))
-    return connection.execute(delete(table).where(table.c.decision_id.in_(oldest))).rowcount
+    query = select_ids(replace(selection, before=None)).where(table.c.created_at_ns < cutoff_ns)
+    # Read first: the statements below would otherwise select by measurements that the first of them has removed.
+    ids = list(connection.execute(query.order_by(table.c.created_at_ns).limit(ROWS_AT_ONCE)).scalars())
+    connection.execute(delete(schema.measurements).where(schema.measurements.c.decision_id.in_(ids)))
+    return connection.execute(delete(table).where(table.c.decision_id.in_(ids))).rowcount
 
 
 def remove_orphans(connection: Connection, cutoff_ns: int) -> None:
-    """Remove old measurements whose decision never came, and graphs and devices that no decision refers to."""
+    """Remove measurements from before that time whose decision never came, and graphs and devices that no decision refers to."""
     decisions, measurements = schema.decisions, schema.measurements
     old = measurements.c.recorded_at_ns < cutoff_ns
     connection.execute(delete(measurements).where(old, measurements.c.decision_id.not_in(select(decisions.c.decision_id))))

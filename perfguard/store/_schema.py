@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from perfguard.guard import Action
 
 SCHEMA_VERSION = 4
+
+_1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 WeightsState = Literal["candidate", "promoted", "superseded", "rejected", "rolled back"]
 
@@ -245,12 +247,11 @@ def weights_entry(metrics: Mapping[str, Any], data: bytes | None, **columns: Any
     return Entry("weights", row | {"metrics": _json(metrics), "data": data})
 
 
-def select_decisions(study: str | None, newest: int | None = None) -> Select[Any]:
-    """Oldest first; of more than ``newest`` decisions, the last ones."""
-    ids = select(decisions.c.decision_id)
-    if study is not None:
-        ids = ids.where(decisions.c.study == study)
-    query = (
+def select_decisions(ids: Select[Any], newest: int | None = None) -> Select[Any]:
+    """The decisions with those ids, oldest first; of more than ``newest``, the last ones."""
+    if newest is not None:
+        ids = ids.order_by(decisions.c.created_at_ns.desc(), decisions.c.decision_id.desc()).limit(newest)
+    return (
         select(
             decisions,
             devices.c.device_id,
@@ -266,13 +267,9 @@ def select_decisions(study: str | None, newest: int | None = None) -> Select[Any
         )
         .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
         .outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
+        .where(decisions.c.decision_id.in_(ids))
         .order_by(decisions.c.created_at_ns, decisions.c.decision_id)
     )
-    if newest is not None:
-        ids = ids.order_by(decisions.c.created_at_ns.desc(), decisions.c.decision_id.desc()).limit(newest)
-    elif study is None:
-        return query
-    return query.where(decisions.c.decision_id.in_(ids))
 
 
 def select_promoted(predictor: str) -> Select[Any]:
@@ -327,7 +324,7 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
     low, high = (None, None) if median is None else Estimate(median, row.peak_memory_log_sigma).interval()
     return LoggedDecision(
         decision_id=row.decision_id,
-        created_at=datetime.fromtimestamp(row.created_at_ns / 1e9, tz=timezone.utc),
+        created_at=_as_time(row.created_at_ns),
         study=row.study,
         trial=row.trial,
         action=row.action,
@@ -358,11 +355,11 @@ def weights_from_row(row: Row[Any]) -> LoggedWeights:
         weights_id=row.weights_id,
         parent_id=row.parent_id,
         predictor=row.predictor,
-        created_at=datetime.fromtimestamp(row.created_at_ns / 1e9, tz=timezone.utc),
+        created_at=_as_time(row.created_at_ns),
         sha256=row.sha256,
         metrics=json.loads(row.metrics),
         state=row.state,
-        state_changed_at=datetime.fromtimestamp(row.state_changed_at_ns / 1e9, tz=timezone.utc),
+        state_changed_at=_as_time(row.state_changed_at_ns),
     )
 
 
@@ -391,6 +388,16 @@ def widening_from_row(row: Row[Any]) -> dict[Target, float]:
     """By what the intervals of that prediction had been widened; empty before schema 3, when none was."""
     found: dict[Target, float | None] = {"memory": row.peak_memory_widening, "time": row.step_time_widening}
     return {target: factor for target, factor in found.items() if factor}
+
+
+def as_ns(time: datetime) -> int:
+    """Nanoseconds since 1970, within what a database's integer holds."""
+    return max(-(2**63), min((time - _1970) // timedelta(microseconds=1) * 1000, 2**63 - 1))
+
+
+def _as_time(time_ns: int) -> datetime:
+    """In whole microseconds, rounded down, so that a row is found by its own time."""
+    return _1970 + timedelta(microseconds=time_ns // 1000)
 
 
 def _content_hash(data: str) -> str:

@@ -23,7 +23,7 @@ from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, delete, func, inspect, select, update
+from sqlalchemy import URL, ColumnElement, Connection, Engine, Row, Select, delete, func, inspect, select, update
 from sqlalchemy.exc import (
     DatabaseError,
     DataError,
@@ -47,6 +47,7 @@ from perfguard.store._database import INSERT, identity_of, is_memory, make_engin
 from perfguard.store._migrations import migrate
 from perfguard.store._retention import ROWS_AT_ONCE
 from perfguard.store._schema import SCHEMA_VERSION, Entry, LoggedDecision, LoggedWeights, WeightsState
+from perfguard.store._selection import Selection, select_ids, select_rows
 from perfguard.store._spool import find_spools, read_spool, write_spool
 
 if TYPE_CHECKING:
@@ -224,9 +225,15 @@ class MeasurementStore:
             found |= {decision_id: observation for decision_id, observation in rows if observation is not None}
         return list(found.values())[:size]
 
-    def decisions(self, study: str | None = None, *, newest: int | None = None) -> list[LoggedDecision]:
-        """Every decision of ``study``, or of all studies, with its measurement, oldest first; only the ``newest``, if given."""
-        return self._read(schema.select_decisions(study, newest), lambda _, row: schema.decision_from_row(row))
+    def decisions(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[LoggedDecision]:
+        """The decisions of a study (its name) or of a selection, with their measurements, oldest first.
+
+        Args:
+            of: whose. None: all.
+            newest: only so many, the newest ones.
+        """
+        selection = of if isinstance(of, Selection) else Selection(study=of)
+        return self._read(schema.select_decisions(select_ids(selection), newest), lambda _, row: schema.decision_from_row(row))
 
     def counts(self) -> dict[str, int]:
         """How many rows each table has.
@@ -238,36 +245,95 @@ class MeasurementStore:
         with self._writing(), self._engine.connect() as connection:
             return {table.name: int(connection.execute(select(func.count()).select_from(table)).scalar_one()) for table in tables}
 
-    def prune(self, *, before: datetime | None = None, keep_newest: int | None = None) -> int:
+    def set_aside(self, selection: Selection, reason: str) -> int:
+        """Mark the selected measurements, so that nothing is learnt from them any more. They stay in the log.
+
+        Args:
+            selection: which. What is set aside already keeps its reason.
+            reason: a sentence for those who ask later.
+
+        Returns:
+            How many are new.
+
+        Raises:
+            LogError: if the log cannot be written now.
+            ConfigurationError: if everything is selected, or without a reason.
+        """
+        if not reason:
+            raise ConfigurationError("Say why the measurements are set aside: reason is empty.")
+        return self._mark(selection, schema.measurements.c.set_aside.is_(None), reason)
+
+    def take_back(self, selection: Selection) -> int:
+        """Use the selected measurements again that were set aside, whatever the reason; the opposite of :meth:`set_aside`.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            LogError: if the log cannot be written now.
+            ConfigurationError: if everything is selected.
+        """
+        return self._mark(selection, schema.measurements.c.set_aside.is_not(None), None)
+
+    def _mark(self, selection: Selection, condition: ColumnElement[bool], set_aside: str | None) -> int:
+        if selection.is_everything:
+            raise ConfigurationError("Say which measurements: a study, a device, a host, a status, a verdict or a time.")
+        table = schema.measurements
+        with self._writing() as transaction, transaction() as connection:
+            return connection.execute(
+                update(table).where(condition, table.c.decision_id.in_(select_ids(selection))).values(set_aside=set_aside)
+            ).rowcount
+
+    def weights_since(self, time: datetime) -> list[LoggedWeights]:
+        """The weights in use that were made after that time, so that they may have learnt from a run at that time.
+
+        They come in the order in which to roll them back: after each of them the one before it, which is then in use again.
+        """
+        known = {weights.weights_id: weights for weights in self.weights()}
+        found = []
+        for weights in known.values():
+            in_use = weights if weights.state == "promoted" else None
+            while in_use is not None and in_use.created_at >= time:
+                found.append(in_use)
+                parent = known.get(in_use.parent_id or "")
+                in_use = parent if parent is not None and parent.state == "superseded" else None
+        return found
+
+    def prune(self, selection: Selection | None = None, *, keep_newest: int | None = None) -> int:
         """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
 
         SQLite uses the room again; the file does not shrink. Weights stay.
 
         Args:
-            before: remove what was decided before this time. None: age is no reason.
-            keep_newest: keep at most so many decisions. None: number is no reason.
+            selection: which. None: of all. Without ``keep_newest`` all that is selected is removed.
+            keep_newest: remove what is older than ``selection.before``, and as many more as it takes to keep at most so many of
+                those that are selected otherwise. None: number is no reason.
 
         Returns:
             How many decisions were removed.
 
         Raises:
             LogError: if the log cannot be written now; what was removed until then stays removed.
+            ConfigurationError: if everything is selected, and ``keep_newest`` is not given either.
         """
+        selection = selection or Selection()
+        if selection.is_everything and keep_newest is None:
+            raise ConfigurationError("Say what to remove: a selection, keep_newest, or both.")
         if keep_newest is not None and keep_newest < 0:
             raise ConfigurationError(f"keep_newest must be at least 0 or None, but got {keep_newest!r}.")
         with self._writing() as transaction:
             with transaction() as connection:
-                cutoff_ns = retention.cutoff_ns(connection, before, keep_newest)
+                cutoff_ns = retention.cutoff_ns(connection, selection, keep_newest)
             num_removed = 0
             while cutoff_ns is not None:
                 with transaction() as connection:  # in small bites: others want to write too
-                    removed = retention.remove_decisions(connection, cutoff_ns)
+                    removed = retention.remove_decisions(connection, selection, cutoff_ns)
                 num_removed += removed
                 if removed < ROWS_AT_ONCE:
                     break
             if cutoff_ns is not None:
                 with transaction() as connection:
-                    retention.remove_orphans(connection, cutoff_ns)
+                    retention.remove_orphans(connection, cutoff_ns if replace(selection, before=None).is_everything else 0)
             self._sent_graphs.clear()
         return num_removed
 
@@ -368,6 +434,11 @@ class MeasurementStore:
         return self._read(query, lambda _, row: schema.weights_from_row(row))
 
     @property
+    def location(self) -> str:
+        """The path, or the URL without its password; ":memory:" for a log in this process's memory."""
+        return self._name
+
+    @property
     def url(self) -> str | None:
         """By which another process can open the same log, its password included; None: it is in this process's memory."""
         return None if self._in_memory else self._url.render_as_string(hide_password=False)
@@ -437,14 +508,17 @@ class MeasurementStore:
         query = select(schema.weights.c.data).where(schema.weights.c.weights_id == weights_id)
         return next(iter(self._read(query, lambda _, row: row.data)), None)
 
-    def rows(self, table: str) -> Iterator[dict[str, Any]]:
-        """Every row of one of the log's tables, in the order of its key, as it was when the reading began.
+    def rows(self, table: str, selection: Selection | None = None) -> Iterator[dict[str, Any]]:
+        """The rows of one of the log's tables, in the order of its key, as they were when the reading began.
+
+        Args:
+            table: its name.
+            selection: only what belongs to these decisions; weights belong to none. None: every row.
 
         Raises:
             LogError: if the log cannot be read now.
         """
-        columns = schema.metadata.tables[table]
-        query = select(columns).order_by(*columns.primary_key.columns)
+        query = select_rows(table, selection or Selection())
         with self._writing():
             pass  # the log is there, and of the present schema
         try:
@@ -551,11 +625,12 @@ class MeasurementStore:
         try:
             with self._engine.connect() as connection:
                 version = self._check_schema(connection)
+            num_aside = 0
             if version != SCHEMA_VERSION:
                 with self._transaction() as connection:
                     if self._url.get_backend_name() == "postgresql":  # two workers may open the log at once
                         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtext('perfguard'))")
-                    self._make_tables(connection, self._schema_version(connection))
+                    num_aside = self._make_tables(connection, self._schema_version(connection))
             if self._file is not None:
                 with self._engine.connect() as connection:
                     write_ahead(connection)
@@ -567,12 +642,27 @@ class MeasurementStore:
             raise
         self._file_identity = None if self._file is None else identity_of(self._file)
         self._ready = True
+        if num_aside:
+            self._warn_of_the_absent(num_aside)
         if was_replaced:
             message = f"The measurement log {self._name} was moved or removed; another is begun there."
             warnings.warn(message, LogWarning, stacklevel=5)
 
-    def _make_tables(self, connection: Connection, version: int | None) -> None:
-        """Bring the log from schema ``version`` (None: empty) to the present one; the lock is held."""
+    def _warn_of_the_absent(self, number: int) -> None:
+        warnings.warn(
+            f"{number} readings in the measurement log {self._name} were booked to a device that was not there. They are set "
+            "aside now, and nothing is learnt from them any more. `perfguard log quarantine` lists them. If weights were "
+            "fine-tuned on this log (`perfguard weights list`), `perfguard weights rollback` takes them out of use.",
+            LogWarning,
+            stacklevel=5,
+        )
+
+    def _make_tables(self, connection: Connection, version: int | None) -> int:
+        """Bring the log from schema ``version`` (None: empty) to the present one; the lock is held.
+
+        Returns:
+            How many readings the way there has set aside.
+        """
         if version is None:
             schema.metadata.create_all(connection)
             self._put(connection, [Entry("meta", {"key": "schema_version", "value": str(SCHEMA_VERSION)})])
@@ -580,6 +670,10 @@ class MeasurementStore:
             migrate(connection, version, SCHEMA_VERSION)
             row = update(schema.meta).where(schema.meta.c.key == "schema_version")
             connection.execute(row.values(value=str(SCHEMA_VERSION)))
+            if version < 4:
+                is_aside = schema.measurements.c.set_aside.is_not(None)
+                return int(connection.execute(select(func.count()).where(is_aside)).scalar_one())
+        return 0
 
     def _check_schema(self, connection: Connection) -> int | None:
         """The log's schema, None if it is empty; raises if the log is damaged, or not ours to use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ DEVICE = Device(
     launch_overhead_s=5e-6,
     source="made up",
 )
+CPU = replace(DEVICE, id="cpu", name="A processor", kind="cpu", context_bytes=0, source="measured on this machine")
 PREDICTION = Prediction(
     peak_memory=Estimate(1000.0, 0.1),
     step_time=Estimate(0.25, 0.2),

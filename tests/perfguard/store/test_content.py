@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +18,9 @@ from sqlalchemy import create_engine, text
 
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, export_log, import_log
+from perfguard.store import MeasurementStore, Selection, export_log, import_log
 from perfguard.store import _retention as retention
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.store.rows import CPU, DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +117,149 @@ def test_old_and_surplus_decisions_leave_with_all_that_only_they_need(
     for trial in range(10):
         run(store, trial, graphs[trial // 4])
     store.record_measurement("e" * 32, MEASUREMENT)
-    assert store.prune() == 0
-    assert store.prune(before=datetime.now(timezone.utc) - timedelta(hours=1)) == 0
+    assert store.prune(Selection(before=datetime.now(timezone.utc) - timedelta(hours=1))) == 0
     assert store.prune(keep_newest=10) == 0
     assert store.counts()["measurements"] == 11
     assert store.prune(keep_newest=5) == 5
     assert [decision.trial for decision in store.decisions()] == [5, 6, 7, 8, 9]
     assert store.counts() == {"decisions": 5, "measurements": 6, "graphs": 2, "devices": 1, "weights": 0}
     assert len(store.observations("toy")) == 5
-    assert store.prune(before=datetime.now(timezone.utc) + timedelta(seconds=1)) == 5
+    assert store.prune(Selection(before=datetime.now(timezone.utc) + timedelta(seconds=1))) == 5
     assert store.counts() == dict.fromkeys(("decisions", "measurements", "graphs", "devices", "weights"), 0)
+
+
+def several(store: MeasurementStore, graph: OpGraph) -> dict[str, str]:
+    """A log of four decisions; their ids by what each is the only one of."""
+    laptop = replace(MEASUREMENT, host="laptop")
+    ids = {
+        "a": record(store, 0, study="a", graph=graph, device=DEVICE, prediction=PREDICTION),
+        "b": record(store, 1, study="b", graph=graph, device=CPU, trial_id="tune_00001"),
+        "oom": record(store, 2, study="c", graph=graph, device=DEVICE),
+        "pruned": record(store, 3, study="c", graph=graph, device=DEVICE, action="prune"),
+    }
+    store.record_measurement(ids["a"], laptop)
+    store.record_measurement(ids["b"], replace(MEASUREMENT, device_id="cpu", host="node-1"))
+    store.record_measurement(ids["oom"], replace(MEASUREMENT, status="oom", host="node-1"))
+    return ids
+
+
+def chosen(store: MeasurementStore, **fields: Any) -> list[int | None]:
+    return [decision.trial for decision in store.decisions(Selection(**fields))]
+
+
+def test_a_selection_means_the_same_rows_for_every_command(
+    store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path
+) -> None:
+    # Finding 1: `log prune` could choose neither a device nor a study, so a poisoned stretch could not be got rid of.
+    several(store, graphs[0])
+    middle = store.decisions()[2].created_at
+    selections = {
+        Selection(): [0, 1, 2, 3],
+        Selection(study="c"): [2, 3],
+        Selection(device="toy"): [0, 2, 3],
+        Selection(device="cpu"): [1],
+        Selection(status="oom"): [2],
+        Selection(verdict="prune"): [3],
+        Selection(host="laptop"): [0],
+        Selection(host=platform.node()): [3],  # never measured: where it was decided
+        Selection(since=middle): [2, 3],
+        Selection(before=middle): [0, 1],
+        Selection(device="toy", host="node-1", status="oom", since=middle): [2],
+        Selection(study="c", device="cpu"): [],
+    }
+    for number, (selection, trials) in enumerate(selections.items()):
+        assert [row.trial for row in store.decisions(selection)] == trials
+        counts = export_log(store, tmp_path / f"out-{number}", selection)
+        assert counts["decisions"] == len(trials)
+        assert counts["measurements"] == len(set(trials) - {3})
+        assert (counts["graphs"], counts["devices"]) == (min(1, len(trials)), len({trial == 1 for trial in trials}))
+        if selection.is_everything:
+            continue
+        with MeasurementStore(":memory:") as copy:
+            import_log(copy, tmp_path / "out-0")
+            assert copy.set_aside(selection, "a test") == len(set(trials) - {3})
+            assert {row.trial for row in copy.decisions() if row.set_aside} == set(trials) - {3}
+            assert copy.prune(selection) == len(trials)
+            assert [row.trial for row in copy.decisions()] == [trial for trial in range(4) if trial not in trials]
+
+
+def test_what_is_set_aside_is_not_learnt_until_it_is_taken_back(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    several(store, graphs[0])
+    before = [row.decision_id for row in store.observations("toy")]
+    assert len(before) == 2
+    assert store.num_measured(since_ns=0) == 3
+    assert store.set_aside(Selection(device="toy"), "a test") == 2
+    assert store.set_aside(Selection(device="toy"), "another reason") == 0
+    assert {row.set_aside for row in store.decisions(Selection(device="toy"))} == {"a test", None}
+    assert store.observations("toy") == []
+    assert store.num_measured(since_ns=0) == 1
+    assert {row.device.id for row in store.sample(10, Random(0))} == {"cpu"}
+    assert store.take_back(Selection(status="oom")) == 1
+    assert store.take_back(Selection(device="toy")) == 1
+    assert [row.decision_id for row in store.observations("toy")] == before
+
+
+def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> None:
+    for call in (lambda: store.set_aside(Selection(), "why"), lambda: store.take_back(Selection())):
+        with pytest.raises(ConfigurationError, match="Say which measurements"):
+            call()
+    with pytest.raises(ConfigurationError, match="reason is empty"):
+        store.set_aside(Selection(study="s"), "")
+    with pytest.raises(ConfigurationError, match="Say what to remove"):
+        store.prune()
+    with pytest.raises(ConfigurationError, match="must have a time zone"):
+        Selection(since=datetime(2026, 1, 1))
+    now = datetime.now(timezone.utc)
+    with pytest.raises(ConfigurationError, match="since must be earlier than before"):
+        Selection(since=now, before=now)
+
+
+def test_pruning_by_age_and_number_keeps_to_its_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    several(store, graphs[0])
+    assert store.prune(Selection(study="c"), keep_newest=1) == 1
+    assert [row.trial for row in store.decisions()] == [0, 1, 3]
+    assert store.prune(Selection(device="toy", before=datetime.now(timezone.utc)), keep_newest=5) == 2
+    assert [row.trial for row in store.decisions()] == [1]
+
+
+def test_the_tuner_s_id_and_the_host_are_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    ids = several(store, graphs[0])
+    rows = {row.decision_id: row for row in store.decisions()}
+    assert (rows[ids["b"]].trial_id, rows[ids["b"]].host) == ("tune_00001", "node-1")
+    assert (rows[ids["pruned"]].trial_id, rows[ids["pruned"]].host) == (None, platform.node())
+
+
+def test_weights_made_after_a_run_are_named_in_the_order_to_roll_them_back(store: MeasurementStore) -> None:
+    begin = datetime.now(timezone.utc)
+    first = store.record_weights(predictor="guardnet", data=b"1")
+    store.set_weights_state(first, "promoted")
+    middle = datetime.now(timezone.utc)
+    second = store.record_weights(predictor="guardnet", data=b"2", parent_id=first)
+    store.set_weights_state(second, "promoted")
+    store.set_weights_state(store.record_weights(predictor="guardnet", data=b"3", parent_id=second), "rejected")
+    assert [weights.weights_id for weights in store.weights_since(begin)] == [second, first]
+    assert [weights.weights_id for weights in store.weights_since(middle)] == [second]
+    assert store.weights_since(datetime.now(timezone.utc)) == []
+    for weights in store.weights_since(begin):
+        store.roll_back_weights(weights.weights_id)
+    assert store.promoted_weights("guardnet") is None
+
+
+def test_the_processes_of_one_cpu_are_one_device_and_learn_by_their_own_rates(
+    store: MeasurementStore, graphs: list[OpGraph]
+) -> None:
+    # Part of finding 1: twelve processes on one CPU left twelve rows of devices, because each measured other rates.
+    for trial in range(12):
+        device = replace(CPU, bandwidth_bytes_per_s=1e9 + trial, peak_flops={"fp32": 1e10 + trial}, boost_clock_hz=2e9 + trial)
+        decision_id = record(store, trial, graph=graphs[0], device=device)
+        store.record_measurement(decision_id, replace(MEASUREMENT, device_id="cpu"))
+    assert store.counts()["devices"] == 1
+    here = replace(CPU, bandwidth_bytes_per_s=5e9)
+    assert [row.device for row in store.observations(here)] == [here] * 12
+    other = replace(here, num_sms=2 * CPU.num_sms)  # with another number of threads it is another device
+    assert all(row.device.bandwidth_bytes_per_s == 1e9 for row in store.observations(other))
+    record(store, 12, device=other)
+    assert store.counts()["devices"] == 2
 
 
 def test_a_graph_that_another_process_pruned_comes_again(url: str, graphs: list[OpGraph]) -> None:

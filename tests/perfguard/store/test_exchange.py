@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import platform
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 from perfguard import TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, export_log, import_log
+from perfguard.store import MeasurementStore, Selection, export_log, import_log
 from perfguard.store._exchange import _from_field, _to_field, anonymous_graph
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
@@ -117,8 +119,10 @@ def test_an_anonymous_export_holds_no_name(
     known: dict[str, Any] = {"graph": secret_graph, "device": DEVICE, "prediction": PREDICTION}
     for trial in range(2):
         kwargs = known | {"study": "project-icarus", "reason": "not judged: KeyError: 'icarus'", "params": {"icarus": "icarus"}}
-        decision_id = record(store, trial, **kwargs)
-        store.record_measurement(decision_id, MEASUREMENT)
+        decision_id = record(store, trial, **kwargs, trial_id="icarus_00001")
+        store.record_measurement(decision_id, replace(MEASUREMENT, host="icarus.local"))
+        if trial == 0:
+            store.set_aside(Selection(study="project-icarus"), "icarus was a test")
     store.record_weights(predictor="guardnet", data=b"3", metrics={"note": "icarus"})
     export_log(store, tmp_path / "out", anonymize=True)
     with MeasurementStore(tmp_path / "copy.db") as copy:
@@ -126,6 +130,7 @@ def test_an_anonymous_export_holds_no_name(
         everything = repr([list(copy.rows(table)) for table in TABLES if table != "graphs"])
         assert "icarus" not in everything
         assert "a note" not in everything
+        assert f"'{platform.node()}'" not in everything
         last = copy.decisions()[-2:]
         assert last[0].study == last[1].study
         assert last[0].study in {f"study-{number}" for number in range(1, 8)}

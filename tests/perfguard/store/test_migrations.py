@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import sqlite3
 import threading
 from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from perfguard.exceptions import LogError, LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, _migrations
+from perfguard.store import MeasurementStore, _migrations, export_log, import_log
+from perfguard.store import _schema as schema
 from perfguard.store._schema import SCHEMA_VERSION, metadata
-from tests.perfguard.store.rows import DEVICE, LOGS_OF_OLD, MEASUREMENT, make_graph, make_spool_of_schema_1, record
+from tests.perfguard.store.rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, make_graph, make_spool_of_schema_1, record
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,99 @@ def test_a_migrated_log_is_as_a_new_one(version: int | None, url: str, graph: Op
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata) == []
     engine.dispose()
+
+
+ABSENT = ("this PyTorch has no CUDA, so the GPU's memory was not measured", "a note; the trial did not use CUDA in this process")
+"""How an older PerfGuard ended the note of a reading that it booked to a GPU that was not there."""
+
+
+def poison(url: str) -> None:
+    """Make two readings of an old log such as a smoke test on a laptop left them."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for trial, note in enumerate(ABSENT):
+            connection.execute(
+                text("UPDATE measurements SET method = 'none', note = :note WHERE decision_id = :id"),
+                {"note": note, "id": f"{trial:032x}"},
+            )
+    engine.dispose()
+
+
+@pytest.mark.parametrize("version", LOGS_OF_OLD)
+def test_readings_of_an_absent_device_are_set_aside_when_an_older_log_is_opened(
+    version: int, url: str, graph: OpGraph, recwarn: pytest.WarningsRecorder
+) -> None:
+    # Finding 1: what a laptop wrote as readings of an A100 spoilt the predictions of later processes for good.
+    LOGS_OF_OLD[version](url, graph, num_rows=10)
+    poison(url)
+    with pytest.warns(LogWarning, match="2 readings in the measurement log .* booked to a device that was not there"):
+        store = MeasurementStore(url)
+    with store:
+        assert [row.measurement.peak_memory_bytes for row in store.observations("toy")] == list(range(1002, 1009))
+        assert [row.set_aside is not None for row in store.decisions("old")] == [True, True, *[False] * 8]
+    recwarn.clear()
+    MeasurementStore(url).close()
+    assert not recwarn, "it is said once"
+
+
+def test_readings_of_an_absent_device_are_set_aside_when_they_come_from_an_older_export_or_spool(
+    tmp_path: Path, graph: OpGraph
+) -> None:
+    path = tmp_path / "log.db"
+    with MeasurementStore(path) as store:
+        ids = [record(store, trial, graph=graph, device=DEVICE) for trial in range(3)]
+        measured = replace(MEASUREMENT, method="none", note=ABSENT[0])
+        store.record_measurement(ids[0], measured)
+        store.record_measurement(ids[1], MEASUREMENT)
+        assert len(store.observations("toy")) == 2  # of the present schema: judged by who wrote it
+        export_log(store, tmp_path / "out")
+    for table, columns in (("decisions", ("host", "trial_id")), ("measurements", ("host", "set_aside"))):
+        file = tmp_path / "out" / f"{table}.csv"
+        with file.open(newline="") as source:
+            rows = [{name: value for name, value in row.items() if name not in columns} for row in csv.DictReader(source)]
+        with file.open("w", newline="") as target:
+            writer = csv.DictWriter(target, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"schema": {SCHEMA_VERSION}', '"schema": 3'))
+    with MeasurementStore(tmp_path / "copy.db") as copy:
+        import_log(copy, tmp_path / "out")
+        assert [row.set_aside is not None for row in copy.decisions()] == [True, False, False]
+        assert [row.host for row in copy.decisions()] == [None, None, None]
+    row = schema.measurement_entry(measured, decision_id=ids[2], recorded_at_ns=10**18).row
+    del row["host"]
+    spool = path.with_name(f"{path.name}.{'b' * 32}.spool.jsonl")
+    spool.write_text(json.dumps({"schema": 3, "table": "measurements", "row": row}) + "\n")
+    with MeasurementStore(path) as store:
+        assert [row.set_aside is not None for row in store.decisions()] == [False, False, True]
+
+
+def test_the_processes_of_one_cpu_become_one_device_when_an_older_log_is_opened(url: str, graph: OpGraph) -> None:
+    # Part of finding 1: the key of a device held the rates that each process measured for itself.
+    LOGS_OF_OLD[3](url, graph, num_rows=4)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for number in range(3):
+            data = json.dumps(asdict(replace(CPU, bandwidth_bytes_per_s=1e9 + number)), sort_keys=True)
+            connection.execute(
+                text("INSERT INTO devices (content_hash, device_id, data) VALUES (:key, 'cpu', :data)"),
+                {"key": str(number) * 64, "data": data},
+            )
+            connection.execute(
+                text("UPDATE decisions SET device_hash = :key WHERE decision_id = :id"),
+                {"key": str(number) * 64, "id": f"{number:032x}"},
+            )
+            connection.execute(
+                text("UPDATE measurements SET device_id = 'cpu' WHERE decision_id = :id"), {"id": f"{number:032x}"}
+            )
+    engine.dispose()
+    with MeasurementStore(url) as store:
+        assert store.counts()["devices"] == 2
+        assert [row.device_id for row in store.decisions()] == ["cpu", "cpu", "cpu", "toy"]
+        record(store, 4, graph=graph, device=replace(CPU, bandwidth_bytes_per_s=7e9))
+        assert store.counts()["devices"] == 2
+        assert len(store.observations("cpu")) == 3
 
 
 def test_several_that_open_an_old_log_at_once_migrate_it_once(url: str, graph: OpGraph) -> None:

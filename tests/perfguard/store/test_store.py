@@ -227,7 +227,7 @@ def test_a_log_of_a_newer_perfguard_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 3.* Update perfguard"):
+    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 4.* Update perfguard"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 

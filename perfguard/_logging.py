@@ -1,0 +1,50 @@
+"""What PerfGuard tells people who did not ask: one line to standard error, through the logger "perfguard".
+
+As Optuna's logger it has a handler of its own, because Python shows no INFO by default. A handler or a level that the user gave
+the logger stays, and the environment variable PERFGUARD_QUIET, if it is not empty, keeps PerfGuard silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import TextIO
+
+_logger = logging.getLogger("perfguard")
+_lock = threading.Lock()
+_said: set[str] = set()
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error now: notebooks and tests replace it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        raise AttributeError("the stream is always standard error")
+
+
+def say_once(topic: str, message: str) -> None:
+    """Log ``message`` as INFO, unless something was said of ``topic`` in this process before."""
+    if os.environ.get("PERFGUARD_QUIET"):
+        return
+    with _lock:
+        if topic in _said:
+            return
+        _said.add(topic)
+        if _logger.level == logging.NOTSET:
+            _logger.setLevel(logging.INFO)
+        if not _logger.handlers:
+            handler = _StandardError()
+            handler.setFormatter(logging.Formatter("[PerfGuard] %(message)s"))
+            _logger.addHandler(handler)
+            _logger.propagate = False
+    _logger.info(message)

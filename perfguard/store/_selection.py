@@ -1,0 +1,101 @@
+"""Selection: which rows of the log are meant. One for everything that shows, exports, removes or sets aside a part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, Select, false, func, or_, select
+
+from perfguard.exceptions import ConfigurationError
+from perfguard.measure import Status
+from perfguard.store import _schema as schema
+
+if TYPE_CHECKING:
+    from perfguard.guard import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The decisions, with their measurements, for which all that is given holds. None: it does not matter.
+
+    Example:
+        >>> Selection(device="a100-pcie-40gb", status="ok").is_everything
+        False
+
+    Raises:
+        ConfigurationError: for a time without a time zone, or an end that is not after the begin.
+    """
+
+    study: str | None = None
+    device: str | None = None
+    """Id of the device that was decided for, or that was measured."""
+    status: Status | None = None
+    """Of the measurement."""
+    verdict: Action | None = None
+    host: str | None = None
+    """Name of the machine that ran the trial, or that decided where the trial was not measured."""
+    since: datetime | None = None
+    """Decided at this time or later."""
+    before: datetime | None = None
+    """Decided before this time."""
+
+    def __post_init__(self) -> None:
+        for name in ("since", "before"):
+            value = getattr(self, name)
+            if value is not None and value.tzinfo is None:
+                raise ConfigurationError(
+                    f"{name} must have a time zone, for instance datetime.now(timezone.utc), but got {value!r}."
+                )
+        if self.since is not None and self.before is not None and self.since >= self.before:
+            raise ConfigurationError(f"since must be earlier than before, but got {self.since} and {self.before}.")
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing was given."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+
+def select_ids(selection: Selection) -> Select[Any]:
+    """The ids of the decisions."""
+    decisions, measurements, devices = schema.decisions, schema.measurements, schema.devices
+    conditions: list[ColumnElement[bool]] = []
+    if selection.study is not None:
+        conditions.append(decisions.c.study == selection.study)
+    if selection.device is not None:
+        conditions.append(or_(devices.c.device_id == selection.device, measurements.c.device_id == selection.device))
+    if selection.status is not None:
+        conditions.append(measurements.c.status == selection.status)
+    if selection.verdict is not None:
+        conditions.append(decisions.c.action == selection.verdict)
+    if selection.host is not None:
+        conditions.append(func.coalesce(measurements.c.host, decisions.c.host) == selection.host)
+    if selection.since is not None:
+        conditions.append(decisions.c.created_at_ns >= schema.as_ns(selection.since))
+    if selection.before is not None:
+        conditions.append(decisions.c.created_at_ns < schema.as_ns(selection.before))
+    query = select(decisions.c.decision_id)
+    if selection.device is not None:
+        query = query.outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
+    if (selection.device, selection.status, selection.host) != (None, None, None):
+        query = query.outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
+    return query.where(*conditions)
+
+
+def select_rows(table: str, selection: Selection) -> Select[Any]:
+    """The rows of one of the log's tables that belong to the selected decisions, in the order of the table's key.
+
+    Weights belong to no decision: they are there only if everything is selected.
+    """
+    rows = schema.metadata.tables[table]
+    query = select(rows).order_by(*rows.primary_key.columns)
+    if selection.is_everything:
+        return query
+    ids = select_ids(selection)
+    if table in ("decisions", "measurements"):
+        return query.where(rows.c.decision_id.in_(ids))
+    references = {"graphs": schema.decisions.c.graph_hash, "devices": schema.decisions.c.device_hash}
+    if table not in references:
+        return query.where(false())
+    return query.where(rows.c.content_hash.in_(select(references[table]).where(schema.decisions.c.decision_id.in_(ids))))
