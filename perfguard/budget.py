@@ -14,6 +14,7 @@ from perfguard.quantities import format_quantity, format_seconds, parse_bytes, p
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.workload import Workload
 
 Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
 _NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
@@ -120,6 +121,43 @@ class Budget:
             "energy": self.energy_j,
         }
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
+
+    def cannot_bind(self, workload: Workload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
+        """The name of each budget that can never bind for ``workload``, and a sentence that says what is missing.
+
+        Args:
+            workload: what the trial runs.
+            knows_energy: whether the energy of inference is predicted.
+            ends: whether the study itself has an end that the trial must not outlast.
+        """
+        infers = workload.mode == "infer"
+        if (self.trial_time_s is not None or ends) and workload.steps is None:
+            name = "time_budget" if self.trial_time_s is not None else "within_timeout"
+            yield name, f"{name} needs the number of steps of a trial. Give Workload(..., steps=...)."
+        if self.epoch_time_s is not None and infers:
+            yield "epoch_time_budget", "epoch_time_budget limits training, but the workload has mode='infer'. Leave it out."
+        elif self.epoch_time_s is not None and workload.steps_per_epoch is None:
+            yield (
+                "epoch_time_budget",
+                "epoch_time_budget needs the number of steps of an epoch. Give Workload(..., steps_per_epoch=...).",
+            )
+        if self.latency_s is not None and not infers:
+            yield (
+                "latency_budget",
+                "latency_budget limits inference, but the workload trains. "
+                "Give Workload(..., mode='infer'), or step_time_budget for training.",
+            )
+        if self.energy_j is not None and not infers:
+            yield (
+                "energy_budget",
+                "energy_budget limits inference, but the workload trains. Give Workload(..., mode='infer'), or leave it out.",
+            )
+        elif self.energy_j is not None and not knows_energy:
+            yield (
+                "energy_budget",
+                "energy_budget needs a predictor that knows energy, and this one knows none for this device: it learns it from "
+                "runs whose energy was measured. Leave energy_budget out, or give another predictor.",
+            )
 
     def limits(
         self,

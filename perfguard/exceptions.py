@@ -10,13 +10,14 @@ PerfGuardError
 ├── PredictorError                     no such predictor, or weights that are refused
 ├── TableError                         a table of measured runs, or a row of it, that cannot be used
 ├── MeasuringError                     the device cannot be measured on: missing, lost, or no process can be started
+├── UnguardedTrialError (RuntimeError) a trial could not be judged, and the guard is strict
 └── LogError                           the measurement log
     ├── LogCorruptError                not a PerfGuard log, or a damaged one
     ├── LogVersionError                written by a newer PerfGuard
     └── LogLockedError                 another process holds the lock
 
 PerfGuardWarning (UserWarning)
-├── UnguardedTrialWarning              the guard failed; the trial was launched without a verdict
+├── UnguardedTrialWarning              a trial was launched without a verdict, or without a check of one of its budgets
 ├── UntrainedDeviceWarning             the predictor has never seen this device
 ├── BudgetWarning                      a trial was launched although it is expected to break a budget
 ├── NothingFeasibleWarning             nothing that was proposed fits the budgets
@@ -82,6 +83,10 @@ class MeasuringError(PerfGuardError):
     """The device cannot be measured on: it is missing or lost, or no process can be started on it."""
 
 
+class UnguardedTrialError(PerfGuardError, RuntimeError):
+    """A trial could not be judged, so a strict guard (``strict=True``) does not launch it; the message says why."""
+
+
 class LogError(PerfGuardError):
     """The measurement log cannot be used."""
 
@@ -103,7 +108,7 @@ class PerfGuardWarning(UserWarning):
 
 
 class UnguardedTrialWarning(PerfGuardWarning):
-    """The guard itself failed, so the trial was launched without a verdict."""
+    """A trial was launched without a verdict, or without a check of one of its budgets."""
 
 
 class UntrainedDeviceWarning(PerfGuardWarning):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
 from perfguard._logging import say_once
+from perfguard._warn import warn_user
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
 from perfguard.exceptions import (
@@ -18,6 +18,7 @@ from perfguard.exceptions import (
     DriftWarning,
     LogWarning,
     MeasurementWarning,
+    UnguardedTrialError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         predictor: str | Predictor
         log: str | MeasurementStore | Literal[False] | None
         refine: bool | None
+        strict: bool
 
 
 Action = Literal["launch", "prune", "repair"]
@@ -97,7 +99,8 @@ class Guard:
     ``risk`` is the share of the launched trials that may break a limit. The guard keeps an account of the chances that it has
     accepted: a clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
     lost, and a trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`. A failure of
-    the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why.
+    the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why. A guard that is
+    ``strict`` raises an :class:`UnguardedTrialError` instead.
 
     Example:
         >>> guard = Guard("a100", memory_budget="38GiB")                    # doctest: +SKIP
@@ -122,6 +125,8 @@ class Guard:
         log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
         refine: fine-tune the weights now and then in a process beside the study, as `perfguard learn` does for a cluster. None:
             on a GPU, if the log is not in memory (on a CPU it would disturb what is measured).
+        strict: raise :class:`perfguard.exceptions.UnguardedTrialError` where a trial would be launched without a verdict, or
+            without a check of one of the budgets.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class Guard:
         predictor: str | Predictor = DEFAULT_PREDICTOR,
         log: str | MeasurementStore | Literal[False] | None = None,
         refine: bool | None = None,
+        strict: bool = False,
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
@@ -153,6 +159,12 @@ class Guard:
         self.budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
         self.device = resolve_device(gpu)
         self.risk = float(risk)
+        self.strict = bool(strict)
+        if self.budget.energy_j is not None and self.device.kind == "cpu":
+            raise ConfigurationError(
+                f"energy_budget={energy_budget!r} can never bind: a CPU ({self.device.name}) has no counter of energy. "
+                "Leave energy_budget out, or name a GPU."
+            )
         if self.budget.memory_bytes is not None and self.budget.memory_bytes > self.device.memory_bytes:
             raise ConfigurationError(
                 f"memory_budget={memory_budget!r} is more than {self.device.name} has "
@@ -197,6 +209,11 @@ class Guard:
         left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
         return max(self.risk, min(EVEN_CHANCE, left))
 
+    @property
+    def first_threshold(self) -> float:
+        """The chance of breaking a limit up to which the first trial of a guard is launched, when its account is untouched."""
+        return max(self.risk, min(EVEN_CHANCE, self.risk * _TRIALS_IN_ADVANCE))
+
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
 
@@ -221,9 +238,12 @@ class Guard:
 
         Raises:
             WorkloadError: if the workload cannot be traced.
+            ConfigurationError: if one of the budgets cannot be checked for it, and the guard is strict.
         """
         workload = as_workload(model, inputs, **fields)
-        return self._settle(self._judge(workload), workload)[0]
+        verdict = self._judge(workload)
+        self._say_what_is_unchecked(self._unchecked(workload, verdict))
+        return self._settle(verdict, workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
         """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
@@ -290,7 +310,7 @@ class Guard:
         if verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
         if self.on_violation == "warn":
-            warnings.warn(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning, stacklevel=4)
+            warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
             return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}"), workload
         found = find_repair(self._fits, workload, self.remedies, self.device)
         if found is None:
@@ -314,8 +334,11 @@ class Guard:
         params: Mapping[str, Any] | None = None,
         time_left_s: float | None = None,
         trial_id: str | None = None,
+        threshold: float | None = None,
     ) -> Decision:
-        """Build, trace, judge and log one proposed trial. Never raises for what the workload or the log does.
+        """Build, trace, judge and log one proposed trial.
+
+        What the workload or the log does never raises, unless the guard is strict: then what cannot be judged is an error.
 
         Args:
             make_workload: a function without arguments that returns the Workload.
@@ -324,15 +347,22 @@ class Guard:
             params: the trial's hyperparameters, for the log.
             time_left_s: what is left of the study's time; a trial that would take longer is not launched.
             trial_id: the tuner's own name of the trial, where it has one beside the number, for the log.
+            threshold: the chance of breaking a limit to accept. None: what the account has left, :attr:`threshold`.
+
+        Raises:
+            UnguardedTrialError: if the trial cannot be judged, or not by all budgets, and the guard is strict.
         """
         graph: OpGraph | None = None
         steps: int | None = None
+        unchecked: Mapping[str, str] = {}
         try:
             workload = make_workload()
             steps = workload.steps
             graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
-                verdict, workload = self._settle(self._judge(workload, graph, time_left_s=time_left_s), workload)
+                verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
+                unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
+                verdict, workload = self._settle(verdict, workload)
                 if verdict.action != "prune":
                     self._num_launched += 1
                     self._expected_violations += verdict.p_violation
@@ -340,12 +370,33 @@ class Guard:
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
         except Exception as error:
+            if self.strict:
+                raise UnguardedTrialError(
+                    f"PerfGuard could not judge a trial, so it is not launched (strict=True): {type(error).__name__}: {error}"
+                ) from error
             self._warn_once(
                 UnguardedTrialWarning,
                 f"PerfGuard could not judge a trial and launches it unguarded (said once): {type(error).__name__}: {error}",
             )
             verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
+        self._say_what_is_unchecked(unchecked)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
+
+    def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
+        """By its name each budget that can never bind for ``workload``, and why; a strict guard refuses.
+
+        Raises:
+            ConfigurationError: if there is one, and the guard is strict.
+        """
+        knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
+        unchecked = dict(self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=ends))
+        if self.strict and unchecked:
+            raise ConfigurationError(" ".join(unchecked.values()))
+        return unchecked
+
+    def _say_what_is_unchecked(self, unchecked: Mapping[str, str]) -> None:
+        for budget, problem in unchecked.items():
+            self._warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", topic=budget)
 
     def record(
         self,
@@ -460,7 +511,7 @@ class Guard:
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:
                 message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
-                warnings.warn(message, DriftWarning, stacklevel=4)
+                warn_user(message, DriftWarning)
         for misfit in after.misfits:
             if misfit.observation.decision_id not in known:
                 message = (
@@ -479,7 +530,7 @@ class Guard:
         """Warn, unless the guard has warned in this ``category`` about this ``topic`` before."""
         if (category, topic) not in self._warned:
             self._warned.add((category, topic))
-            warnings.warn(message, category, stacklevel=3)
+            warn_user(message, category)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_traces")}

@@ -17,13 +17,13 @@ import os
 import statistics
 import subprocess
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from perfguard._warn import warn_user
 from perfguard.evidence import Evidence, weigh
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Observation, Predictor, Refinable, Target, load_predictor
@@ -96,7 +96,7 @@ class Lessons:
             self._predictor.use_refinement(data)
         except PredictorError as error:
             message = f"The weights {weights_id} that were promoted in the log are not used: {error}"
-            warnings.warn(message, LogWarning, stacklevel=4)
+            warn_user(message, LogWarning)
             return False
         return True
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._random import random_numbers_kept
@@ -165,4 +167,25 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     except Exception as error:
         if asks_for_missing(error, params):
             raise
-        raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}") from error
+        raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_mend(error, params)}") from error
+
+
+def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
+    """A sentence on the parameters that ``build`` asks for and the trial does not have, with the nearest that it has."""
+    asked = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
+    return f"build(params) asks for {asked}, which the trial has not suggested"
+
+
+def _mend(error: Exception, params: Mapping[str, Any]) -> str:
+    """What to write instead of the attribute or the argument that does not exist; empty where nobody can tell."""
+    if isinstance(error, AttributeError) and isinstance(error.name, str):
+        if error.obj is params:
+            return f" (parameters are items: params[{error.name!r}])" if error.name in params else _nearest(error.name, params)
+        return _nearest(error.name, dir(error.obj))
+    argument = re.search(r"argument:? '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    return _nearest(argument[1], [*params, *(field.name for field in fields(Workload))]) if argument else ""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = [near for near in difflib.get_close_matches(name, list(known), n=2) if near != name]
+    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -1,20 +1,25 @@
 """What PerfGuard writes into a trial: user attributes and constraints, with stable names.
 
-    perfguard:schema                     version of these names, 1
-    perfguard:verdict, :reason           "launch", "prune" or "repair", and a sentence
-    perfguard:p_violation                chance to break the worst limit
+    perfguard:schema                     version of these names, 2
+    perfguard:verdict, :reason           "launch", "prune" or "repair", and a sentence; a trial that was never judged has only a
+                                         reason
+    perfguard:p_violation                chance to break the worst limit, to four digits
     perfguard:repair:<field>             what a repaired trial changed: micro_batch_size, accumulation, precision, checkpointing
-    perfguard:<quantity>:predicted, :low, :high, :limit     memory in bytes; time, epoch_time, step_time and latency in seconds;
-                                         energy in joules
-    perfguard:<quantity>:measured        what it cost in the end
+    perfguard:<quantity>:predicted_<unit>, :low_<unit>, :high_<unit>, :limit_<unit>     memory in whole bytes; time, epoch_time,
+                                         step_time and latency in seconds (s), energy in joules (j), to six digits
+    perfguard:<quantity>:measured_<unit> what it cost in the end
     perfguard:status                     ok, oom, timeout or failed
+    perfguard:not_measured               why a trial that ran was not measured, a sentence
     perfguard:stopped                    why a running trial was stopped: its pace
 
-and one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where infeasible.
+Names without a unit, of version 1, are read as well.
+
+There is one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where infeasible.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -28,9 +33,10 @@ from perfguard.guard import Verdict
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PREFIX = "perfguard"
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+_UNITS = {"memory": "bytes", "energy": "j"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class TrialRecord:
     limits: Mapping[str, float]
     measured: Mapping[str, float]
     status: str | None
+    not_measured: str = ""
+    """Why a trial that ran was not measured; empty: it was, or did not run."""
 
 
 def attributes_of(verdict: Verdict) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def attributes_of(verdict: Verdict) -> dict[str, Any]:
         f"{PREFIX}:schema": SCHEMA_VERSION,
         f"{PREFIX}:verdict": verdict.action,
         f"{PREFIX}:reason": verdict.reason,
-        f"{PREFIX}:p_violation": verdict.p_violation,
+        f"{PREFIX}:p_violation": _rounded(verdict.p_violation, 4),
     }
     if verdict.prediction is not None:
         prediction = verdict.prediction
@@ -69,15 +77,28 @@ def attributes_of(verdict: Verdict) -> dict[str, Any]:
         for quantity, estimate in estimates.items():
             if estimate is not None:
                 low, high = estimate.interval()
-                attributes |= {
-                    f"{PREFIX}:{quantity}:predicted": estimate.median,
-                    f"{PREFIX}:{quantity}:low": low,
-                    f"{PREFIX}:{quantity}:high": high,
-                }
-    attributes |= {f"{PREFIX}:{limit.quantity}:limit": limit.limit for limit in verdict.limits}
+                attributes |= _written(quantity, "predicted", estimate.median)
+                attributes |= _written(quantity, "low", low) | _written(quantity, "high", high)
+    for limit in verdict.limits:
+        attributes |= _written(limit.quantity, "limit", limit.limit)
     if verdict.action == "repair":
         attributes |= {f"{PREFIX}:repair:{name}": value for name, value in asdict(verdict.repair).items()}
     return attributes
+
+
+def attributes_of_unjudged(why: str) -> dict[str, Any]:
+    """The user attributes of a trial that ran without a verdict."""
+    return {f"{PREFIX}:schema": SCHEMA_VERSION, f"{PREFIX}:reason": f"not judged: {why}"}
+
+
+def _written(quantity: str, field: str, value: float) -> dict[str, float]:
+    """One attribute, with its unit in its name: whole bytes, anything else to six digits."""
+    unit = _UNITS.get(quantity, "s")
+    return {f"{PREFIX}:{quantity}:{field}_{unit}": round(value) if unit == "bytes" and math.isfinite(value) else _rounded(value, 6)}
+
+
+def _rounded(value: float, num_digits: int) -> float:
+    return float(f"{value:.{num_digits}g}")
 
 
 def constraints_of(verdict: Verdict, names: Sequence[str]) -> dict[str, float]:
@@ -110,7 +131,10 @@ def measured_attributes_of(measurement: Measurement) -> dict[str, Any]:
         "time": measurement.total_time_s,
     }
     attributes: dict[str, Any] = {f"{PREFIX}:status": measurement.status}
-    return attributes | {f"{PREFIX}:{quantity}:measured": value for quantity, value in measured.items() if value is not None}
+    for quantity, value in measured.items():
+        if value is not None:
+            attributes |= _written(quantity, "measured", value)
+    return attributes
 
 
 def record_of(trial: FrozenTrial) -> TrialRecord:
@@ -118,8 +142,13 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
     attributes = trial.user_attrs
 
     def by_quantity(field: str) -> dict[str, float]:
-        keys = {quantity: f"{PREFIX}:{quantity}:{field}" for quantity in QUANTITIES}
-        return {quantity: attributes[key] for quantity, key in keys.items() if key in attributes}
+        found = {}
+        for quantity in QUANTITIES:
+            name = f"{PREFIX}:{quantity}:{field}"
+            value = attributes.get(f"{name}_{_UNITS.get(quantity, 's')}", attributes.get(name))
+            if value is not None:
+                found[quantity] = value
+        return found
 
     low, high = by_quantity("low"), by_quantity("high")
     return TrialRecord(
@@ -131,6 +160,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
         limits=by_quantity("limit"),
         measured=by_quantity("measured"),
         status=attributes.get(f"{PREFIX}:status"),
+        not_measured=attributes.get(f"{PREFIX}:not_measured", ""),
     )
 
 

@@ -8,8 +8,7 @@ import math
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,14 +17,23 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, NothingFeasibleWarning, UnguardedTrialWarning
+from perfguard._warn import warn_user
+from perfguard.exceptions import (
+    BudgetWarning,
+    ConfigurationError,
+    MeasurementWarning,
+    NothingFeasibleWarning,
+    UnguardedTrialError,
+    UnguardedTrialWarning,
+)
 from perfguard.guard import EVEN_CHANCE, Decision, Guard, Verdict, as_workload
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.workload import Build, Workload, asks_for_missing, build_workload
+from perfguard.workload import Build, Workload, asks_for_missing, build_workload, why_missing
 from perfguard_optuna._attributes import (
     PREFIX,
     attributes_of,
+    attributes_of_unjudged,
     constraints_of,
     established_constraints,
     measured_attributes_of,
@@ -42,7 +50,12 @@ if TYPE_CHECKING:
 
 AnyTrial = FrozenTrial | optuna.Trial
 TrialKey = tuple[str, int, datetime.datetime | None]
+_Place = tuple[str, tuple[str, ...]]
+"""A study, and the names of the parameters that ``build`` looked at."""
+_ABSENT = object()
 MOST_REJECTIONS_IN_A_ROW = 300
+PATIENCE = 30
+"""Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
 _LEAST_VIOLATION = 0.01
 """Constraint of a trial that broke a limit by an unknown amount, as a logarithm."""
 
@@ -94,6 +107,11 @@ class OptunaGuard(Guard):
         self._launched: dict[int, Launched] = {}
         self._finished: set[TrialKey] = set()
         self._build_errors: dict[TrialKey, Exception] = {}
+        self._missing: dict[TrialKey, Collection[str]] = {}
+        """What ``build`` asked for that a trial did not have when it was last asked about."""
+        self._unjudged: set[TrialKey] = set()
+        self._remembered_for: Build | None = build
+        self._rejections: dict[_Place, dict[tuple[Any, ...], _Rejection]] = {}
         self._warned_about_build = False
 
     @contextmanager
@@ -119,7 +137,7 @@ class OptunaGuard(Guard):
             build = self.build if model is None else lambda _params: as_workload(model, batch, **fields)
             decision = self.judge(study, trial, trial.params, build)
         if decision is None:
-            unknown = ConfigurationError(self.why_unjudged())
+            unknown = ConfigurationError(self.why_unjudged(build, self._missing.get(_key(study, trial), ())))
             decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
             self._warned_about_build = True  # the guard has just said why
         if decision.verdict.action == "prune":
@@ -151,37 +169,110 @@ class OptunaGuard(Guard):
         build: Build | None,
         *,
         final: bool = True,
+        threshold: float | None = None,
     ) -> Decision | None:
         """Decide on ``trial`` and write the verdict into it.
 
         None: not yet, because ``build`` is missing, asks for a parameter that ``params`` does not have, or, unless this is the
-        ``final`` attempt, took a default for one.
+        ``final`` attempt, took a default for one. The parameters of a trial that did not fit are remembered: they are judged
+        once more if another trial was launched since, and not again. ``threshold`` is the chance of breaking a limit to accept,
+        in the place of what the account has left.
         """
         if build is None:
             return None
+        if build != self._remembered_for:
+            self._rejections, self._remembered_for = {}, build
+        rejected = self.remembered(study, params, threshold)
+        if rejected is not None:
+            return self._reject_again(study, trial, params, rejected)
         watched = WatchedParams(params)
         try:
             workload = build_workload(build, watched)
         except Exception as error:
             if asks_for_missing(error, params):
+                self._missing[_key(study, trial)] = {error.args[0]}
                 return None
             if not final:  # it may be for want of a parameter: `build(**params)` says so in its own way
                 self._build_errors[_key(study, trial)] = error
                 return None
             return self.settle(study, trial, watched, _raiser(error))
         if watched.missing and not final:
+            self._missing[_key(study, trial)] = watched.missing
             return None
-        return self.settle(study, trial, watched, lambda: workload)
+        return self.settle(study, trial, watched, lambda: workload, threshold)
 
     def settle(
-        self, study: optuna.Study, trial: AnyTrial, params: WatchedParams, make_workload: Callable[[], Workload]
+        self,
+        study: optuna.Study,
+        trial: AnyTrial,
+        params: WatchedParams,
+        make_workload: Callable[[], Workload],
+        threshold: float | None = None,
     ) -> Decision:
-        """Decide on what ``params`` would run, and write the verdict into ``trial``."""
-        decision = self.decide(
-            make_workload, study=study.study_name, trial=trial.number, params=params.all(), time_left_s=self.time_left_s()
-        )
+        """Decide on what ``params`` would run, and write the verdict into ``trial``.
+
+        Raises:
+            UnguardedTrialError: if that cannot be judged, and the guard is strict.
+        """
         self._build_errors.pop(_key(study, trial), None)
+        self._missing.pop(_key(study, trial), None)
+        decision = self.decide(
+            make_workload,
+            study=study.study_name,
+            trial=trial.number,
+            params=params.all(),
+            time_left_s=self.time_left_s(),
+            threshold=threshold,
+        )
+        if decision.verdict.action == "prune":
+            self.remember(study, params, decision.verdict)
         return self._keep(study, trial, decision, params.used())
+
+    def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
+        """Keep in mind that ``params`` do not fit. What ``build`` may judge otherwise with another parameter is not kept."""
+        if params.missing or self.within_timeout:  # what does not fit into the time left may fit into another study's
+            return
+        used = params.used()
+        if not used:  # a model was given, or this is a build of one workload
+            return
+        place = study.study_name, tuple(sorted(used))
+        known = self._rejections.setdefault(place, {})
+        values = tuple(used[name] for name in place[1])
+        num_before = known[values].num if values in known else 0
+        known[values] = _Rejection(place[1], verdict, self._num_launched, num_before + 1)
+
+    def remembered(
+        self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None
+    ) -> _Rejection | None:
+        """What is remembered of these very parameters, if judging them again would come to the same.
+
+        None: they were not judged yet; or only once, and a trial was launched since, from which the guard may have learnt; or
+        ``threshold``, by default what the account has left, accepts their chance of breaking a limit.
+        """
+        accepted = self.threshold if threshold is None else threshold
+        for (study_name, names), known in self._rejections.items():
+            if study_name != study.study_name or any(dict.get(params, name, _ABSENT) is _ABSENT for name in names):  # type: ignore[arg-type]
+                continue
+            found = known.get(tuple(dict.__getitem__(params, name) for name in names))  # type: ignore[index]
+            if found is not None and found.is_final(self._num_launched) and found.verdict.p_violation > accepted:
+                return found
+        return None
+
+    def has_rejected_again(self, study: optuna.Study) -> bool:
+        """Whether the same parameters of ``study`` were turned down more than once."""
+        return any(
+            rejection.num > 1
+            for (study_name, _), known in self._rejections.items()
+            if study_name == study.study_name
+            for rejection in known.values()
+        )
+
+    def _reject_again(
+        self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection
+    ) -> Decision:
+        rejected.num += 1
+        decision = self.record(rejected.verdict, None, study=study.study_name, trial=trial.number, params=params)
+        return self._keep(study, trial, decision, params)
 
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         self._judged[_key(study, trial)] = _Judged(decision, used)
@@ -237,13 +328,47 @@ class OptunaGuard(Guard):
         return _key(study, trial) in self._finished
 
     def end_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
-        """Say of a trial that ran to its end without a verdict why, once, and give it the constraints that every trial has."""
-        error = self._build_errors.get(_key(study, trial))
+        """Say of a trial that runs without a verdict why, once, and give it the constraints that every trial has.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        key = _key(study, trial)
+        error = self._build_errors.get(key)
         if error is not None:
             self.settle(study, trial, WatchedParams(trial.params), _raiser(error))
+        elif key not in self._unjudged:
+            self._end_unjudged(study, trial, self.why_unjudged(build, self._missing.get(key, ()), trial.params))
+
+    def end_unasked(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """As :meth:`end_unjudged`, of a trial that has ended and of which the guard was never asked."""
+        key = _key(study, trial)
+        if key in self._judged or key in self._unjudged or f"{PREFIX}:verdict" in trial.user_attrs:
             return
-        self.warn_unjudged(build)
-        self.write(study, trial, {}, lambda: dict.fromkeys(established_constraints(study, self.limited_quantities), 0.0))
+        if self.build is None or key in self._missing or key in self._build_errors:
+            self.end_unjudged(study, trial, self.build)
+            return
+        self._end_unjudged(
+            study,
+            trial,
+            "PerfGuard was never asked about a trial, so it ran unguarded: the objective does not call trial.should_prune(), and "
+            "Optuna asks a pruner nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the "
+            "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
+        )
+
+    def _end_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        self._unjudged.add(_key(study, trial))
+        self.write(
+            study,
+            trial,
+            attributes_of_unjudged(why),
+            lambda: dict.fromkeys(established_constraints(study, self.limited_quantities), 0.0),
+        )
+        if self.strict:
+            raise UnguardedTrialError(why)
+        if not self._warned_about_build:
+            self._warned_about_build = True
+            warn_user(why, UnguardedTrialWarning)
 
     def reject(self, study: optuna.Study, trial: AnyTrial, verdict: Verdict) -> None:
         """Write into ``trial`` that nothing was found to run in it."""
@@ -337,26 +462,107 @@ class OptunaGuard(Guard):
         if measurement is not None:
             self.learn(launched.decision, _without_memory_before_a_step(measurement))
 
-    def warn_unjudged(self, build: Build | None = None) -> None:
-        """Say once that trials run unguarded, and why."""
-        if not self._warned_about_build:
-            self._warned_about_build = True
-            warnings.warn(self.why_unjudged(build), UnguardedTrialWarning, stacklevel=3)
-
-    def why_unjudged(self, build: Build | None = None) -> str:
-        """Why a trial is launched without a verdict: its workload is not known."""
+    def why_unjudged(
+        self, build: Build | None = None, missing: Collection[str] = (), params: Mapping[str, Any] | None = None
+    ) -> str:
+        """Why a trial with ``params`` is launched without a verdict: its workload is not known, or ``missing`` keeps it so."""
+        if missing:
+            return (
+                f"{why_missing(missing, params or {})}, so trials run unguarded. Mend the name in build, or suggest all that "
+                "build needs before the first should_prune()."
+            )
         if self.build is None and build is None:
             return (
                 "PerfGuard does not know what the trials run, so they are launched unguarded. Give it "
                 "`build=lambda params: Workload(...)`, or wrap the training in `with guard.trial(trial, model, batch): ...`."
             )
-        return (
-            "build(params) asks for a parameter that the trial has not suggested when it was judged, so the trial was "
-            "launched unguarded. Suggest all that build needs before the first should_prune()."
-        )
+        return "The objective suggested nothing that PerfGuard could judge by, so trials run unguarded. Suggest what build needs."
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_launched": {}, "deadline": None}
+
+
+@dataclass(slots=True)
+class _Rejection:
+    """Parameters that do not fit."""
+
+    names: tuple[str, ...]
+    """Those that ``build`` looked at."""
+    verdict: Verdict
+    num_launched: int
+    """Trials that the guard had launched when they were judged last."""
+    num: int
+    """How often they were proposed and turned down."""
+
+    def is_final(self, num_launched: int) -> bool:
+        """Whether judging them again would come to the same: nothing was launched since, or it was done before."""
+        return self.num > 1 or self.num_launched == num_launched
+
+
+@dataclass(slots=True)
+class Search:
+    """How one search is doing: what it proposed since it last found something to launch."""
+
+    guard: OptunaGuard
+    num_rejected: int = 0
+    """Proposals in a row that do not fit."""
+    least_doubtful: float = 1.0
+    """The least chance of breaking a limit among them."""
+    last: Verdict | None = None
+    """Of the last of them."""
+    has_said: bool = False
+    """Whether it has said that nothing fits."""
+    has_launched: bool = False
+    """Whether it ever found something to launch."""
+
+    @property
+    def threshold(self) -> float | None:
+        """The chance of breaking a limit to accept; None: what the guard's account has left.
+
+        A search that has found nothing sure for a while, but something that is more likely to fit than not, begins a new
+        account: without that, a machine whose times scatter would end a study that has trials to run.
+        """
+        if self.num_rejected < PATIENCE or self.least_doubtful > self.guard.first_threshold:
+            return None
+        return self.guard.first_threshold
+
+    @property
+    def is_over(self) -> bool:
+        """Whether so much was rejected that there is nothing to be found."""
+        return self.num_rejected >= MOST_REJECTIONS_IN_A_ROW
+
+    def rejected(self, verdict: Verdict) -> None:
+        """Count a proposal that does not fit."""
+        self.num_rejected, self.last = self.num_rejected + 1, verdict
+        self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
+
+    def say_that_nothing_fits(self) -> None:
+        """Say once that the search finds nothing, and what to do; nothing is said where nothing was proposed."""
+        if self.last is None or self.has_said:
+            return
+        self.has_said = True
+        what, verb, remedy = "fits", "would", ""
+        if self.last.p_violation <= EVEN_CHANCE:
+            more_risk = math.ceil(10 * self.last.p_violation) / 10
+            what, verb, remedy = "is sure to fit", "may", f", accept more risk (risk={more_risk:g})"
+        warn_user(
+            f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
+            f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "
+            "or allow repairs (on_violation='repair').",
+            NothingFeasibleWarning,
+        )
+
+    def launched(self, verdict: Verdict | None) -> None:
+        """Begin to count anew; None: it was launched without a verdict."""
+        if self.threshold is not None and verdict is not None and verdict.p_violation > self.guard.risk:
+            self.guard._warn_once(
+                BudgetWarning,
+                f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
+                "trial that is more likely to fit than not (said once). More trials than `risk` says may break a budget. "
+                "Raise the budget, or the risk, to have this said no more.",
+                about="patience",
+            )
+        self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
 
 
 class GuardedRun:
@@ -470,25 +676,13 @@ def pruned_if_out_of_resources() -> Iterator[None]:
     """Turn an out-of-memory error or a time-out into a pruned trial, so that the study goes on."""
     try:
         yield
+    except UnguardedTrialError:  # whatever its message quotes
+        raise
     except Exception as error:
         status = status_of(error)
         if status not in ("oom", "timeout"):
             raise
         raise optuna.TrialPruned(f"ran out of {'memory' if status == 'oom' else 'time'}: {error}") from error
-
-
-def warn_nothing_feasible(num_proposals: int, last: Verdict) -> None:
-    """Say that a search finds nothing that fits, ``last`` being what it proposed last, and what to do."""
-    verb, remedy = "would", ""
-    if last.p_violation <= EVEN_CHANCE:
-        verb, remedy = "may", f", accept more risk (risk={math.ceil(10 * last.p_violation) / 10:g})"
-    warnings.warn(
-        f"Nothing fits: {num_proposals} proposals in a row {verb} break a budget, the last of them {last.reason}. The study ends "
-        f"here. Raise the budget, widen the search space towards smaller trials{remedy}, "
-        "or allow repairs (on_violation='repair').",
-        NothingFeasibleWarning,
-        stacklevel=3,
-    )
 
 
 def _without_memory_before_a_step(measurement: Measurement) -> Measurement:

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 from perfguard.exceptions import ConfigurationError
 from perfguard.workload import Build, Workload
 from perfguard_optuna._guard import GuardedRun, OptunaGuard
+from perfguard_optuna._watch import WatchingPruner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 
-class PerfGuardPruner(BasePruner):
+class PerfGuardPruner(WatchingPruner):
     """Prunes a trial before it starts if it would run out of memory or time, and learns from those that run.
 
     Three ways to use it:
@@ -34,6 +35,9 @@ class PerfGuardPruner(BasePruner):
 
     While a trial runs, ``should_prune()`` also says yes when the measured pace shows that its time budget will be broken.
 
+    A trial that ends without having been judged is counted by :func:`summarize`, and the first is warned of, also where the
+    objective never calls ``should_prune()``. To see it end, this class is a HyperbandPruner by inheritance, and in nothing else.
+
     Args:
         gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
         build: ``build(params) -> Workload``, a function of the hyperparameters. None: taken from ``objective.build`` if the
@@ -42,7 +46,7 @@ class PerfGuardPruner(BasePruner):
         within_timeout: in a GuardedStudy, whether a trial that would outlast ``optimize(timeout=...)`` is pruned.
         guard: an :class:`OptunaGuard` to share, in the place of all other settings but ``inner``.
         settings: the keyword arguments of :class:`perfguard.Guard`: ``memory_budget``, ``time_budget``, ``risk``,
-            ``on_violation``, ``log`` and so on.
+            ``on_violation``, ``strict``, ``log`` and so on.
 
     Raises:
         ConfigurationError: for an unknown GPU, a budget or a risk that cannot be right.
@@ -63,6 +67,7 @@ class PerfGuardPruner(BasePruner):
             raise ConfigurationError(f"inner must be an Optuna pruner, for instance HyperbandPruner(), but got {inner!r}.")
         if guard is not None and (settings or build is not None or gpu != "auto" or within_timeout):
             raise ConfigurationError("Give a guard, or the settings of one, but not both: the guard has settings of its own.")
+        super().__init__()
         self.guard = guard or OptunaGuard(gpu, build=build, within_timeout=within_timeout, **settings)
         self._inner = inner
 
@@ -90,6 +95,14 @@ class PerfGuardPruner(BasePruner):
         if launched is not None and guard.too_slow(study, launched):
             return True
         return self._inner is not None and self._inner.prune(study, trial)
+
+    def trial_ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Count a trial that ran to its end and was never judged. Called when Optuna is told of the end of a trial.
+
+        Raises:
+            UnguardedTrialError: for such a trial, if the guard is strict.
+        """
+        self.guard.end_unasked(study, trial)
 
     def trial(
         self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any

@@ -9,6 +9,7 @@ parameter is drawn, so a joint limit is judged on joint proposals and a conditio
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import threading
 import time
@@ -18,14 +19,14 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, _get_single_value
-from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler
+from optuna.samplers import BaseSampler, BruteForceSampler, GPSampler, GridSampler, PartialFixedSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Verdict
-from perfguard.workload import Workload, asks_for_missing, build_workload
+from perfguard.workload import Build, Workload, asks_for_missing, build_workload
 from perfguard_optuna._attributes import PREFIX, attributes_of
-from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, WatchedParams, warn_nothing_feasible
+from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, Search, WatchedParams
 from perfguard_optuna._pruner import PerfGuardPruner
 
 _GRID_KEYS = ("grid_id", "search_space")
@@ -34,6 +35,8 @@ _BISECTIONS = 6
 _GOALS = 5
 _MOST_REJECTED_FOR_GP = 100
 """Its cost grows with the cube of the trials."""
+_MOST_REPEATS = 5
+"""Proposals in a row that were rejected before, after which the next ones are drawn at random."""
 
 
 class PerfGuardSampler(BaseSampler):
@@ -86,7 +89,8 @@ class PerfGuardSampler(BaseSampler):
         self.guard = guard
         self._max_proposals = max_proposals
         self._max_seconds = max_seconds
-        self._rejected_in_a_row = 0
+        self._build: Build = guard.build
+        self._search = Search(guard)
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -95,6 +99,7 @@ class PerfGuardSampler(BaseSampler):
     def reseed_rng(self) -> None:
         """As the inner sampler."""
         self.inner.reseed_rng()
+        self._random.reseed_rng()
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """As the inner sampler."""
@@ -120,9 +125,11 @@ class PerfGuardSampler(BaseSampler):
         """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
         try:
             return self._sample_feasible(study, trial, search_space)
-        except optuna.TrialPruned:
+        except (optuna.TrialPruned, UnguardedTrialError):
             raise
         except Exception as error:
+            if self.guard.strict:
+                raise UnguardedTrialError(f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}") from error
             self.guard._warn_once(
                 UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
             )
@@ -133,15 +140,24 @@ class PerfGuardSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         started_at = time.monotonic()
-        num_rejected = 0
+        num_rejected = num_repeats = 0
         while True:
-            proposal = self._propose(study, trial, search_space)
-            if proposal.workload is None:
-                return proposal.params
-            verdict = self._check(proposal.workload)
-            if verdict is None or verdict.action != "prune" or proposal.is_fixed:
-                return self._accept(study, trial, proposal)
-            self._reject(study, trial, proposal, verdict)
+            proposal = self._propose(study, trial, search_space, at_random=num_repeats >= _MOST_REPEATS)
+            verdict = proposal.rejection
+            if verdict is not None and not self._counts_its_points:  # no new trial, or a small space would fill with copies
+                num_repeats += 1
+                with self._lock:
+                    self._search.rejected(verdict)
+            else:
+                if verdict is None:
+                    if proposal.workload is None:
+                        return proposal.params
+                    verdict = self._check(proposal.workload)
+                    if verdict is None or verdict.action != "prune" or proposal.is_fixed:
+                        return self._accept(study, trial, proposal)
+                    self.guard.remember(study, proposal.watched, verdict)
+                num_repeats = 0
+                self._reject(study, trial, proposal, verdict)
             num_rejected += 1
             if num_rejected >= self._max_proposals or time.monotonic() - started_at > self._max_seconds:
                 moved = self._moved_to_fit(study, proposal)
@@ -149,29 +165,51 @@ class PerfGuardSampler(BaseSampler):
                     return self._accept(study, trial, moved)
                 if "fixed_params" in trial.system_attrs:  # the user asked for this one; it says nothing of the space
                     raise self._pruned(study, trial, verdict)
-            if _is_stopping(study) or self._rejected_in_a_row >= MOST_REJECTIONS_IN_A_ROW:
+            if _is_stopping(study) or self._search.is_over:
                 self._give_up(study, trial, verdict)
             if time.monotonic() - started_at > self._max_seconds:
                 raise self._pruned(study, trial, verdict)
 
-    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
-        base = self.inner._base_sampler if isinstance(self.inner, PartialFixedSampler) else self.inner
-        return _StudyWithRejected(study, trial) if isinstance(base, GPSampler) else study
+    @property
+    def _base(self) -> BaseSampler:
+        return self.inner._base_sampler if isinstance(self.inner, PartialFixedSampler) else self.inner
 
-    def _propose(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> _Proposal:
-        """One joint proposal of the inner sampler, as far as ``build`` asks for it."""
-        assert self.guard.build is not None
+    @property
+    def _counts_its_points(self) -> bool:
+        """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
+        return isinstance(self._base, (GridSampler, BruteForceSampler))
+
+    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        return _StudyWithRejected(study, trial) if isinstance(self._base, GPSampler) else study
+
+    def _propose(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], *, at_random: bool = False
+    ) -> _Proposal:
+        """One joint proposal of the inner sampler, or of a random one, as far as ``build`` asks for it.
+
+        A point that was rejected before is not built again.
+        """
+        inner = self._random if at_random else self.inner
         view = self._view(study, trial)
-        inner_names = self.inner.infer_relative_search_space(view, trial).keys()
-        drawn = self.inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
+        inner_names = inner.infer_relative_search_space(view, trial).keys()
+        drawn = inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
         single = {name: _get_single_value(d) for name, d in _all_distributions(study).items() if d.single()}
         fixed: dict[str, Any] = single | trial.system_attrs.get("fixed_params", {}) | trial.params
         drawn = {name: value for name, value in drawn.items() if name not in fixed}
+        if isinstance(self._base, GridSampler) and not at_random:  # its points are whole ones
+            for name in search_space.keys() - fixed.keys():
+                draft = _with_params(trial, study, {}, search_space)
+                drawn[name] = inner.sample_independent(view, draft, name, search_space[name])
         while True:
             params = WatchedParams(drawn | fixed)
             workload: Workload | None = None
+            rejected = self.guard.remembered(study, params, self._search.threshold)
+            if rejected is not None and not fixed.keys() >= set(rejected.names):
+                for name in rejected.names:
+                    params[name]  # as build would look at it
+                return _Proposal(drawn, params, search_space, None, False, rejected.verdict)
             try:
-                workload = build_workload(self.guard.build, params)
+                workload = build_workload(self._build, params)
                 wanted = params.missing
             except Exception as error:
                 if asks_for_missing(error, drawn | fixed):
@@ -182,28 +220,34 @@ class PerfGuardSampler(BaseSampler):
             if name is None:
                 break
             draft = _with_params(trial, study, drawn | fixed, search_space)
-            drawn[name] = self.inner.sample_independent(view, draft, name, search_space[name])
+            drawn[name] = inner.sample_independent(view, draft, name, search_space[name])
         return _Proposal(drawn, params, search_space, workload, set(params.used()) <= set(fixed))
+
+    @functools.cached_property
+    def _random(self) -> BaseSampler:
+        """For a sampler that proposes nothing new: the same numbers in each run."""
+        sampler = RandomSampler(seed=0)
+        return PartialFixedSampler(self.inner._fixed_params, sampler) if isinstance(self.inner, PartialFixedSampler) else sampler
 
     def _check(self, workload: Workload) -> Verdict | None:
         """None: it cannot be judged, so it is launched, and the guard says why when it is."""
         try:
-            return self.guard.check(workload)
+            return self.guard._settle(self.guard._judge(workload, threshold=self._search.threshold), workload)[0]
         except Exception:
             return None
 
     def _accept(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal) -> dict[str, Any]:
-        with self._lock:
-            self._rejected_in_a_row = 0
         workload = proposal.workload
         assert workload is not None
-        self.guard.settle(study, trial, proposal.watched, lambda: workload)
+        decision = self.guard.settle(study, trial, proposal.watched, lambda: workload, self._search.threshold)
+        with self._lock:
+            self._search.launched(decision.verdict)
         return proposal.params
 
     def _reject(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal, verdict: Verdict) -> None:
         """Record a proposal as a pruned trial, as if the inner sampler had been asked for it and told what became of it."""
         with self._lock:
-            self._rejected_in_a_row += 1
+            self._search.rejected(verdict)
         storage, attributes = study._storage, study._storage.get_trial_system_attrs(trial._trial_id)
         params = {name: value for name, value in proposal.watched.all().items() if name in proposal.space}
         rejected = create_trial(
@@ -234,7 +278,6 @@ class PerfGuardSampler(BaseSampler):
 
     def _moved_to_fit(self, study: optuna.Study, proposal: _Proposal) -> _Proposal | None:
         """The point nearest to the proposal on the way to the nearest launched trial that fits. None: none was launched."""
-        assert self.guard.build is not None
         names = proposal.watched.used().keys()
         drawn, launched = proposal.watched.all(), []
         for known in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING)):
@@ -248,11 +291,10 @@ class PerfGuardSampler(BaseSampler):
 
     def _between(self, proposal: _Proposal, goal: Mapping[str, Any], space: Mapping[str, BaseDistribution]) -> _Proposal | None:
         """The first point that fits on the way from a proposal to ``goal``; None if that does not fit itself."""
-        assert self.guard.build is not None
         best: _Proposal | None = None
         low, share, high = 0.0, 1.0, 1.0
         for _ in range(1 + _BISECTIONS):
-            moved = proposal.moved(goal, share, space, self.guard.build)
+            moved = proposal.moved(goal, share, space, self._build)
             verdict = None if moved.workload is None else self._check(moved.workload)
             if verdict is not None and verdict.action != "prune":
                 best, high = moved, share
@@ -264,10 +306,10 @@ class PerfGuardSampler(BaseSampler):
         return best
 
     def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
-        if not _is_stopping(study):
-            warn_nothing_feasible(self._rejected_in_a_row, verdict)
-            if study._thread_local.in_optimize_loop:
-                study.stop()
+        if not _is_stopping(study) or not self._search.has_launched:
+            self._search.say_that_nothing_fits()
+        if study._thread_local.in_optimize_loop:
+            study.stop()
         raise self._pruned(study, trial, verdict)
 
     def _pruned(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> optuna.TrialPruned:
@@ -295,6 +337,8 @@ class _Proposal:
     """None: ``build`` failed, or asks for a parameter that no trial has had."""
     is_fixed: bool
     """Whether all that ``build`` looked at was fixed by the user, who is not contradicted."""
+    rejection: Verdict | None = None
+    """Why it was rejected before; then it is not built again."""
 
     def moved(self, goal: Mapping[str, Any], share: float, space: Mapping[str, BaseDistribution], build: Any) -> _Proposal:
         """The proposal with its drawn parameters moved by ``share`` of the way to ``goal``."""
@@ -307,6 +351,34 @@ class _Proposal:
         except Exception:
             workload = None
         return _Proposal(params, watched, self.space, workload, self.is_fixed)
+
+
+class NewProposals(PerfGuardSampler):
+    """What a GuardedStudy puts around a sampler that proposes again what was rejected: it is asked until it proposes another.
+
+    Nothing else changes: the proposal is judged when the trial has suggested it, and becomes a trial whatever the verdict.
+    """
+
+    def __init__(self, inner: BaseSampler, guard: OptunaGuard, build: Build, search: Search) -> None:
+        self.inner, self.guard = inner, guard
+        self._build, self._search = build, search
+        self._lock = threading.Lock()
+
+    def _sample_feasible(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        num_repeats = 0
+        while True:
+            proposal = self._propose(study, trial, search_space, at_random=num_repeats >= _MOST_REPEATS)
+            if proposal.rejection is None or isinstance(self._base, BruteForceSampler):
+                return proposal.params
+            if isinstance(self._base, GridSampler):
+                self._reject(study, trial, proposal, proposal.rejection)
+            else:
+                self._search.rejected(proposal.rejection)
+                num_repeats += 1
+            if num_repeats >= MOST_REJECTIONS_IN_A_ROW or _is_stopping(study):
+                self._give_up(study, trial, proposal.rejection)
 
 
 class _StudyWithRejected(optuna.Study):

@@ -17,8 +17,9 @@ from optuna.trial import FrozenTrial
 from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build
-from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, pruned_if_out_of_resources, warn_nothing_feasible
+from perfguard_optuna._guard import OptunaGuard, Search, pruned_if_out_of_resources
 from perfguard_optuna._pruner import PerfGuardPruner
+from perfguard_optuna._sampler import NewProposals, PerfGuardSampler
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -61,10 +62,13 @@ class GuardedStudy(optuna.Study):
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         self.pruner.guard.deadline = deadline
+        sampler, objective = self.sampler, _GuardedObjective(func, self.pruner.guard)
+        objective.propose_nothing_again(self)
         try:
-            self._optimize_guarded(_GuardedObjective(func, self.pruner.guard), n_trials, timeout, deadline, count, common)
+            self._optimize_guarded(objective, n_trials, timeout, deadline, count, common)
         finally:
             self.pruner.guard.deadline = None
+            self.sampler = sampler
 
     def _optimize_guarded(
         self,
@@ -82,6 +86,8 @@ class GuardedStudy(optuna.Study):
             if left_s is not None and left_s <= 0:
                 break
             super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
+        if self._stop_flag and not objective.search.has_launched and type(self.sampler) is not PerfGuardSampler:
+            objective.search.say_that_nothing_fits()  # the sampler has come to the end of its space
 
 
 class _GuardedObjective:
@@ -92,12 +98,18 @@ class _GuardedObjective:
         self._guard = guard
         self._build: Build | None = guard.build or getattr(objective, "build", None)
         self._lock = threading.Lock()
-        self._rejected_in_a_row = 0
+        self.search = Search(guard)
         self.num_launched = 0
+
+    def propose_nothing_again(self, study: optuna.Study) -> None:
+        """Keep the study's sampler from proposing what was rejected before, as soon as it does so."""
+        if self._build is None or isinstance(study.sampler, PerfGuardSampler) or not self._guard.has_rejected_again(study):
+            return
+        study.sampler = NewProposals(study.sampler, self._guard, self._build, self.search)
 
     def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
         self._guard.finish_abandoned(trial.study)  # of a plain study before
-        guarded = _GuardedTrial.of(trial, self._guard, self._build)
+        guarded = _GuardedTrial.of(trial, self._guard, self._build, self.search)
         try:
             with pruned_if_out_of_resources():
                 try:
@@ -117,12 +129,14 @@ class _GuardedObjective:
         with self._lock:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
-                self._rejected_in_a_row = 0
+                self.search.launched(None if decision is None else decision.verdict)
                 return
-            self._rejected_in_a_row += 1
-            if self._rejected_in_a_row == MOST_REJECTIONS_IN_A_ROW:
-                warn_nothing_feasible(MOST_REJECTIONS_IN_A_ROW, decision.verdict)
+            was_over = self.search.is_over
+            self.search.rejected(decision.verdict)
+            if self.search.is_over and not was_over:
+                self.search.say_that_nothing_fits()
                 trial.study.stop()
+        self.propose_nothing_again(trial.study)
 
 
 class _GuardedTrial(optuna.Trial):
@@ -130,13 +144,14 @@ class _GuardedTrial(optuna.Trial):
 
     _guard: OptunaGuard
     _build: Build | None
+    _search: Search
 
     @classmethod
-    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None) -> _GuardedTrial:
+    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None, search: Search) -> _GuardedTrial:
         """The same trial. ``Trial.__init__`` would ask the sampler again, so its state is taken over instead (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)
-        guarded._guard, guarded._build = guard, build
+        guarded._guard, guarded._build, guarded._search = guard, build, search
         return guarded
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
@@ -168,7 +183,7 @@ class _GuardedTrial(optuna.Trial):
             return
         decision = self._guard.decision_of(self.study, self)
         if decision is None:
-            decision = self._guard.judge(self.study, self, self.params, self._build, final=final)
+            decision = self._guard.judge(self.study, self, self.params, self._build, final=final, threshold=self._search.threshold)
         if decision is None:
             return
         if decision.verdict.action == "prune":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ NOUNS: Mapping[Quantity, str] = {
 }
 _RAN_OUT = {"memory": "oom", "time": "timeout"}
 _FIRST, _LAST = 5, 10
+_FACTOR = 10.0
+"""Errors from here on are no percentage that anybody reads."""
+_WIDTH = 120
+"""Columns of a table that is printed as text; longer cells are wrapped."""
 _CELL_WIDTHS = {"memory": 9, "time": 8}
 _HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
 
@@ -42,18 +47,30 @@ class StudySummary:
     pruned_for: Mapping[Quantity | None, int]
     """How many trials each limit pruned; None where nobody knows which."""
     num_unjudged: int
-    """Launched without a verdict, because the workload was not known or could not be traced."""
-    num_violations: int
-    """Launched trials that broke a budget, or ran out of memory."""
+    """Launched without a verdict, because PerfGuard was not asked, or could not tell what the trial runs."""
+    why_unjudged: str
+    """Why the first of those was not judged; empty: there is none, or nobody knows."""
+    num_measured: int
+    """Launched trials of which it is known whether they broke a budget."""
+    why_not_measured: str
+    """Why a launched trial was not measured; empty: all were, or nobody knows."""
+    num_violations: int | None
+    """Measured trials that broke a budget, or ran out of memory. None: none was measured."""
     launched_s: float
     """Time that the launched trials took."""
-    saved_s: float
-    """Time that the pruned trials were predicted to take, had each run to its end. One that runs out of memory might have crashed
-    sooner, and 0 stands for those whose trial time was not predicted."""
+    num_crashes_avoided: int
+    """Trials pruned for their memory: each would have failed in its first step, so no time is counted for them."""
+    saved_s: float | None
+    """Time that the trials pruned for their time alone were predicted to take, had each run to its end. None: there is none
+    whose trial time was predicted."""
     first_error: float | None
-    """Of the first five launched trials' predictions, memory and trial time together."""
+    """Of the first five measured trials' predictions, memory and trial time together."""
     last_error: float | None
     """Of the last ten."""
+
+    def __str__(self) -> str:
+        """The table, as text."""
+        return as_text(self.table())
 
     def table(self) -> Table:
         """The summary as a table for the terminal."""
@@ -61,16 +78,24 @@ class StudySummary:
         rows = {
             "trials launched": f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else ""),
             "trials pruned before launch": f"{self.num_pruned}" + (f" ({_counts(self.pruned_for)})" if self.num_pruned else ""),
-            "launched without a verdict": f"{self.num_unjudged}",
-            "budget violations among the launched": f"{self.num_violations}",
+            "launched without a verdict": f"{self.num_unjudged}" + (f" ({self.why_unjudged})" if self.why_unjudged else ""),
+            "budget violations among the launched": self._violations(),
             "time of the launched trials": format_seconds(self.launched_s),
-            "compute time saved (predicted)": format_seconds(self.saved_s),
+            "failures for memory avoided, in a first step": f"{self.num_crashes_avoided}",
+            "time saved by trials pruned for time (predicted)": "-" if self.saved_s is None else format_seconds(self.saved_s),
             f"prediction error, first {_FIRST} trials": _percent(self.first_error),
             f"prediction error, last {_LAST} trials": _percent(self.last_error),
         }
         for label, value in rows.items():
-            table.add_row(label, value)
+            table.add_row(label, escape(value))
         return table
+
+    def _violations(self) -> str:
+        num_unmeasured = self.num_launched - self.num_measured
+        why = f": {self.why_not_measured}" if self.why_not_measured else ""
+        if self.num_violations is None:
+            return f"not measured{why}" if self.num_launched else "-"
+        return f"{self.num_violations}" + (f" ({num_unmeasured} not measured{why})" if num_unmeasured else "")
 
 
 def summarize(study: optuna.Study) -> StudySummary:
@@ -82,15 +107,22 @@ def summarize(study: optuna.Study) -> StudySummary:
     complete = [record for trial, record in finished if trial.state == TrialState.COMPLETE]  # others did not take all their time
     errors = [error for record in complete if (error := prediction_error(record)) is not None]
     broken = [broken_limit(record) for record in pruned]
+    unjudged = [record for record in launched if not record.predicted]
+    measured = [record for record in launched if is_measured(record)]
+    saved = [seconds for record in pruned if (seconds := saved_s(record)) is not None]
     return StudySummary(
         num_launched=len(launched),
         num_repaired=sum(record.verdict == "repair" for record in launched),
         num_pruned=len(pruned),
         pruned_for={quantity: broken.count(quantity) for quantity in (*QUANTITIES, None) if quantity in broken},
-        num_unjudged=sum(not record.predicted for record in launched),
-        num_violations=sum(violates(record) for record in launched),
+        num_unjudged=len(unjudged),
+        why_unjudged=next((record.reason.removeprefix("not judged: ") for record in unjudged if record.reason), ""),
+        num_measured=len(measured),
+        why_not_measured=next((record.not_measured for record in launched if record.not_measured), ""),
+        num_violations=sum(map(violates, measured)) if measured else None,
         launched_s=sum(spent_s(trial, record) for trial, record in finished if record.verdict != "prune"),
-        saved_s=sum(map(saved_s, pruned)),
+        num_crashes_avoided=sum(map(fails_at_once, pruned)),
+        saved_s=sum(saved) if saved else None,
         first_error=statistics.fmean(errors[:_FIRST]) if errors else None,
         last_error=statistics.fmean(errors[-_LAST:]) if errors else None,
     )
@@ -98,6 +130,8 @@ def summarize(study: optuna.Study) -> StudySummary:
 
 def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
     """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
+
+    A trial that was pruned for its memory would have failed in its first step, so no time is saved by it.
 
     Example:
         >>> rich.print(skipped_table(study))                                                        # doctest: +SKIP
@@ -107,13 +141,13 @@ def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
         max_rows: how many trials to show, the latest ones; the total counts all.
     """
     pruned = [record for record in records_of(study) if record.verdict == "prune"]
-    total_s = sum(map(saved_s, pruned))
+    saved = [seconds for record in pruned if (seconds := saved_s(record)) is not None]
     table = Table(title=f"{len(pruned)} trials pruned before launch", show_footer=bool(pruned))
     table.add_column("trial", justify="right", footer="all")
     table.add_column("over")
     table.add_column("predicted (90% interval)")
     table.add_column("budget", justify="right")
-    table.add_column("time saved\n(predicted)", justify="right", footer=format_seconds(total_s) if total_s else "-")
+    table.add_column("time saved\n(predicted)", justify="right", footer=format_seconds(sum(saved)) if saved else "-")
     shown = pruned[-max_rows:] if max_rows > 0 else []
     if len(shown) < len(pruned):
         table.add_row("…", f"{len(pruned) - len(shown)} earlier ones")
@@ -123,7 +157,8 @@ def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
 
 
 def _skipped_cells(record: TrialRecord) -> tuple[str, ...]:
-    time = format_seconds(saved_s(record)) if saved_s(record) else "-"
+    seconds = saved_s(record)
+    time = "-" if seconds is None else format_seconds(seconds)
     quantity = broken_limit(record)
     if quantity is None:
         return f"{record.number}", "-", escape(record.reason) or "-", "-", time
@@ -150,10 +185,21 @@ def spent_s(trial: FrozenTrial, record: TrialRecord) -> float:
     return 0.0 if trial.duration is None else trial.duration.total_seconds()
 
 
-def saved_s(record: TrialRecord) -> float:
-    """What a pruned trial was predicted to take in seconds; 0 where nobody knows."""
-    predicted = record.predicted.get("time", 0.0)
-    return predicted if math.isfinite(predicted) else 0.0
+def fails_at_once(record: TrialRecord) -> bool:
+    """Whether a pruned trial would have run out of memory in its first step, whatever its time."""
+    limit = record.limits.get("memory")
+    return broken_limit(record) == "memory" or (limit is not None and record.predicted.get("memory", 0.0) > limit)
+
+
+def saved_s(record: TrialRecord) -> float | None:
+    """What a trial that was pruned for its time alone was predicted to take in seconds; None for others, and where nobody knows."""
+    predicted = record.predicted.get("time", math.nan)
+    return None if fails_at_once(record) or not math.isfinite(predicted) else predicted
+
+
+def is_measured(record: TrialRecord) -> bool:
+    """Whether it is known of a trial that ran if it broke a limit."""
+    return record.status in _RAN_OUT.values() or any(quantity in record.measured for quantity in record.limits)
 
 
 def violates(record: TrialRecord) -> bool:
@@ -218,7 +264,16 @@ def _counts(pruned_for: Mapping[Quantity | None, int]) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if value < _FACTOR else f"a factor of {1 + value:.0f}: the predictor does not fit these runs"
+
+
+def as_text(table: Table) -> str:
+    """``table`` as plain text, as wide as it needs to be."""
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH).print(table)
+    return text.getvalue().rstrip()
 
 
 def finished_trials(study: optuna.Study) -> Sequence[tuple[FrozenTrial, TrialRecord]]:

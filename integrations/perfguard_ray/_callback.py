@@ -31,7 +31,7 @@ class PerfGuardCallback(Callback):
 
     A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound. A trial whose measured pace
     shows that it will break the time budget is stopped at its next report, and logged as ``timeout``; that takes a
-    ``time_budget``, a workload with ``steps``, and 25 measured steps. A trial that is cut off by the end of the driver (Ctrl-C, an
+    ``time_budget``, a workload with ``steps``, and 25 measured steps. A trial that the end of the driver cuts off (Ctrl-C, an
     error) is logged as ``interrupted``; ``Tuner.restore`` resumes it, and what it costs in the end takes the place of that row.
 
     Unless ``RunConfig(verbose=0)``, each configuration that is turned down has a line on the console, and the run ends with the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
+from perfguard._warn import warn_user
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Decision, Guard, Verdict
 from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
@@ -145,8 +145,10 @@ class Ledger:
             return Entry(Decision("", known), config)
         try:
             decision = self.guard.decide(make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id)
+        except UnguardedTrialError:
+            raise
         except Exception as error:
-            self.warn_once("judge", UnguardedTrialWarning, f"PerfGuard failed, trials launch unguarded: {_words(error)}")
+            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {_words(error)}", error)
             decision = Decision("", Verdict("launch", f"not judged: {_words(error)}"))
         verdict = decision.verdict
         self.num_judged += 1
@@ -172,9 +174,7 @@ class Ledger:
         except Exception:
             return None
 
-    def start(
-        self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True
-    ) -> None:
+    def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
         """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
         entry = self.entries.get(trial_id)
         change = self.changes.pop(trial_id, None)
@@ -190,21 +190,18 @@ class Ledger:
 
     def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None) -> Entry:
         if not self.num_judged:
-            self.warn_once(
+            self._unguarded(
                 "search",
-                UnguardedTrialWarning,
                 "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
         entry = self.judge(config, trial=trial, trial_id=trial_id)
         if entry.rejected:
             self.num_unjudged += 1
-            self.warn_once(
+            self._unguarded(
                 "late",
-                UnguardedTrialWarning,
-                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. A scheduler or a search "
-                f"that does not ask the guard chose its configuration. Use PerfGuardPopulationBasedTraining in the place of Tune's "
-                f"population based training.",
+                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. A scheduler or a search that "
+                f"does not ask the guard chose its configuration. Use PerfGuardPopulationBasedTraining instead of Tune's own.",
             )
         return entry
 
@@ -247,19 +244,31 @@ class Ledger:
             }
         )
 
+    def _unguarded(self, topic: str, message: str, cause: Exception | None = None) -> None:
+        """Warn once that trials run without a verdict, or against it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict; it ends the run.
+        """
+        if self.guard.strict:
+            raise UnguardedTrialError(message) from cause
+        self.warn_once(topic, UnguardedTrialWarning, message)
+
     def why_not_measured(self, entry: Entry) -> str | None:
         """Why what the trial reports says nothing about the guarded device; None: it ran there, or has not reported."""
         if not entry.report:
             return None
         measurement = self.measurement(entry, "ok")
         device = self.guard.device
-        return None if measurement.is_of(device) else f"this worker has no {device.name}: it ran on {measurement.device_name}"
+        return (
+            None if measurement.is_of(device) else f"the worker used no {device.name}; the trial ran on {measurement.device_name}"
+        )
 
     def warn_once(self, topic: str, category: type[Warning], message: str) -> None:
         """Warn, unless it was warned about ``topic`` before."""
         if topic not in self._warned:
             self._warned.add(topic)
-            warnings.warn(message, category, stacklevel=3)
+            warn_user(message, category)
 
     def say(self, line: str) -> None:
         """Print a line, where the run prints any."""

@@ -171,13 +171,13 @@ def _why_not_measured(row: LoggedDecision, ledger: Ledger) -> str | None:
     """Why a trial that has ended says nothing about the guarded device; None: it does."""
     if row.set_aside:
         return row.set_aside
-    if row.measured_peak_memory_bytes is None and row.measured_step_time_s is None and row.status == "ok":
-        if row.measured_device_id == ledger.guard.device.id:
-            return "they reported nothing to measure by"
     device = ledger.guard.device
-    name = row.measured_device_name or ""
+    name = row.measured_device_name or "another device"
     ran = Measurement("ok", row.measured_device_id or "", name, None, None, 0.0, 0, "none", "")
-    return None if ran.is_of(device) else f"they ran on {name or 'another device'}, the workers have no {device.name}"
+    if not ran.is_of(device):
+        return f"their workers used no {device.name}; they ran on {name}"
+    is_silent = row.measured_peak_memory_bytes is None and row.measured_step_time_s is None
+    return "they did not report what they cost" if is_silent and row.status == "ok" else None
 
 
 def _violates(row: LoggedDecision, ledger: Ledger) -> bool:

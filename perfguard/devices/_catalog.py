@@ -59,6 +59,8 @@ def find(name: str) -> Device:
     known = {_key(known): known for known in (*catalog(), *aliases(), "auto", "cpu")}
     nearest = [known[key] for key in difflib.get_close_matches(_key(name), known, n=3, cutoff=0.5)]
     suggestion = f" Did you mean {' or '.join(repr(near) for near in nearest)}?" if nearest else ""
+    if _key(name).rstrip("0123456789:") in ("", "cuda", "gpu"):
+        suggestion = " For the GPU of this machine say 'auto'."
     raise UnknownDeviceError(
         f"gpu must be a name from the catalog, 'auto' or 'cpu', but got {name!r}.{suggestion} `perfguard gpus` lists all."
     )

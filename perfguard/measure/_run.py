@@ -204,8 +204,8 @@ class Run:
 def status_of(error: BaseException | None) -> Status:
     """The status of a run that ended with ``error``.
 
-    KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that exits
-    with another code than 0 says itself that it has failed.
+    KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that
+    exits with another code than 0 says itself that it has failed.
     """
     if error is None:
         return "ok"

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
+from perfguard._warn import warn_user
 from perfguard.exceptions import (
     ConfigurationError,
     LogCorruptError,
@@ -646,15 +646,14 @@ class MeasurementStore:
             self._warn_of_the_absent(num_aside)
         if was_replaced:
             message = f"The measurement log {self._name} was moved or removed; another is begun there."
-            warnings.warn(message, LogWarning, stacklevel=5)
+            warn_user(message, LogWarning)
 
     def _warn_of_the_absent(self, number: int) -> None:
-        warnings.warn(
+        warn_user(
             f"{number} readings in the measurement log {self._name} were booked to a device that was not there. They are set "
             "aside now, and nothing is learnt from them any more. `perfguard log quarantine` lists them. If weights were "
             "fine-tuned on this log (`perfguard weights list`), `perfguard weights rollback` takes them out of use.",
             LogWarning,
-            stacklevel=5,
         )
 
     def _make_tables(self, connection: Connection, version: int | None) -> int:
@@ -764,11 +763,11 @@ class MeasurementStore:
             except FileNotFoundError:  # another process was quicker
                 continue
             except LogVersionError as error:
-                warnings.warn(f"The spool {path} waits for a newer PerfGuard ({error}).", LogWarning, stacklevel=4)
+                warn_user(f"The spool {path} waits for a newer PerfGuard ({error}).", LogWarning)
                 continue
             except ValueError as error:
                 aside = path.replace(path.with_suffix(".damaged"))
-                warnings.warn(f"The spool {path} is damaged ({error}); it was set aside as {aside}.", LogWarning, stacklevel=4)
+                warn_user(f"The spool {path} is damaged ({error}); it was set aside as {aside}.", LogWarning)
                 continue
             self._write(entries)
             with suppress(OSError):
@@ -795,7 +794,7 @@ class MeasurementStore:
                         self._put(connection, [entry])
                 except _NEVER_WRITABLE as error:
                     message = f"A row of {entry.table} cannot be written to {self._name} and is dropped ({_reason(error)})."
-                    warnings.warn(message, LogWarning, stacklevel=5)
+                    warn_user(message, LogWarning)
 
     def _put(self, connection: Connection, entries: Iterable[Entry]) -> int:
         """Insert rows; those whose key is there already are left alone, but for measurements of interrupted runs, which later
@@ -900,11 +899,10 @@ class MeasurementStore:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             f"The measurement log {self._name} cannot be used now ({_reason(error)}). Rows are kept, and written as soon as it "
             f"can be or when it is next opened. Close the program that holds it, or mend what the message says.",
             LogWarning,
-            stacklevel=4,
         )
 
 
@@ -932,7 +930,7 @@ def _leave(queue: list[Entry], spool_base: Path | None, engine: Engine) -> None:
         write_spool(spool_base, queue)
     except OSError as error:
         message = f"{len(queue)} rows of the measurement log {spool_base} are lost: the spool cannot be written ({error})."
-        warnings.warn(message, LogWarning, stacklevel=3)
+        warn_user(message, LogWarning)
     queue.clear()
 
 

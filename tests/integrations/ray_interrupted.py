@@ -1,4 +1,4 @@
-"""A guarded run that test_ray_interrupted.py interrupts (``start``) and resumes (``resume``): python ray_interrupted.py WHAT FOLDER."""
+"""A guarded run that test_ray_interrupted.py interrupts and resumes: python ray_interrupted.py (start|resume) FOLDER."""
 
 from __future__ import annotations
 

@@ -333,7 +333,8 @@ def test_a_trial_past_its_budget_is_stopped_however_few_its_steps() -> None:
         return 1.0
 
     study = study_of(SMALL)
-    study.optimize(objective, n_trials=1)
+    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps"):
+        study.optimize(objective, n_trials=1)
     assert study.trials[0].state == PRUNED
     assert "it has taken" in study.trials[0].user_attrs["perfguard:stopped"]
 

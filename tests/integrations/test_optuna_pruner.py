@@ -104,24 +104,25 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
     peak = pruner.guard.trace(workload(LARGE)).peak_live_bytes
     spread = math.exp(0.01 * 1.6448536)
     assert trial.user_attrs == {
-        "perfguard:schema": 1,
+        "perfguard:schema": 2,
         "perfguard:verdict": "prune",
         "perfguard:reason": record_of(trial).reason,
-        "perfguard:p_violation": pytest.approx(1.0),
+        "perfguard:p_violation": 1.0,
         "perfguard:predictor": "replay-1",
-        "perfguard:memory:predicted": pytest.approx(peak),
-        "perfguard:memory:low": pytest.approx(peak / spread),
-        "perfguard:memory:high": pytest.approx(peak * spread),
-        "perfguard:memory:limit": 2**20,
-        "perfguard:step_time:predicted": pytest.approx(0.01),
-        "perfguard:step_time:low": pytest.approx(0.01 / spread),
-        "perfguard:step_time:high": pytest.approx(0.01 * spread),
-        "perfguard:step_time:limit": pytest.approx(0.1),
-        "perfguard:time:predicted": pytest.approx(0.03),
-        "perfguard:time:low": pytest.approx(0.03 / spread),
-        "perfguard:time:high": pytest.approx(0.03 * spread),
-        "perfguard:time:limit": 1.0,
+        "perfguard:memory:predicted_bytes": round(peak),
+        "perfguard:memory:low_bytes": round(peak / spread),
+        "perfguard:memory:high_bytes": round(peak * spread),
+        "perfguard:memory:limit_bytes": 2**20,
+        "perfguard:step_time:predicted_s": 0.01,
+        "perfguard:step_time:low_s": pytest.approx(0.01 / spread, rel=1e-5),
+        "perfguard:step_time:high_s": pytest.approx(0.01 * spread, rel=1e-5),
+        "perfguard:step_time:limit_s": 0.1,
+        "perfguard:time:predicted_s": 0.03,
+        "perfguard:time:low_s": pytest.approx(0.03 / spread, rel=1e-5),
+        "perfguard:time:high_s": pytest.approx(0.03 * spread, rel=1e-5),
+        "perfguard:time:limit_s": 1.0,
     }
+    assert all(len(f"{value}") <= 9 for name, value in trial.user_attrs.items() if isinstance(value, float)), "rounded"
     needed, low, high = (format_bytes(peak * factor) for factor in (1, 1 / spread, spread))
     assert record_of(trial).reason == f"needs {needed} ({low} to {high}), the budget is 1.00 MiB"
     assert trial.constraints == {

@@ -227,7 +227,7 @@ def test_a_parameter_that_is_never_suggested_leaves_the_trials_unguarded(unsettl
         return build(params)
 
     study = study_of(SMALL, LARGE, SMALL)
-    with pytest.warns(UnguardedTrialWarning, match="asks for a parameter that the trial has not suggested") as caught:
+    with pytest.warns(UnguardedTrialWarning, match=r"asks for 'depth', which the trial has not suggested") as caught:
         study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=build_deep))
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
@@ -447,7 +447,8 @@ def test_ask_and_tell_are_optunas() -> None:
     trial = study.ask()
     assert type(trial) is optuna.Trial
     trial.suggest_int("width", SMALL, LARGE)
-    study.tell(trial, 1.0)
+    with pytest.warns(UnguardedTrialWarning, match="was never asked about a trial"):
+        study.tell(trial, 1.0)
     assert states(study) == [COMPLETE]
 
 

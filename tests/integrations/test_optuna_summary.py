@@ -71,9 +71,13 @@ def test_a_summary_by_hand(study: optuna.Study) -> None:
             "num_repaired": 0,
             "num_pruned": 2,
             "num_unjudged": 2,
+            "why_unjudged": "BuildError: ...",
+            "num_measured": 4,
+            "why_not_measured": "",
             "num_violations": 2,
             "launched_s": 5 + 10 + 2 + 1 + 7,
-            "saved_s": 30 + 12.5,
+            "num_crashes_avoided": 1,
+            "saved_s": 12.5,
             "first_error": mean_error,
             "last_error": mean_error,
         }
@@ -93,6 +97,45 @@ def test_a_study_that_nobody_guarded_has_nothing_to_compare() -> None:
     assert (summary.num_launched, summary.num_unjudged, summary.first_error, summary.last_error) == (2, 2, None, None)
 
 
+def test_the_hours_of_trials_that_would_have_crashed_at_once_are_not_saved() -> None:
+    """A sceptic does not believe "16.4 h saved" by four trials that need more than the card has: each dies in its first step."""
+    over_the_card = [finished(attributes("prune", (4000, 14760)), state=TrialState.PRUNED) for _ in range(4)]
+    summary = summarize(study_of(*over_the_card))
+    assert (summary.num_crashes_avoided, summary.saved_s) == (4, None)
+    assert line_of(str(summary), "time saved") == "-"
+    assert "h" not in printed(skipped_table(study_of(*over_the_card))).splitlines()[-2]
+
+
+def test_a_summary_gives_no_figure_where_nothing_was_measured() -> None:
+    """"violations 0" and "prediction error 156646083.5%" are claims about a device that is not there."""
+    absent = attributes("launch", (60, 4)) | {"perfguard:not_measured": "this process has no NVIDIA A100"}
+    summary = summarize(study_of(finished(absent), finished(absent)))
+    assert (summary.num_measured, summary.num_violations, summary.first_error, summary.last_error) == (0, None, None, None)
+    assert line_of(str(summary), "budget violations") == "not measured: this process has no NVIDIA A100"
+    assert line_of(str(summary), "prediction error, first") == "-"
+
+
+def test_an_error_beyond_all_percentages_is_said_in_words() -> None:
+    """A mocked objective takes next to nothing; nine digits of a percentage tell nobody what that means."""
+    mocked = attributes("launch", (60, 4), (60, 4e-6))
+    assert line_of(str(summarize(study_of(finished(mocked)))), "first 5") == (
+        "a factor of 500000: the predictor does not fit these runs"
+    )
+
+
+def test_a_printed_summary_is_its_table(study: optuna.Study, capsys: pytest.CaptureFixture[str]) -> None:
+    """`print(summarize(study))` is what people type first; it was a raw dataclass with sixteen digits."""
+    print(summarize(study))
+    text = capsys.readouterr().out
+    assert line_of(text, "trials launched") == "6"
+    assert "StudySummary(" not in text
+
+
+def line_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if label in line]
+    return line.strip("│ ").split("│")[1].strip()
+
+
 def test_trials_that_are_not_finished_do_not_count() -> None:
     study = study_of(finished({}))
     study.ask()
@@ -104,10 +147,11 @@ def test_the_table_says_it_in_words(study: optuna.Study) -> None:
     for label, value in (
         ("trials launched", "6"),
         ("trials pruned before launch", "2 (peak memory 1, trial time 1)"),
-        ("launched without a verdict", "2"),
-        ("budget violations among the launched", "2"),
+        ("launched without a verdict", "2 (BuildError: ...)"),
+        ("budget violations among the launched", "2 (2 not measured)"),
         ("time of the launched trials", "25.0 s"),
-        ("compute time saved (predicted)", "42.5 s"),
+        ("failures for memory avoided, in a first step", "1"),
+        ("time saved by trials pruned for time (predicted)", "12.5 s"),
         ("prediction error, first 5 trials", "14.2%"),
         ("prediction error, last 10 trials", "14.2%"),
     ):
@@ -144,9 +188,9 @@ def test_the_skipped_trials_are_listed_with_need_limit_and_time_saved(study: opt
         [cell.strip() for cell in line.split("│")[1:-1]] for line in printed(skipped_table(study)).splitlines() if "│" in line
     ]
     assert lines == [
-        ["4", "peak memory", "400 MiB (200 MiB to 800 MiB)", "100 MiB", "30.0 s"],
+        ["4", "peak memory", "400 MiB (200 MiB to 800 MiB)", "100 MiB", "-"],
         ["5", "trial time", "12.5 s (6.25 s to 25.0 s)", "10.0 s", "12.5 s"],
-        ["all", "", "", "", "42.5 s"],
+        ["all", "", "", "", "12.5 s"],
     ]
 
 
@@ -157,7 +201,7 @@ def test_a_skipped_trial_without_a_limit_shows_its_reason() -> None:
 
 
 def test_a_long_list_of_skipped_trials_is_cut_but_counted() -> None:
-    pruned = [finished(attributes("prune", (400, 30)), state=TrialState.PRUNED) for _ in range(9)]
+    pruned = [finished(attributes("prune", (40, 30)), state=TrialState.PRUNED) for _ in range(9)]
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in printed(skipped_table(study_of(*pruned), max_rows=2)).splitlines()

@@ -142,7 +142,8 @@ def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, 
 
 def test_a_trial_of_unknown_length_is_not_pruned_for_its_time(log: MeasurementStore) -> None:
     endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)
-    assert Guard(DEVICE, predictor=Oracle(), log=log, time_budget="1s").check(endless).action == "launch"
+    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps of a trial. Give Workload"):
+        assert Guard(DEVICE, predictor=Oracle(), log=log, time_budget="1s").check(endless).action == "launch"
 
 
 medians = st.floats(0.5, 20).map(lambda gib: gib * GIB)
