@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ray.tune import Trainable
 from ray.tune.result import RESULT_DUPLICATE
 
-from perfguard.devices import Device, detect_gpu
+from perfguard.devices import Device, visible_gpu
 from perfguard.devices._cpu import _model_name
 from perfguard.measure import Measurement, Run, status_of
 from perfguard.pace import Pace
@@ -39,10 +39,11 @@ def measure(device: Device | None = None) -> Iterator[Run]:
     Outside Ray nothing is reported, and the block is measured all the same: ``run.measurement``.
 
     Args:
-        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU.
+        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. What the report names is the
+            device that the trial really used.
     """
     # The rates of the CPU are not asked for here: measuring them would cost each new actor a quarter of a second.
-    run = Run(device or detect_gpu() or cast(Device, _Cpu("cpu", _model_name())))
+    run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", _model_name())))
     _carry_with_reports(run)
     run.start()
     try:
@@ -102,7 +103,7 @@ class _Cpu(NamedTuple):
 
 
 def _new_run() -> Run:
-    return Run(detect_gpu() or cast(Device, _Cpu("cpu", _model_name()))).start()
+    return Run(visible_gpu() or cast(Device, _Cpu("cpu", _model_name()))).start()
 
 
 def metrics_of(run: Run) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def bayesopt() -> Searcher:
     pytest.importorskip("bayes_opt", reason="bayesian-optimization is not installed")
     from ray.tune.search.bayesopt import BayesOptSearch
 
-    return BayesOptSearch(random_search_steps=4, random_state=1)  # type: ignore[no-any-return]
+    return BayesOptSearch(random_search_steps=4, random_state=1)
 
 
 SEARCHERS: dict[str, Callable[[], Searcher]] = {
