@@ -36,7 +36,8 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 
     A point that does not fit is logged and replaced by another draw of its random parameters, so that ``num_samples`` counts
     the trials that run. A grid point without random parameters is left out. Where ``max_proposals`` draws in a row do not fit,
-    that part of the grid (or, without a grid, the whole space) is given up, and a warning says so at the end.
+    and none before did, that part of the grid (or, without a grid, the whole space) is given up, and a warning says so at the
+    end. A grid point is judged once, unless what is drawn with it changes the workload.
 
     Args:
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.

@@ -200,8 +200,8 @@ class Ledger:
             self.num_unjudged += 1
             self._unguarded(
                 "late",
-                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration comes "
-                "from a scheduler or a search that does not ask the guard. Use PerfGuardPopulationBasedTraining instead of Tune's.",
+                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration "
+                "comes from a scheduler or a search that does not ask the guard. Use PerfGuardPopulationBasedTraining instead.",
             )
         return entry
 

@@ -62,8 +62,8 @@ def main(what: str, folder: Path) -> None:
         )
     else:
         tuner = tune.Tuner.restore(str(folder / "run"), trainable=train)
-    results = tuner.fit()
-    for result in results:
+    results: Any = tuner.fit()
+    for result in map(results.__getitem__, range(len(results))):
         print("result", result.config["width"], result.metrics.get("perfguard/num_steps"), result.metrics.get("trial_id"))
 
 
