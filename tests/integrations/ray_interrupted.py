@@ -55,7 +55,7 @@ def main(what: str, folder: Path) -> None:
         tuner = tune.Tuner(
             train,
             param_space={"width": tune.grid_search(WIDTHS), "folder": str(folder)},
-            tune_config=tune.TuneConfig(search_alg=search, metric="loss", mode="min"),
+            tune_config=tune.TuneConfig(search_alg=search, metric="loss", mode="min", reuse_actors=True),
             run_config=tune.RunConfig(
                 storage_path=str(folder), name="run", verbose=1, callbacks=[PerfGuardCallback(search)], log_to_file=False
             ),
