@@ -21,15 +21,18 @@ from perfguard_ray._population import PerfGuardPopulationBasedTraining
 from perfguard_ray._resources import resources
 from perfguard_ray._searcher import PerfGuardSearcher
 from perfguard_ray._service import SharedPredictor
+from perfguard_ray._summary import RunSummary, summarize
 
 __all__ = [
     "PerfGuardCallback",
     "PerfGuardPopulationBasedTraining",
     "PerfGuardSearcher",
     "PerfGuardVariantGenerator",
+    "RunSummary",
     "SharedPredictor",
     "measure",
     "measured",
     "repair_of",
     "resources",
+    "summarize",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,16 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError
 from ray.tune import Callback
 from ray.tune.experiment import Trial
+from rich.console import Console
 
-from perfguard.exceptions import ConfigurationError
 from perfguard.measure import Status, status_of
-from perfguard_ray._ledger import Entry, Ledger
-from perfguard_ray._measure import measurement_in, report_in
+from perfguard_ray._ledger import Entry, ledger_of, number_of
+from perfguard_ray._measure import PREFIX, measurement_in, report_in
+from perfguard_ray._summary import summarize
 
 
 class PerfGuardCallback(Callback):
-    """Logs what each trial cost, beside what was predicted; the guard learns from it. Stands beside any scheduler.
+    """Logs what each trial cost, beside what was predicted; the guard learns from it. Works with any scheduler.
 
     Three lines that a Tune user adds::
 
@@ -28,7 +31,11 @@ class PerfGuardCallback(Callback):
 
     A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound. A trial whose measured pace
     shows that it will break the time budget is stopped at its next report, and logged as ``timeout``; that takes a
-    ``time_budget``, a workload with ``steps``, and 25 measured steps.
+    ``time_budget``, a workload with ``steps``, and 25 measured steps. A trial that the end of the driver cuts off (Ctrl-C, an
+    error) is logged as ``interrupted``; ``Tuner.restore`` resumes it, and what it costs in the end takes the place of that row.
+
+    Unless ``RunConfig(verbose=0)``, each configuration that is turned down has a line on the console, and the run ends with the
+    table of :func:`perfguard_ray.summarize`.
 
     Args:
         search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or a ConcurrencyLimiter around it.
@@ -40,14 +47,24 @@ class PerfGuardCallback(Callback):
     def __init__(self, search: Any) -> None:
         self.ledger = ledger_of(search, who="PerfGuardCallback")
 
+    def setup(self, *arguments: Any, **info: Any) -> None:
+        self.ledger.verbose = _verbosity()
+
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.ledger.start(trial.trial_id, trial.config)
+        from_checkpoint = trial.latest_checkpoint_result is not None
+        self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
 
     def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any) -> None:
         entry = self.ledger.entries.get(trial.trial_id)
         if entry is None:
             return
         entry.report = report_in(result) or entry.report
+        not_measured = self.ledger.why_not_measured(entry)
+        if not_measured is not None:  # the columns of the results are the guarded device's
+            for name in report_in(result):
+                del result[f"{PREFIX}{name}"]
+            result[f"{PREFIX}not_measured"] = not_measured
+            return
         guard = self.ledger.guard
         if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
             if not self.ledger.measurement_of(entry, "ok", "").is_of(guard.device):
@@ -66,15 +83,44 @@ class PerfGuardCallback(Callback):
             entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
         self.ledger.finish(trial.trial_id, status_of_failure(error), note=_first_words(error))
 
-    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        """Trials that the end of the experiment cut off: Tune tells callbacks of no other end."""
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        """Trials that a stopper of the whole experiment has ended, which Tune tells callbacks of in no other way."""
+        if not self.ledger.entries:
+            return
         for trial in trials:
-            self._finish(trial, note="cut off by the end of the experiment")
+            entry = self.ledger.entries.get(trial.trial_id)
+            if entry is not None and trial.status == Trial.TERMINATED:
+                note = "stopped with the experiment"
+                if entry.report:
+                    self._finish(trial, note)
+                else:
+                    self.ledger.finish(trial.trial_id, "interrupted", note=note)
+
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        """What still runs is cut off: by Ctrl-C, or by an error in the driver."""
+        for trial_id in list(self.ledger.entries):
+            self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
+        if self.ledger.verbose >= 1:
+            Console().print(summarize(self))
 
     def _finish(self, trial: Trial, note: str = "") -> None:
         entry = self.ledger.entries.get(trial.trial_id)
         stopped = entry is not None and entry.stopped
         self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
+
+
+def _verbosity() -> int:
+    """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
+
+    Tune tells it to none but its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == "ray.tune.tune":
+            verbose = frame.f_locals.get("verbose")
+            return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
+        frame = frame.f_back
+    return 0
 
 
 def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
@@ -95,21 +141,6 @@ def status_of_failure(error: Exception | None) -> Status:
     if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
         return "oom"
     return "failed" if error is None else status_of(error)
-
-
-def ledger_of(search: Any, *, who: str) -> Ledger:
-    """The ledger of a guarded search.
-
-    Raises:
-        ConfigurationError: if it has none; the message begins with ``who``.
-    """
-    given = search
-    while search is not None:
-        ledger = getattr(search, "ledger", None)
-        if isinstance(ledger, Ledger):
-            return ledger
-        search = getattr(search, "searcher", None)
-    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
 
 
 def _error_of(trial: Trial) -> Exception | None:

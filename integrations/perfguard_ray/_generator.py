@@ -15,7 +15,7 @@ from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning
 from perfguard.guard import Guard
 from perfguard.workload import Build
-from perfguard_ray._ledger import make_ledger
+from perfguard_ray._ledger import make_ledger, number_of
 from perfguard_ray._searcher import DEFAULT_MAX_PROPOSALS
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 
     A point that does not fit is logged and replaced by another draw of its random parameters, so that ``num_samples`` counts
     the trials that run. A grid point without random parameters is left out. Where ``max_proposals`` draws in a row do not fit,
-    that part of the grid (or, without a grid, the whole space) is given up, and a warning says so at the end.
+    and none before did, that part of the grid (or, without a grid, the whole space) is given up, and a warning says so at the
+    end. A grid point is judged once, unless what is drawn with it changes the workload.
 
     Args:
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.
@@ -76,7 +77,10 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         self.max_proposals = max_proposals
         self._named = study is not None
         self._spec: dict[str, Any] = {}
+        self._feasible: set[Hashable] = set()
+        """Parts of the grid of which a trial was launched."""
         self._hopeless: set[Hashable] = set()
+        """Parts of the grid that are given up."""
         self._num_left_out = 0
         self._num_launched = 0
 
@@ -116,11 +120,10 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
     def _fits(self, trial: Trial) -> bool:
         if self._part_of(trial) in self._hopeless:
             return False
-        entry = self.ledger.judge(trial.config)
-        if entry is None:
-            return True
-        if entry.decision.verdict.action == "prune":
+        entry = self.ledger.judge(trial.config, trial=number_of(trial), trial_id=trial.trial_id, once_a_workload=True)
+        if entry.rejected:
             return False
+        self._feasible.add(self._part_of(trial))
         self.ledger.entries[trial.trial_id] = entry
         if entry.config != trial.config:  # it is repaired
             trial.set_config(dict(entry.config))
@@ -143,7 +146,8 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
                 _become(trial, spec["config"], drawn | {path: _value_at(spec, path) for path, _ in grid_vars})
                 if self._fits(trial):
                     return True
-        self._hopeless.add(part)
+        if part not in self._feasible:
+            self._hopeless.add(part)
         return False
 
     def _part_of(self, trial: Trial) -> Hashable:
@@ -179,7 +183,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 
     def get_state(self) -> dict[str, Any]:
         """Everything but the generator, which saves itself, and the guard, which goes with the Tuner."""
-        names = ("_spec", "_hopeless", "_num_left_out", "_num_launched")
+        names = ("_spec", "_feasible", "_hopeless", "_num_left_out", "_num_launched")
         return {"ledger": self.ledger.get_state(), **{name: getattr(self, name) for name in names}}
 
     def set_state(self, state: dict[str, Any]) -> None:

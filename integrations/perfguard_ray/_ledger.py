@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
-from perfguard.guard import Decision, Guard
+from ray import cloudpickle
+from ray.tune.experiment import Trial
+from ray.tune.utils import flatten_dict
+
+from perfguard._warn import warn_user
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.guard import Decision, Guard, Verdict
 from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair
@@ -24,6 +30,7 @@ _PLACEHOLDERS = {"__fn_ph", "__ref_ph", "__id_ph"}
 """What Tune puts in the place of objects, until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
 
 _MEASURED = tuple(field.name for field in fields(Measurement))
+_MAX_SHOWN = 120
 REPAIR_KEY = "perfguard_repair"
 
 
@@ -49,10 +56,15 @@ class Entry:
     report: Mapping[str, Any] = field(default_factory=dict)
     """The latest measurement that the trial reported since its latest start."""
     earlier_time_s: float = 0.0
-    """Measured in starts before the latest: a trial that was paused or has failed begins anew."""
+    """Measured in starts before the latest, where the trial goes on from what they reached."""
     earlier_steps: int = 0
     stopped: bool = False
     """Its measured pace had broken the time budget."""
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the configuration does not fit."""
+        return self.decision.verdict.action == "prune"
 
     @property
     def elapsed_s(self) -> float:
@@ -70,17 +82,18 @@ class Entry:
         mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
-    def restart(self) -> None:
-        """The trial starts, for the first time or again."""
-        self.earlier_time_s, self.earlier_steps = self.elapsed_s, self.num_steps
+    def restart(self, *, from_checkpoint: bool = True) -> None:
+        """The trial starts, for the first time or again; without a checkpoint it begins anew, and so does its measurement."""
+        self.earlier_time_s, self.earlier_steps = (self.elapsed_s, self.num_steps) if from_checkpoint else (0.0, 0)
         self.report = {}
-        self.started_at = self.started_at or time.time()
+        self.started_at = (self.started_at if from_checkpoint else None) or time.time()
 
 
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
-    Whatever fails in here is warned about once; the trial runs unguarded.
+    A configuration that was turned down is remembered: proposed again, it is turned down without a second look, and without a
+    second row in the log. Whatever fails in here is warned about once; the trial runs unguarded, and is counted.
 
     Args:
         guard: decides, and learns from what the trials cost.
@@ -94,31 +107,74 @@ class Ledger:
         self.guard = guard
         self.build = build
         self.study = study
+        self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
         self.changes: dict[str, Entry] = {}
         """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
         self.num_judged = 0
         self.num_rejected = 0
+        """Different configurations that were turned down; each has a row in the log."""
+        self.num_repeated = 0
+        """Proposals that were turned down from memory."""
+        self.num_unjudged = 0
+        """Trials that were launched without a verdict."""
+        self.verbose = 0
+        """``RunConfig(verbose=...)``; from 1 on each configuration that is turned down has a line on the console."""
+        self._rejected: dict[Hashable, Verdict] = {}
         self._warned: set[str] = set()
 
-    def judge(self, config: Mapping[str, Any]) -> Entry | None:
-        """Decide on ``config`` and log the verdict. None: the guard failed, so nothing is known."""
+    def judge(
+        self, config: Mapping[str, Any], *, trial: int | None = None, trial_id: str | None = None, once_a_workload: bool = False
+    ) -> Entry:
+        """Decide on ``config`` and log the verdict, unless it is one that was turned down before.
 
-        def make_workload() -> Workload:
-            refuse_placeholders(config)
-            return build_here_or_on_a_worker(self.build, config, self.guard.device)
-
+        Args:
+            config: what the trial would run with.
+            trial: Tune's number of the trial that the configuration is proposed for, for the log.
+            trial_id: Tune's id of it.
+            once_a_workload: turn down from memory also what runs the very workload of a configuration that was turned down, with
+                another learning rate for instance.
+        """
+        make_workload = functools.cache(functools.partial(self._workload, config))  # it is built once
+        key = _key_of(config)
+        known = self._rejected.get(key)
+        if known is None and once_a_workload and self._rejected:
+            known = self._rejected.get(self._workload_key(make_workload))
+        if known is not None:
+            self.num_repeated += 1
+            return Entry(Decision("", known), config)
         try:
-            decision = self.guard.decide(make_workload, study=self.study, trial=self.num_judged, params=config)
+            decision = self.guard.decide(make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id)
+        except UnguardedTrialError:
+            raise
         except Exception as error:
-            self.warn_once("judge", UnguardedTrialWarning, f"PerfGuard failed, trials launch unguarded: {_words(error)}")
-            return None
+            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {_words(error)}", error)
+            decision = Decision("", Verdict("launch", f"not judged: {_words(error)}"))
+        verdict = decision.verdict
         self.num_judged += 1
-        self.num_rejected += decision.verdict.action == "prune"
-        repair = decision.verdict.repair
+        if verdict.action == "prune":
+            self.num_rejected += 1
+            keys = (key, self._workload_key(make_workload) if once_a_workload else None)
+            self._rejected |= {key: verdict for key in keys if key is not None}
+            self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
+        elif verdict.prediction is None:
+            self.num_unjudged += 1
+        repair = verdict.repair
         return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
 
-    def start(self, trial_id: str, config: Mapping[str, Any]) -> None:
+    def _workload(self, config: Mapping[str, Any]) -> Workload:
+        refuse_placeholders(config)
+        return build_here_or_on_a_worker(self.build, config, self.guard.device)
+
+    def _workload_key(self, make_workload: functools._lru_cache_wrapper[Workload]) -> Hashable:
+        """What the verdict on a workload depends on; None: it cannot be built or traced, as the decision on it will say."""
+        try:
+            workload = make_workload()
+            return self.guard.trace(workload).content_hash, workload.mode, workload.steps, workload.steps_per_epoch
+        except Exception:
+            return None
+
+    def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
         """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
         entry = self.entries.get(trial_id)
         change = self.changes.pop(trial_id, None)
@@ -129,28 +185,33 @@ class Ledger:
             self.finish(trial_id, "ok")
             entry = None
         if entry is None:
-            entry = self.judge(config)
-            if entry is None:
-                return
-            self.entries[trial_id] = entry
-        entry.restart()
+            entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial)
+        entry.restart(from_checkpoint=from_checkpoint)
+
+    def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None) -> Entry:
+        if not self.num_judged:
+            self._unguarded(
+                "search",
+                "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
+                "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
+            )
+        entry = self.judge(config, trial=trial, trial_id=trial_id)
+        if entry.rejected:
+            self.num_unjudged += 1
+            self._unguarded(
+                "late",
+                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration "
+                "comes from a scheduler or a search that does not ask the guard. Use PerfGuardPopulationBasedTraining instead.",
+            )
+        return entry
 
     def finish(self, trial_id: str, status: Status, *, note: str = "") -> None:
         """The trial is over: log what it cost and learn from it. The first call counts."""
         entry = self.entries.pop(trial_id, None)
         if entry is None or entry.started_at is None:
             return
-        try:
-            self.guard.learn(entry.decision, self.measurement_of(entry, status, note))
-        except Exception as error:
-            self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
-
-    def measurement_of(self, entry: Entry, status: Status, note: str) -> Measurement:
-        """What the trial has cost, by its latest report, on the device that its worker used."""
-        report = entry.report
-        notes = [note] if note else []
-        if not report and status in ("ok", "timeout"):
-            notes.append("the trial reported no measurement")
+        if not entry.report and status in ("ok", "timeout"):
+            note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
             self.warn_once(
                 "silent",
                 MeasurementWarning,
@@ -158,6 +219,14 @@ class Ledger:
                 "`with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class "
                 "with @perfguard_ray.measured.",
             )
+        try:
+            self.guard.learn(entry.decision, self.measurement(entry, status, note))
+        except Exception as error:
+            self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
+
+    def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
+        """What the trial has cost by its latest report."""
+        report = entry.report
         told = {name: report[name] for name in _MEASURED if name in report}
         return Measurement(
             **{
@@ -171,27 +240,51 @@ class Ledger:
                 "status": status,
                 "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
                 "num_steps": entry.num_steps,
-                "note": "; ".join([*notes, *filter(None, [report.get("note")])]),
+                "note": "; ".join(filter(None, [note, report.get("note")])),
             }
+        )
+
+    def _unguarded(self, topic: str, message: str, cause: Exception | None = None) -> None:
+        """Warn once that trials run without a verdict, or against it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict; it ends the run.
+        """
+        if self.guard.strict:
+            raise UnguardedTrialError(message) from cause
+        self.warn_once(topic, UnguardedTrialWarning, message)
+
+    def why_not_measured(self, entry: Entry) -> str | None:
+        """Why what the trial reports says nothing about the guarded device; None: it ran there, or has not reported."""
+        if not entry.report:
+            return None
+        measurement = self.measurement(entry, "ok")
+        device = self.guard.device
+        return (
+            None if measurement.is_of(device) else f"the worker used no {device.name}; the trial ran on {measurement.device_name}"
         )
 
     def warn_once(self, topic: str, category: type[Warning], message: str) -> None:
         """Warn, unless it was warned about ``topic`` before."""
         if topic not in self._warned:
             self._warned.add(topic)
-            warnings.warn(message, category, stacklevel=3)
+            warn_user(message, category)
+
+    def say(self, line: str) -> None:
+        """Print a line, where the run prints any."""
+        if self.verbose >= 1:
+            print(line, flush=True)
 
     def get_state(self) -> dict[str, Any]:
         """What must survive the driver."""
-        counts = {"num_judged": self.num_judged, "num_rejected": self.num_rejected}
-        return {"study": self.study, "entries": dict(self.entries), "changes": dict(self.changes), **counts}
+        return {"entries": dict(self.entries), "changes": dict(self.changes), "_rejected": dict(self._rejected)} | {
+            name: getattr(self, name)
+            for name in ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged")
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        self.study = state["study"]
-        self.entries = dict(state["entries"])
-        self.changes = dict(state["changes"])
-        self.num_judged, self.num_rejected = state["num_judged"], state["num_rejected"]
+        self.__dict__.update(state)
 
 
 def refuse_placeholders(config: Mapping[str, Any]) -> None:
@@ -210,6 +303,52 @@ def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str
         raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
     study = study or f"tune-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
     return Ledger(guard or Guard(gpu, **settings), build, study)
+
+
+def ledger_of(search: Any, *, who: str) -> Ledger:
+    """The ledger of a guarded search.
+
+    Raises:
+        ConfigurationError: if it has none; the message begins with ``who``.
+    """
+    given = search
+    while search is not None:
+        ledger = getattr(search, "ledger", None)
+        if isinstance(ledger, Ledger):
+            return ledger
+        search = getattr(search, "searcher", None)
+    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
+
+
+def number_of(trial: Trial) -> int | None:
+    """Tune's number of the trial, with which the name of its folder goes on after its id."""
+    number = str(getattr(trial, "experiment_tag", "")).partition("_")[0]
+    return int(number) if number.isdecimal() else None
+
+
+def _key_of(config: Mapping[str, Any]) -> Hashable:
+    """Equal for equal configurations, whatever the order of their names; None: it cannot be told."""
+    try:
+        return hashlib.sha256(repr(_frozen(config)).encode()).hexdigest()
+    except Exception:  # of an object in it that cannot be pickled
+        return None
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted((repr(name), _frozen(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(_frozen, value)]
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    return cloudpickle.dumps(value)  # an array, whose repr leaves things out, or an object
+
+
+def _shown(config: Mapping[str, Any]) -> str:
+    """The configuration in a line."""
+    flat = flatten_dict(dict(config)).items()
+    text = ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in flat)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -39,7 +39,8 @@ def measure(device: Device | None = None) -> Iterator[Run]:
     Outside Ray nothing is reported, and the block is measured all the same: ``run.measurement``.
 
     Args:
-        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU.
+        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. What the report names is the
+            device that the trial really used.
     """
     # The rates of the CPU are not asked for here: measuring them would cost each new actor a quarter of a second.
     run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", _model_name())))

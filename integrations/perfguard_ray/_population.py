@@ -9,8 +9,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
-from perfguard_ray._callback import ledger_of
-from perfguard_ray._ledger import REPAIR_KEY
+from perfguard_ray._ledger import REPAIR_KEY, ledger_of, number_of
 
 if TYPE_CHECKING:
     from ray.tune.execution.tune_controller import TuneController
@@ -65,17 +64,11 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         """Overrides what Tune's PB2 overrides, too (Ray 2.3 to 2.60)."""
-        turned_down: set[str] = set()
         for _ in range(self.max_perturbations):
             config, operations = super()._get_new_config(trial, trial_to_clone)
             config.pop(REPAIR_KEY, None)  # that of the other configuration
-            if repr(config) in turned_down:
-                continue
-            entry = self.ledger.judge(config)
-            if entry is None:
-                return config, operations
-            if entry.decision.verdict.action != "prune":
+            entry = self.ledger.judge(config, trial=number_of(trial), trial_id=trial.trial_id)
+            if not entry.rejected:
                 self.ledger.changes[trial.trial_id] = entry
                 return dict(entry.config), operations
-            turned_down.add(repr(config))
         return copy.deepcopy(trial_to_clone.config), {}

@@ -13,9 +13,8 @@ from ray.tune import PlacementGroupFactory
 from perfguard.devices import mig_profiles, smallest_profile
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.predictor import Prediction
-from perfguard_ray._callback import ledger_of
 from perfguard_ray._elsewhere import build_here_or_on_a_worker
-from perfguard_ray._ledger import Ledger, refuse_placeholders
+from perfguard_ray._ledger import Ledger, ledger_of, refuse_placeholders
 
 _GRAIN = 100
 """Fractions of a GPU are rounded up to hundredths."""

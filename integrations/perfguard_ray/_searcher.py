@@ -34,7 +34,8 @@ class PerfGuardSearcher(Searcher):
         with perfguard_ray.measure():  # in the training function, around its body
 
     ``num_samples`` counts the trials that run. When the searcher proposes ``max_proposals`` configurations in a row that do not
-    fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so.
+    fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so. Each
+    configuration is judged once: what was turned down before is turned down from memory.
 
     What the searcher is told of a configuration that does not fit: Optuna a pruned trial with signed constraints, which its
     samplers model; the others the worst result so far, once there is one. An error they would ignore, or wait for its result.
@@ -80,6 +81,8 @@ class PerfGuardSearcher(Searcher):
         self._worst: dict[str, float] = {}
         self._untold: list[str] = []
         self._num_completed = 0
+        self._num_launched = 0
+        self._num_in_vain = 0
         self._gave_up_at: int | None = None
         super().__init__(metric=searcher.metric, mode=searcher.mode)
 
@@ -105,32 +108,39 @@ class PerfGuardSearcher(Searcher):
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._gave_up_at == self._num_completed and self._inner_ids:
             return None  # nothing has changed since it was asked in vain
+        what = ""
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
-            if suggestion is None and self._untold and not self._inner_ids:
-                self._tell_untold({"error": True})  # it waits for their results, and nothing runs that could give them a score
-                suggestion = self.searcher.suggest(inner_id)
-                if suggestion is None:
-                    return self._give_up("waits for the results of proposals none of which fits")
+            if suggestion is None and self._num_in_vain and not self._inner_ids:  # it waits, and nothing runs
+                self._tell_untold({"error": True})
+                what = "waits for the results of proposals none of which fits"
+                continue
             if suggestion is None or suggestion == Searcher.FINISHED:
-                return suggestion
-            entry = self.ledger.judge(merge_dicts(self._constants, suggestion))
-            if entry is not None:
-                _tell_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
-            if entry is None or entry.decision.verdict.action != "prune":
+                return self._end(suggestion)
+            number = self._num_launched + 1  # as Tune's SearchGenerator counts
+            entry = self.ledger.judge(merge_dicts(self._constants, suggestion), trial=number, trial_id=trial_id)
+            _tell_constraints(self.searcher, inner_id, entry.decision.verdict.margins)
+            if not entry.rejected:
                 return self._launch(trial_id, inner_id, suggestion, entry)
             self._turn_down(inner_id)
-        return self._give_up(f"proposed {self.max_proposals} configurations in a row that do not fit")
+            what = f"proposed {self._num_in_vain} configurations in a row that do not fit"
+        return self._give_up(what)
 
-    def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry | None) -> Any:
+    def _launch(self, trial_id: str, inner_id: str, suggestion: Any, entry: Entry) -> Any:
         self._gave_up_at = None
+        self._num_in_vain = 0
+        self._num_launched += 1
         self._inner_ids[trial_id] = inner_id
-        if entry is None:
-            return suggestion
         self.ledger.entries[trial_id] = entry
         repair = {key: value for key, value in entry.config.items() if key == REPAIR_KEY}
         return {**suggestion, **repair} if repair else suggestion
+
+    def _end(self, suggestion: str | None) -> str | None:
+        """The searcher has nothing now, or nothing more."""
+        if suggestion is not None and self._num_in_vain and not self._num_launched:
+            return self._give_up(f"has no more proposals: none of {self._num_in_vain} fits")
+        return suggestion
 
     def _give_up(self, what: str) -> str | None:
         self._gave_up_at = self._num_completed
@@ -146,6 +156,7 @@ class PerfGuardSearcher(Searcher):
         return str(Searcher.FINISHED)
 
     def _turn_down(self, inner_id: str) -> None:
+        self._num_in_vain += 1
         if _optuna_trial(self.searcher, inner_id) is not None:
             self.searcher.on_trial_complete(inner_id)  # neither result nor error: OptunaSearch tells its study PRUNED
             return
@@ -190,7 +201,7 @@ class PerfGuardSearcher(Searcher):
 
     def get_state(self) -> dict[str, Any]:
         """Everything but the wrapped searcher, which Tune saves by itself, and the guard, which goes with the Tuner."""
-        names = ("_constants", "_inner_ids", "_worst", "_untold", "_num_completed")
+        names = ("_constants", "_inner_ids", "_worst", "_untold", "_num_completed", "_num_launched", "_num_in_vain")
         return {"ledger": self.ledger.get_state(), **{name: copy.deepcopy(getattr(self, name)) for name in names}}
 
     def set_state(self, state: dict[str, Any]) -> None:

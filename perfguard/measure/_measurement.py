@@ -10,7 +10,10 @@ from perfguard.exceptions import ConfigurationError
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-Status = Literal["ok", "oom", "timeout", "failed"]
+Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
+"""How a run ended. "interrupted": something outside of it ended it (Ctrl-C, a driver that went away), so it says nothing about
+the trial: it is logged, never learnt, and counts neither as ok nor as a violation. A trial that a scheduler stops early is "ok":
+it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
 
 

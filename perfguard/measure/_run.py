@@ -202,9 +202,15 @@ class Run:
 
 
 def status_of(error: BaseException | None) -> Status:
-    """The status of a run that ended with ``error``."""
+    """The status of a run that ended with ``error``.
+
+    KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that
+    exits with another code than 0 says itself that it has failed.
+    """
     if error is None:
         return "ok"
+    if not isinstance(error, Exception):
+        return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_SIGNS):
         return "oom"
     return "timeout" if isinstance(error, TimeoutError) else "failed"

@@ -171,6 +171,9 @@ class LoggedDecision:
     """Name of the machine that ran the trial; of the one that decided, where it was not measured. None: before schema 4."""
     set_aside: str | None = None
     """Why nothing is learnt from the measurement. None: it is used, if it can be believed."""
+    measured_device_id: str | None = None
+    """The device that the trial ran on, which need not be the one that was decided for. None: not measured."""
+    measured_device_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,16 @@ def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
     return Entry("measurements", {name: _plain(value) for name, value in row.items()})
 
 
+def replacing_interrupted(new: Any) -> dict[str, Any]:
+    """When and how the row ``new`` replaces the measurement of the same decision: a later one replaces an interrupted one."""
+    old = measurements.c
+    return {
+        "index_elements": ["decision_id"],
+        "set_": {column.name: new[column.name] for column in old if column.name != "decision_id"},
+        "where": (old.status == "interrupted") & (new.recorded_at_ns > old.recorded_at_ns),
+    }
+
+
 def weights_entry(metrics: Mapping[str, Any], data: bytes | None, **columns: Any) -> Entry:
     row = {name: _plain(value) for name, value in columns.items()}
     return Entry("weights", row | {"metrics": _json(metrics), "data": data})
@@ -248,6 +261,8 @@ def select_decisions(ids: Select[Any], newest: int | None = None) -> Select[Any]
             measurements.c.status,
             measurements.c.note,
             measurements.c.host.label("measured_host"),
+            measurements.c.device_id.label("measured_device_id"),
+            measurements.c.device_name.label("measured_device_name"),
             measurements.c.set_aside,
         )
         .outerjoin(devices, devices.c.content_hash == decisions.c.device_hash)
@@ -330,6 +345,8 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         trial_id=row.trial_id,
         host=row.measured_host or row.host,
         set_aside=row.set_aside,
+        measured_device_id=row.measured_device_id,
+        measured_device_name=row.measured_device_name,
     )
 
 

@@ -164,7 +164,8 @@ class MeasurementStore:
         return decision_id
 
     def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
-        """Log what the trial of that decision cost. Only the first measurement of a decision counts."""
+        """Log what the trial of that decision cost. Only the first measurement of a decision counts; one of a run that was
+        interrupted gives way to a later one, so that a trial that is resumed fills the row that it began."""
         with self._lock:
             row = schema.measurement_entry(measurement, decision_id=decision_id, recorded_at_ns=self._now_ns())
             self._queue.append(row)
@@ -796,11 +797,16 @@ class MeasurementStore:
                     warn_user(message, LogWarning)
 
     def _put(self, connection: Connection, entries: Iterable[Entry]) -> int:
-        """Insert rows; those whose key is there already are left alone. Returns how many were new."""
+        """Insert rows; those whose key is there already are left alone, but for measurements of interrupted runs, which later
+        ones replace. Returns how many were new."""
         num_new = 0
         for (name, _columns), group in groupby(entries, key=lambda entry: (entry.table, tuple(entry.row))):
             rows = [entry.row for entry in group]
-            statement = self._insert(schema.metadata.tables[name]).on_conflict_do_nothing()
+            statement = self._insert(schema.metadata.tables[name])
+            if name == "measurements":
+                statement = statement.on_conflict_do_update(**schema.replacing_interrupted(statement.excluded))
+            else:
+                statement = statement.on_conflict_do_nothing()
             for start in range(0, len(rows), ROWS_AT_ONCE):
                 chunk = rows[start : start + ROWS_AT_ONCE]
                 num_new += connection.execute(statement, chunk if len(chunk) > 1 else chunk[0]).rowcount

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,13 +18,15 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialWarning
-from perfguard.guard import Decision, Verdict
+from perfguard.budget import Limit, Quantity
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.guard import Decision, Verdict, _sentence
 from perfguard.store import LoggedDecision
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
 from perfguard_ray._measure import measurement_in, metrics_of
+from perfguard_ray._summary import quantity_of
 from tests.doubles import BARE_A100, ReplayPredictor
 
 MIB = 2**20
@@ -165,6 +167,172 @@ def test_an_error_takes_the_measurement_along() -> None:
 )
 def test_a_trial_that_ray_ends_for_want_of_memory_ran_out_of_memory(error: Exception | None, expected: str) -> None:
     assert status_of_failure(error) == expected
+
+
+def stub(trial_id: str, config: Mapping[str, Any], *, tag: str = "0", checkpoint: Any = None) -> Any:
+    """A double: what the callback reads of a trial."""
+    return SimpleNamespace(
+        trial_id=trial_id,
+        config=dict(config),
+        experiment_tag=tag,
+        latest_checkpoint_result=checkpoint,
+        stopping_criterion={},
+        status=Trial.RUNNING,
+    )
+
+
+def guarded(**options: Any) -> PerfGuardVariantGenerator:
+    settings = {"gpu": "a100", "build": build, "predictor": RoughPredictor(), "log": False}
+    return PerfGuardVariantGenerator(**{**settings, **options})
+
+
+def report_of(num_steps: int, seconds: float, **device: Any) -> dict[str, Any]:
+    fields = {"device_id": "cpu", "device_name": "AMD EPYC", "peak_memory_bytes": 124 * 2**10, "step_time_s": 1e-4}
+    fields |= {"total_time_s": seconds, "num_steps": num_steps, "method": "vmhwm", "framework": "torch", "confidence": "high"}
+    return {f"perfguard/{name}": value for name, value in (fields | device).items()} | {"loss": 0.5}
+
+
+def test_worker_without_the_guarded_gpu_measures_nothing_for_it() -> None:
+    """The finding: "35.0 GiB predicted, 124 KiB measured, ok, confidence high", for an A100 that no worker had."""
+    search = guarded(time_budget="1s")
+    callback, ledger = PerfGuardCallback(search), search.ledger
+    trials = [stub(name, {"width": 8}, tag=str(number)) for number, name in enumerate("abc")]
+    results = [report_of(12, 100.0) for _ in trials]
+
+    def run_them() -> None:
+        for trial, result in zip(trials, results, strict=True):
+            ledger.entries[trial.trial_id] = ledger.judge(trial.config)
+            callback.on_trial_start(0, [], trial)
+            callback.on_trial_result(0, [], trial, result)
+            callback.on_trial_complete(0, [], trial)
+
+    with pytest.warns(MeasurementWarning, match=r"ran on AMD EPYC.*nothing is learnt") as caught:
+        run_them()
+    assert len(caught) == 1
+    said = f"the worker used no {ledger.guard.device.name}; the trial ran on AMD EPYC"
+    assert results == [{"loss": 0.5, "perfguard/not_measured": said}] * 3
+    assert all(trial.stopping_criterion == {} for trial in trials), "the budget is the A100's, the pace the processor's"
+    rows = ledger.guard.log.decisions()
+    assert [(row.status, row.measured_device_id) for row in rows] == [("ok", "cpu")] * 3
+    assert ledger.guard.log.observations(ledger.guard.device.id) == []
+    assert ledger.guard.predictor.learnt == []  # type: ignore[attr-defined]
+    summary = perfguard_ray.summarize(search)
+    assert (summary.num_launched, summary.num_measured, summary.num_violations) == (3, 0, 0)
+    assert summary.launched_s is summary.memory_error is summary.step_time_error is None
+    assert "their workers used no NVIDIA A100" in str(summary)
+    assert "%" not in str(summary), "no figure where nothing was measured"
+
+
+def test_measurement_on_the_guarded_device_stays_in_the_results() -> None:
+    search = guarded()
+    device = search.ledger.guard.device
+    callback, trial = PerfGuardCallback(search), stub("a", {"width": 8})
+    search.ledger.entries["a"] = search.ledger.judge(trial.config)
+    result = report_of(12, 3.0, device_id=device.id, device_name=device.name)
+    callback.on_trial_start(0, [], trial)
+    callback.on_trial_result(0, [], trial, result)
+    assert result["perfguard/peak_memory_bytes"] == 124 * 2**10
+    assert "perfguard/not_measured" not in result
+
+
+@pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
+def test_resumed_trial_adds_up_only_what_it_goes_on_from(checkpoint: Any) -> None:
+    """A trial that begins anew after an interruption was measured twice."""
+    search = guarded(gpu="cpu")
+    callback = PerfGuardCallback(search)
+    search.ledger.entries["a"] = search.ledger.judge({"width": 8})
+    callback.on_trial_start(0, [], stub("a", {"width": 8}))
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(5, 2.0))
+    callback.on_trial_start(0, [], stub("a", {"width": 8}, checkpoint=checkpoint))
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(12, 4.0))
+    entry = search.ledger.entries["a"]
+    assert (entry.num_steps, entry.elapsed_s) == ((17, 6.0) if checkpoint else (12, 4.0))
+
+
+@pytest.mark.parametrize(("report", "status"), [({}, "interrupted"), (report_of(5, 2.0), "ok")])
+def test_trial_that_the_end_of_the_experiment_stops_is_ok_only_as_far_as_it_was_measured(
+    report: dict[str, Any], status: str
+) -> None:
+    """A stopper of the whole experiment (a time limit, fail_fast) tells callbacks nothing; no advice to measure is due."""
+    search = guarded(gpu="cpu")
+    callback, trial = PerfGuardCallback(search), stub("a", {"width": 8})
+    search.ledger.entries["a"] = search.ledger.judge({"width": 8})
+    callback.on_trial_start(0, [], trial)
+    if report:
+        callback.on_trial_result(0, [], trial, dict(report))
+    trial.status = Trial.TERMINATED
+    callback.on_step_end(0, [trial])
+    callback.on_experiment_end([trial])
+    assert [row.status for row in search.ledger.guard.log.decisions()] == [status]
+
+
+def test_strict_guard_ends_the_run_instead_of_launching_unguarded() -> None:
+    def broken(config: Mapping[str, Any]) -> Workload:
+        return build({"width": config["widht"]})
+
+    with pytest.raises(UnguardedTrialError, match="widht"):
+        guarded(build=broken, strict=True).ledger.judge({"width": 8})
+    with pytest.raises(UnguardedTrialError, match=r"Give the same search twice: TuneConfig\(search_alg=search\)"):
+        PerfGuardCallback(guarded(strict=True)).on_trial_start(0, [], stub("a", {"width": 8}))
+
+
+def test_trials_without_a_verdict_are_counted_and_the_first_is_warned_of() -> None:
+    def broken(config: Mapping[str, Any]) -> Workload:
+        raise RuntimeError("no such data set")
+
+    search = guarded(build=broken, gpu="cpu")
+    with pytest.warns(UnguardedTrialWarning, match="no such data set") as caught:
+        entries = [search.ledger.judge({"width": 8}, trial_id=name) for name in "abc"]
+    assert len(caught) == 1
+    assert not any(entry.rejected for entry in entries)
+    assert perfguard_ray.summarize(search).num_unjudged == 3
+    assert "launched without a verdict, or against it" in str(perfguard_ray.summarize(search))
+
+
+def test_run_whose_search_is_not_the_guarded_one_is_pointed_out() -> None:
+    search = guarded(gpu="cpu")
+    callback = PerfGuardCallback(search)
+    with pytest.warns(UnguardedTrialWarning, match=r"was not asked about.*TuneConfig\(search_alg=search\)"):
+        callback.on_trial_start(0, [], stub("a", {"width": 8}, tag="0_width=8"))
+    callback.on_trial_start(0, [], stub("b", {"width": 8}, tag="1_width=8"))  # said once: a second warning would be an error
+    assert [(row.trial, row.trial_id) for row in search.ledger.guard.log.decisions()] == [(0, "a"), (1, "b")]
+
+
+def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu="a100")
+    ledger = search.ledger
+    ledger.judge({"width": 4096})
+    assert capsys.readouterr().out == "", "silent, unless Tune is not"
+    ledger.verbose = 1
+    for width in (8192, 8192, 2**30, 8):
+        ledger.judge({"width": width, "lr": 0.123456}, trial=3, trial_id="a")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "PerfGuard turned down width=8192, lr=0.1235",
+        "PerfGuard turned down width=1073741824, lr=0.1235",
+    ]
+    assert lines[0].endswith(", the budget is 1.00 MiB")
+    summary = perfguard_ray.summarize(search)
+    assert (summary.num_launched, summary.num_rejected, summary.num_repeated, summary.num_would_crash) == (1, 3, 1, 1)
+    assert summary.rejected_for == {"memory": 3}
+    assert summary.saved_s == pytest.approx(2 * 12 * 0.01), "what runs out of memory at its start saves no hours"
+    assert {(row.trial, row.trial_id) for row in ledger.guard.log.decisions()} == {(None, None), (3, "a")}
+
+
+def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
+    estimate = Estimate(1.0, 0.1)
+    for quantity in get_args(Quantity):
+        assert quantity_of(_sentence(Limit(quantity, 0.5, estimate))) == quantity
+    assert quantity_of("needs at least 510 TiB (parameters 1 TiB), the budget is 38.0 GiB") == "memory"
+
+
+def test_rejections_and_counts_outlive_the_driver() -> None:
+    search, again = (guarded(memory_budget="1MiB", predictor=ReplayPredictor()) for _ in range(2))
+    search.ledger.judge({"width": 4096})
+    again.set_state(cloudpickle.loads(cloudpickle.dumps(search.get_state())))
+    assert again.ledger.judge({"width": 4096}).rejected
+    assert (again.ledger.num_rejected, again.ledger.num_repeated) == (1, 1)
+    assert again.ledger.guard.log.decisions() == []
 
 
 # --- with Tune
@@ -373,6 +541,7 @@ def test_population_based_training_with_a_search_without_a_guard_is_refused() ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
+@pytest.mark.filterwarnings("ignore:.*the trial ran on:perfguard.exceptions.MeasurementWarning")  # no A100 here
 def test_guarded_population_based_training_runs_no_change_that_does_not_fit(tmp_path: Path) -> None:
     search = guarded_batches(str(tmp_path / "log.db"))
     tuner = tune.Tuner(

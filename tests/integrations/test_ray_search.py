@@ -31,6 +31,8 @@ from perfguard.exceptions import (
 from perfguard_ray import PerfGuardCallback, PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*the trial ran on:perfguard.exceptions.MeasurementWarning")  # no A100 here
+
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""
 WIDTHS = tune.choice([SMALL, 16, 2048, LARGE])
@@ -324,8 +326,15 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
     assert len(results) == 5
     assert set(widths_of(results)) <= {SMALL, 16}
     rows = search.ledger.guard.log.decisions()
-    assert [row.action for row in rows].count("launch") == 5
+    launched = [row for row in rows if row.action == "launch"]
     assert "prune" in {row.action for row in rows}
+    metrics: list[Any] = [results[number].metrics for number in range(5)]
+    assert {row.trial_id for row in launched} == {found["trial_id"] for found in metrics}, "Tune's own ids"
+    numbers = {found["trial_id"]: int(found["experiment_tag"].partition("_")[0]) for found in metrics}
+    assert {row.trial_id: row.trial for row in launched} == numbers, "and Tune's own numbers"
+    assert all(found["perfguard/not_measured"].startswith("the worker used no NVIDIA A100") for found in metrics)
+    assert {row.measured_device_id for row in launched} == {"cpu"}
+    assert perfguard_ray.summarize(search).num_measured == 0
 
 
 @pytest.mark.slow

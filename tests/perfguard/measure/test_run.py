@@ -247,7 +247,9 @@ def test_starting_leaves_the_random_numbers_and_gradients_alone(device: Device) 
         (TimeoutError("took too long"), "timeout"),
         (ValueError("a mistake"), "failed"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "failed"),
-        (KeyboardInterrupt(), "failed"),
+        (KeyboardInterrupt(), "interrupted"),  # says nothing about the trial
+        (SystemExit(0), "interrupted"),  # how Ray ends the thread of a trial that it stops
+        (GeneratorExit(), "interrupted"),
         (SystemExit(1), "failed"),
     ],
 )

@@ -128,6 +128,21 @@ def test_only_the_first_measurement_of_a_decision_counts() -> None:
         assert [decision.status for decision in store.decisions()] == ["ok"]
 
 
+def test_interrupted_measurement_is_replaced_by_the_one_of_the_resumed_trial() -> None:
+    """Ray Tune resumes a trial under its decision; what it costs in the end must not be lost to the row of its interruption."""
+    with MeasurementStore(":memory:") as store:
+        decision_id = record(store, graph=make_graph(), device=DEVICE)
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=3.0))
+        assert store.observations("toy") == [], "it says nothing about the trial"
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=4.0))
+        assert [(row.status, row.measured_total_time_s) for row in store.decisions()] == [("interrupted", 4.0)]
+        store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=9.0))
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=10.0))
+        store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=11.0))
+        assert [(row.status, row.measured_total_time_s) for row in store.decisions()] == [("ok", 9.0)]
+        assert [observation.measurement.total_time_s for observation in store.observations("toy")] == [9.0]
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -1,0 +1,76 @@
+"""A run whose driver is stopped, by Ctrl-C or by kill -9, is resumed without loss: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from perfguard import MeasurementStore
+from perfguard.store import LoggedDecision
+
+pytest.importorskip("ray")
+PATIENCE_S = 900.0
+"""Starting Ray's processes takes seconds, or minutes on a crowded machine."""
+SCRIPT = Path(__file__).with_name("ray_interrupted.py")
+
+
+def begin(what: str, folder: Path) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths, "TUNE_GLOBAL_CHECKPOINT_S": "1", "COLUMNS": "120"}
+    command = [sys.executable, str(SCRIPT), what, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for(names: list[str], folder: Path, process: subprocess.Popen[str], *, timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all((folder / name).exists() for name in names):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the trials did not start in time"
+        time.sleep(0.1)
+
+
+def rows_of(folder: Path) -> dict[int, LoggedDecision]:
+    with MeasurementStore(folder / "log.db") as log:
+        rows = log.decisions("run")
+    assert len(rows) == len({row.params["width"] for row in rows}), "a configuration has one row"
+    return {row.params["width"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["SIGINT", "SIGKILL"])
+def test_interrupted_run_is_resumed_into_the_same_rows(ending: str, tmp_path: Path) -> None:
+    """Trials that Ctrl-C had cut off were logged as ok with no steps, and what they cost after Tuner.restore was thrown away."""
+    process = begin("start", tmp_path)
+    wait_for(["half-8", "half-16"], tmp_path, process)
+    time.sleep(3)  # Tune saves its state each second
+    process.send_signal(signal.Signals[ending])
+    console, _ = process.communicate(timeout=PATIENCE_S)
+    assert "measure()" not in console, "it was there"
+    assert "PerfGuard turned down width=4096" in console
+    before = rows_of(tmp_path)
+    expected = "interrupted" if ending == "SIGINT" else None
+    assert {width: row.status for width, row in before.items()} == {8: expected, 4096: None, 16: expected, 24: None}
+    if ending == "SIGINT":
+        assert "interrupted, not yet resumed" in console, "the account at the end"
+        assert before[8].measured_peak_memory_bytes is not None, "what it had reported is kept"
+
+    (tmp_path / "go").touch()
+    process = begin("resume", tmp_path)
+    console, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, console
+    after = rows_of(tmp_path)
+    assert {width: row.status for width, row in after.items()} == {8: "ok", 4096: None, 16: "ok", 24: "ok"}
+    assert {width: row.decision_id for width, row in after.items()} == {width: row.decision_id for width, row in before.items()}
+    results = dict(line.split()[1:4:2] for line in console.splitlines() if line.startswith("result "))
+    assert {str(width): row.trial_id for width, row in after.items() if row.action != "prune"} == results
+    assert all(after[width].measured_step_time_s is not None for width in (8, 16, 24))
+    steps = {line.split()[2] for line in console.splitlines() if line.startswith("result ")}
+    assert steps == {"12"}, "a trial that begins anew is measured once"
+    assert "0 of 3" in console, "the account at the end is of the whole run"
+    assert "measure()" not in console

@@ -1,0 +1,183 @@
+"""A search in a space of which nearly nothing fits ends with its trials or a clear word, and repeats nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray import tune
+from ray.tune.experiment import Experiment
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+from ray.tune.search.hyperopt import HyperOptSearch
+from ray.tune.search.optuna import OptunaSearch
+from torch import nn
+
+from perfguard import Workload
+from perfguard.exceptions import NothingFeasibleWarning
+from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
+from tests.doubles import ReplayPredictor
+
+FITS_UP_TO = 1600
+"""Widths up to this one need less than the budget of 1 MiB, by far or by little."""
+OPTIONS: dict[str, Any] = {"gpu": "a100", "memory_budget": "1MiB", "log": False, "predictor": ReplayPredictor()}
+NUM_SAMPLES = 6
+
+
+def build(config: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, round(config["width"])), inputs=(32, 64), loss=torch.mean, steps=3)
+
+
+def bayesopt() -> Searcher:
+    pytest.importorskip("bayes_opt", reason="bayesian-optimization is not installed")
+    from ray.tune.search.bayesopt import BayesOptSearch
+
+    return BayesOptSearch(random_search_steps=4, random_state=1)
+
+
+SEARCHERS: dict[str, Callable[[], Searcher]] = {
+    "optuna": lambda: OptunaSearch(seed=1),
+    "hyperopt": lambda: HyperOptSearch(random_state_seed=1, n_initial_points=3),
+    "bayesopt": bayesopt,
+    "limited": lambda: ConcurrencyLimiter(HyperOptSearch(random_state_seed=2), max_concurrent=2),
+}
+
+
+def drive(search: PerfGuardSearcher, space: Mapping[str, Any], *, patience: int = 50) -> tuple[int, bool]:
+    """As Tune would, one trial at a time: how many ran, and whether the search said that it ends."""
+    search.set_search_properties("loss", "min", dict(space))
+    launched = 0
+    for call in range(patience):
+        suggestion = search.suggest(f"t{call}")
+        if suggestion == Searcher.FINISHED:
+            return launched, True
+        if suggestion is None:
+            continue
+        launched += 1
+        search.on_trial_complete(f"t{call}", {"loss": 1 / suggestion["width"], "training_iteration": 1})
+        if launched == NUM_SAMPLES:
+            return launched, False
+    raise AssertionError(f"{patience} questions, {launched} trials, and no end")
+
+
+def rejected(search: Any) -> Counter[str]:
+    rows = search.ledger.guard.log.decisions()
+    return Counter(repr(sorted(row.params.items())) for row in rows if row.action == "prune")
+
+
+@pytest.mark.parametrize("name", SEARCHERS)
+def test_no_livelock_where_5_percent_of_the_space_fit(name: str) -> None:
+    search = PerfGuardSearcher(SEARCHERS[name](), build=build, **OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        launched, ended = drive(search, {"width": tune.uniform(1, 20 * FITS_UP_TO)})
+    said = any(one.category is NothingFeasibleWarning for one in caught)
+    assert launched == NUM_SAMPLES or (ended and (launched or said)), "a searcher may have its own reason to end, but not at 0"
+    assert set(rejected(search).values()) <= {1}
+
+
+@pytest.mark.parametrize("name", SEARCHERS)
+def test_clear_end_where_nothing_of_the_space_fits(name: str) -> None:
+    search = PerfGuardSearcher(SEARCHERS[name](), build=build, **OPTIONS)
+    with pytest.warns(NothingFeasibleWarning, match=r"the budget of NVIDIA A100.*, so the search ends"):
+        assert drive(search, {"width": tune.uniform(2000, 40_000)}) == (0, True)
+    found = rejected(search)
+    assert 0 < len(found) <= 100
+    assert set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("name", ["optuna", "hyperopt"])
+def test_rejected_choices_are_judged_once_however_often_they_are_proposed(name: str) -> None:
+    widths = [8, *range(2000, 21_000, 1000)]  # one of twenty fits
+    search = PerfGuardSearcher(SEARCHERS[name](), build=build, **OPTIONS)
+    launched, _ = drive(search, {"width": tune.choice(widths)})
+    assert launched == NUM_SAMPLES
+    assert set(rejected(search).values()) == {1}
+    assert search.ledger.num_rejected == len(rejected(search)) < len(widths)
+    assert search.ledger.num_repeated > 0
+
+
+class Repeating(Searcher):
+    """Proposes the same width for ever."""
+
+    num_proposals = 0
+
+    def suggest(self, trial_id: str) -> Any:
+        self.num_proposals += 1
+        return {"width": 4096}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        pass
+
+
+def test_searcher_that_insists_on_what_does_not_fit_ends_with_one_row() -> None:
+    searcher = Repeating("loss", "min")
+    search = PerfGuardSearcher(searcher, build=build, **OPTIONS)
+    with pytest.warns(NothingFeasibleWarning, match="Repeating proposed 100 configurations in a row that do not fit"):
+        assert search.suggest("a") == Searcher.FINISHED
+    assert (len(rejected(search)), search.ledger.num_rejected, search.ledger.num_repeated) == (1, 1, 99)
+    assert searcher.num_proposals == 100
+
+
+class Exhausted(Repeating):
+    """Has three proposals."""
+
+    def suggest(self, trial_id: str) -> Any:
+        self.num_proposals += 1
+        return {"width": 4000 + self.num_proposals} if self.num_proposals <= 3 else Searcher.FINISHED
+
+
+def test_searcher_whose_every_proposal_is_turned_down_ends_with_a_clear_word() -> None:
+    search = PerfGuardSearcher(Exhausted("loss", "min"), build=build, **OPTIONS)
+    with pytest.warns(NothingFeasibleWarning, match="Exhausted has no more proposals: none of 3 fits the budget"):
+        assert search.suggest("a") == Searcher.FINISHED
+
+
+# --- Tune's own random and grid search
+
+
+def draw(space: Mapping[str, Any], num_samples: int, folder: Path) -> tuple[PerfGuardVariantGenerator, list[Any]]:
+    """The configurations that would run."""
+    search = PerfGuardVariantGenerator(BasicVariantGenerator(random_state=3), build=build, **OPTIONS)
+    experiment = Experiment("run", lambda _: None, config=dict(space), num_samples=num_samples, storage_path=str(folder))
+    search.add_configurations([experiment])
+    configs = []
+    while (trial := search.next_trial()) is not None:
+        configs.append(trial.config)
+    assert search.is_finished()
+    return search, configs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_grid_point_that_does_not_fit_is_judged_once_whatever_is_drawn_with_it(tmp_path: Path) -> None:
+    """Each such point wrote a hundred rows, one for each learning rate that was drawn with it: 408 decisions for 8 launches."""
+    space = {"width": tune.grid_search([8, 4096, 16, 8192, 5000, 6000]), "lr": tune.loguniform(1e-4, 1e-1)}
+    with pytest.warns(NothingFeasibleWarning, match="16 of 24 points were left out"):
+        search, configs = draw(space, 4, tmp_path)
+    assert [config["width"] for config in configs] == [8, 16] * 4
+    rows = search.ledger.guard.log.decisions()
+    assert Counter(row.params["width"] for row in rows if row.action == "prune") == {4096: 1, 8192: 1, 5000: 1, 6000: 1}
+    assert len(rows) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_random_search_where_5_percent_of_the_space_fit_launches_its_trials(tmp_path: Path) -> None:
+    search, configs = draw({"width": tune.randint(1, 20 * FITS_UP_TO)}, NUM_SAMPLES, tmp_path)
+    assert len(configs) == NUM_SAMPLES
+    assert set(rejected(search).values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("local_ray")
+def test_random_search_where_nothing_fits_ends_after_as_many_draws_as_agreed(tmp_path: Path) -> None:
+    with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
+        search, configs = draw({"width": tune.randint(2000, 40_000)}, 50, tmp_path)
+    assert configs == []
+    assert len(rejected(search)) <= 100
+    assert set(rejected(search).values()) == {1}
