@@ -65,7 +65,7 @@ def opened(place: str) -> Iterator[BaseStorage]:
 def work(storage: str, log: str, study_name: str) -> None:
     """What one process does."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    _run.GpuProbe = PretendedGpuProbe  # type: ignore[misc, assignment, attr-defined]
+    _run.GpuProbe = PretendedGpuProbe  # type: ignore[assignment, attr-defined]
     pruner = make_pruner(log)
     sampler = PerfGuardSampler(optuna.samplers.RandomSampler(), pruner)
     study = create_study(study_name=study_name, storage=storage_at(storage), load_if_exists=True, sampler=sampler)
