@@ -192,5 +192,5 @@ def _mend(error: Exception, params: Mapping[str, Any]) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = [near for near in difflib.get_close_matches(name, list(known), n=2) if near != name]
+    found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.7) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""

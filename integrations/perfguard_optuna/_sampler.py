@@ -218,11 +218,11 @@ class PerfGuardSampler(BaseSampler):
                     wanted = {error.args[0]}
                 else:  # it may be for want of a parameter; if not, the guard will say why when the trial is judged
                     wanted = set(search_space) - set(drawn) - set(fixed)
-            name = next((name for name in search_space if name in wanted), None)
-            if name is None:
+            asked = next((name for name in search_space if name in wanted), None)
+            if asked is None:
                 break
             draft = _with_params(trial, study, drawn | fixed, search_space)
-            drawn[name] = inner.sample_independent(view, draft, name, search_space[name])
+            drawn[asked] = inner.sample_independent(view, draft, asked, search_space[asked])
         return _Proposal(drawn, params, search_space, workload, set(params.used()) <= set(fixed))
 
     @functools.cached_property

@@ -124,7 +124,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:time:high_s": pytest.approx(0.03 * spread, rel=1e-5),
         "perfguard:time:limit_s": 0.02,
     }
-    assert all(len(f"{value}") <= 9 for name, value in trial.user_attrs.items() if isinstance(value, float)), "rounded"
+    assert all(value == float(f"{value:.6g}") for value in trial.user_attrs.values() if isinstance(value, float)), "rounded"
     taken, low, high = (format_seconds(0.03 * factor) for factor in (1, 1 / spread, spread))
     assert record_of(trial).reason == f"takes {taken} ({low} to {high}), the budget is 20.0 ms"
     assert trial.constraints == {
