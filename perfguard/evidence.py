@@ -24,8 +24,8 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    the shift would let nothing be said for fifty runs; but no more than six misses within 200 runs, and where many run at once,
    those that were launched before the shift was seen widen as before.
 4. No end of an interval is moved by more than a factor of ten (`predictor.widened_log_sigma`). Where that is too little, and the
-   readings do not agree with each other on a factor either, which could be learnt, the predictor does not fit what runs here. Then
-   nothing that was read until that run is learnt, intervals are the predictor's own again, and what comes next is learnt anew.
+   readings do not agree with each other on a factor either, which could be learnt, the predictor does not fit what runs here.
+   Then nothing that was read until that run is learnt, intervals are the predictor's own again, and what comes next is learnt.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
 """
@@ -146,7 +146,9 @@ def weigh(observations: Sequence[Observation], *, predictor: str = "") -> Eviden
         judged = [index for index in own if index not in refused]
         widening[target], last_misfit = _widening(observations, target, judged, found)
         if last_misfit is not None:
-            reason = f"until this run {_what(target)} scatter more than intervals of {predictor or 'the predictor'} can be widened"
+            reason = (
+                f"until this run {_what(target)} scatter more than intervals of {predictor or 'the predictor'} can be widened"
+            )
             misfits.append(Quarantined(observations[last_misfit], target, reason))
             refused |= dict.fromkeys((index for index in believed if index <= last_misfit), reason)
         quarantined += [Quarantined(observations[index], target, reason) for index, reason in sorted(refused.items())]
@@ -291,7 +293,9 @@ def _too_little(observation: Observation, value: float, target: Target) -> str |
         return None
     if target == "memory":
         return f"{format_bytes(value)} measured, but such a step takes {format_bytes(bound)} at the least"
-    return f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at the least on {observation.device.name}"
+    return (
+        f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at the least on {observation.device.name}"
+    )
 
 
 def _far_off(estimate: Estimate, value: float, target: Target) -> str:

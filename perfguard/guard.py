@@ -428,8 +428,10 @@ class Guard:
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it, or if it is
-        on another device than the guarded one, whose pace says nothing."""
+        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it.
+
+        None as well for a run on another device than the guarded one, whose pace says nothing.
+        """
         reason = self._broken_by_pace(decision, run, time_left_s)
         return None if reason is None or run.is_elsewhere else reason
 
@@ -461,8 +463,9 @@ class Guard:
         if elsewhere:
             self._warn_once(
                 MeasurementWarning,
-                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name} all the same, but what such trials "
-                "cost is not counted as measured for it, and nothing is learnt. Pass gpu='auto' to guard the device that is here.",
+                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name} all the same, but what such "
+                "trials cost is not counted as measured for it, and nothing is learnt. Pass gpu='auto' to guard the device that "
+                "is here.",
                 topic="elsewhere",
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
@@ -515,8 +518,8 @@ class Guard:
         for misfit in after.misfits:
             if misfit.observation.decision_id not in known:
                 message = (
-                    f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by the "
-                    "unlearnt prediction again (said once). Check that `build` describes the step that the trials really run."
+                    f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by "
+                    "the unlearnt prediction again (said once). Check that `build` describes the step that the trials really run."
                 )
                 self._warn_once(DriftWarning, message, topic="misfit")
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}

@@ -117,7 +117,6 @@ class Prediction:
         """Return it with wider or narrower intervals: their standard deviations (of logarithms) times these factors, as far as
         :func:`widened_log_sigma` goes."""
 
-
         def widened(estimate: Estimate, target: Target) -> Estimate:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from perfguard import Device, Estimate, Observation, OpGraph, Prediction
+from perfguard.measure import Reading
 
 TOY_CPU = Device(
     id="cpu", name="Toy", kind="cpu", memory_bytes=2**34, bandwidth_bytes_per_s=2e10, peak_flops={"fp32": 1e11}, num_sms=2,
@@ -28,3 +29,24 @@ class ReplayPredictor:
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         self.learnt = list(observations)
+
+
+class PretendedGpuProbe:
+    """A double of GpuProbe: what runs on the processor counts as run on the GPU that was named. It measures no memory."""
+
+    method = "pretended"
+
+    def __init__(self, context_bytes: int) -> None:
+        self.context_bytes = context_bytes
+
+    def start(self) -> None:
+        pass
+
+    def stamp(self) -> None:
+        return None
+
+    def read(self) -> Reading:
+        return Reading(self.method)
+
+    def finish(self) -> Reading:
+        return self.read()

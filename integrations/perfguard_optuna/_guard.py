@@ -412,8 +412,12 @@ class OptunaGuard(Guard):
             return None
         if pruned:
             measurement = _without_memory_before_a_step(measurement)
-        happened = partial(self._what_happened, study, launched, measurement)
-        self.write(study, launched.trial, measured_attributes_of(measurement), happened)
+        elsewhere = self.why_not_measured(measurement)
+        if elsewhere:
+            self.write(study, launched.trial, {f"{PREFIX}:not_measured": elsewhere})
+        else:
+            happened = partial(self._what_happened, study, launched, measurement)
+            self.write(study, launched.trial, measured_attributes_of(measurement), happened)
         if measurement.status == "oom":
             free_memory()
         if launched.ignored_repair:

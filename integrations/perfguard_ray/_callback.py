@@ -60,7 +60,7 @@ class PerfGuardCallback(Callback):
             return
         entry.report = report_in(result) or entry.report
         not_measured = self.ledger.why_not_measured(entry)
-        if not_measured is not None:  # the columns of the results are the guarded device's
+        if not_measured is not None:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report_in(result):
                 del result[f"{PREFIX}{name}"]
             result[f"{PREFIX}not_measured"] = not_measured

@@ -60,6 +60,7 @@ _ON_CPU, _ON_GPU = "guardnet_cpu", "guardnet"
 _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
+_OVERHEAD_FEW, _OVERHEAD_MOST_OF_FEW = 3, math.log(3.0)
 _SUREST = {"memory": 0.005, "time": 0.01}
 """No prediction is surer, however often its step was read: the driver tells memory in blocks of 2 MiB, and clocks wander."""
 _POWER_PRIOR_ROWS = 3.0
@@ -493,7 +494,8 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     """What a trial takes beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
 
     The last few trials that went half as far as the longest of them or further (what was stopped early is mostly setting up),
-    shrunk towards no overhead; the median, so that one interrupted trial does not count.
+    shrunk towards no overhead; the median, so that one interrupted trial does not count. Until there are three, the least of them
+    counts, and no more than a factor of three: a suspended machine makes hours of minutes.
     """
     most_steps = max((row.measurement.num_steps for row in rows[-_OVERHEAD_ROWS:]), default=0)
     ratios = [
@@ -507,6 +509,8 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     if not ratios:
         return 0.0, _OVERHEAD_LOG_SIGMA
     median, spread = _middle_of(ratios)
+    if len(ratios) < _OVERHEAD_FEW:
+        median = min(*ratios, _OVERHEAD_MOST_OF_FEW, key=abs)
     weight = len(ratios) / (len(ratios) + _OVERHEAD_PRIOR_ROWS)
     return weight * median, max(weight * spread + (1 - weight) * _OVERHEAD_LOG_SIGMA, 0.01)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.doubles import PretendedGpuProbe
+
 _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -42,3 +44,9 @@ def local_ray(ray_on_this_machine: None, monkeypatch: pytest.MonkeyPatch) -> Non
     """That Ray, without Tune's notices, progress reports and files of results."""
     for name, value in _QUIET.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process trains on its processor counts as trained on the GPU that a guard names."""
+    monkeypatch.setattr("perfguard.measure._run.GpuProbe", PretendedGpuProbe)

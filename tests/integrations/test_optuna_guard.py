@@ -18,6 +18,8 @@ from perfguard.exceptions import ConfigurationError, MeasurementWarning, Unguard
 from perfguard_optuna import GuardedStudy, OptunaGuard, PerfGuardPruner, create_study, record_of, repair_of
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB, of a budget of 1 MiB."""

@@ -29,6 +29,7 @@ from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 from perfguard_optuna.lightning import PerfGuardCallback  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("pretended_gpu"),
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),

@@ -28,6 +28,8 @@ from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, record_of
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""

@@ -33,6 +33,8 @@ from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, Ung
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 GRID = {"width": [8, 256, 4096], "batch": [8, 128, 1024]}
 GRID_THAT_FITS = [(8, 8), (8, 128), (8, 1024), (256, 8), (256, 128)]

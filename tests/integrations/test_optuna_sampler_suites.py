@@ -17,6 +17,8 @@ from perfguard import Workload
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 MODEL = nn.Linear(2, 1)
 
 

@@ -26,6 +26,8 @@ from perfguard.exceptions import UnguardedTrialWarning
 from perfguard_optuna import GuardedStudy, PerfGuardPruner, create_study, load_study, record_of
 from tests.doubles import ReplayPredictor
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 BUDGET = "1MiB"
 SMALL, LARGE = 8, 4096
 """Widths that need about 17 KiB and 2.5 MiB."""

@@ -27,6 +27,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 SMALL, LARGE = 8, 1024
 """Widths that need about 40 KiB and 17 MiB."""
 BATCH, LENGTH = 4, 16

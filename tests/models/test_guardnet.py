@@ -455,6 +455,16 @@ def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
     assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0
 
 
+def test_first_trial_of_a_suspended_machine_does_not_stretch_the_next(net: GuardNet) -> None:
+    """Eight hours of a laptop's sleep in a trial of a second would break every time budget, and nothing would run again."""
+    step_time_s = net.predict(NINTH, CPU).step_time.median
+    asleep = measured(None, step_time_s, num_steps=100, total_time_s=8 * 3600.0)
+    net.fine_tune([Observation(NINTH, CPU, asleep)])
+    prediction = net.predict(NINTH, CPU, steps=50)
+    assert prediction.total_time is not None
+    assert prediction.total_time.median < 1.5 * 50 * prediction.step_time.median
+
+
 def test_what_a_card_draws_is_learnt_from_the_driver_s_counter(net: GuardNet) -> None:
     device = resolve_device("a100")
     assert net.predict(NINTH, device).energy is None

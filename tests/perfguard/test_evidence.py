@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from perfguard import Estimate, Measurement, Observation, OpGraph
+from perfguard import Estimate, Measurement, Observation, OpGraph, Prediction
 from perfguard.evidence import weigh
 from perfguard.graph import Storage, StorageKind
+from perfguard.predictor import HALF_INTERVAL
 from tests.perfguard.store.rows import DEVICE
 
 MIB = 2**20
@@ -270,6 +271,105 @@ def test_what_another_predictor_had_predicted_says_nothing_of_intervals() -> Non
     assert evidence.widening["time"] == pytest.approx(1.0, abs=0.3)
     assert evidence.drifts == ()
     assert weigh(wrong).widening["time"] > 5.0
+
+
+def heavy(observation: Observation) -> Observation:
+    """Of a step that holds 90 MiB of parameters and 90 MiB of gradients."""
+    storages = (Storage(90 * MIB, StorageKind.PARAMETER, -1, 0, ""), Storage(90 * MIB, StorageKind.GRADIENT, -1, 0, ""))
+    return replace(observation, graph=replace(observation.graph, storages=(*observation.graph.storages, *storages)))
+
+
+@pytest.mark.parametrize("number", [1, 4, 50])
+def test_reading_below_the_parameters_and_gradients_is_not_believed_however_many_agree(number: int) -> None:
+    """Finding 1, in Ray: 35.0 GiB predicted, 124 KiB measured, ok. Four readings that agreed were believed. What ran was another
+    step, so its time says nothing either."""
+    evidence = weigh([*runs(10), *(heavy(run(memory=0.001, time=50.0, graph=index)) for index in range(number))])
+    assert len(evidence.quarantined) == 2 * number
+    assert "such a step takes 162 MiB at the least" in evidence.quarantined[0].reason
+    assert all(row.measured("memory") is row.measured("time") is None for row in evidence.observations[10:])
+    assert evidence.widening == weigh(runs(10)).widening
+
+
+def test_run_out_of_memory_before_its_parameters_were_there_is_kept_as_a_bound() -> None:
+    """With status "oom" the memory is a lower bound, which no physics contradicts."""
+    assert not weigh([*runs(5), heavy(run(memory=0.3, status="oom"))]).quarantined
+
+
+@pytest.mark.parametrize("number", [1, 4, 50])
+def test_step_faster_than_one_launch_is_not_believed_however_many_agree(number: int) -> None:
+    """Finding 2: a mocked objective marks steps of a microsecond."""
+    mocks = [run(time=1e-5, graph=index, total_time_s=1.0) for index in range(number)]
+    evidence = weigh([*runs(10), *mocks])
+    assert len(evidence.quarantined) == number
+    assert "1.00 us a step measured, but it takes 2.50 us at the least on Toy" in evidence.quarantined[0].reason
+    assert evidence.widening["time"] == weigh(runs(10)).widening["time"]
+
+
+def test_run_that_was_booked_to_an_absent_gpu_is_not_believed_however_many_agree() -> None:
+    """Before schema 4, what ran on a laptop's processor was logged as an A100's: such a log must do no harm when it is read."""
+    note = "this PyTorch has no CUDA, so the GPU's memory was not measured"
+    smoke = [run(time=300.0, graph=index, peak_memory_bytes=None, method="none", note=note) for index in range(20)]
+    evidence = weigh([*runs(10), *smoke])
+    assert {found.reason for found in evidence.quarantined} == {"the run did not use Toy"}
+    assert len(evidence.quarantined) == 20
+
+
+@pytest.mark.parametrize("hours", [1.0, 8.0])
+def test_trials_that_a_suspended_machine_or_a_nan_loss_cut_short_agree_with_nobody(hours: float) -> None:
+    """A trial of two steps, one of which lasted while the laptop slept, or was warm-up: five of them were believed."""
+    cut_short = [run(time=36000 * hours, graph=index, num_steps=2) for index in range(5)]
+    evidence = weigh([*runs(20), *cut_short, *runs(20, seed=1)])
+    assert len(evidence.quarantined) == 5
+    assert evidence.widening["time"] == weigh([*runs(20), *runs(20, seed=1)]).widening["time"]
+
+
+def test_clock_that_jumps_backwards_costs_that_reading_alone() -> None:
+    evidence = weigh([*runs(20), run(step_time_s=-3.0), run(total_time_s=-3.0), *runs(20, seed=1)])
+    assert [found.target for found in evidence.quarantined] == ["time", "time"]
+    assert evidence.widening["time"] == weigh([*runs(20), *runs(20, seed=1)]).widening["time"]
+
+
+def test_predictor_that_does_not_fit_is_said_and_nothing_of_it_is_learnt() -> None:
+    """Finding 2: intervals widened to (107 B to 11.7 TiB). Readings that scatter over four orders of magnitude teach nothing."""
+    generator = random.Random(0)
+    wild = [run(memory=10 ** generator.uniform(-3, 0.9), graph=index) for index in range(40)]
+    evidence = weigh(wild)
+    assert {misfit.target for misfit in evidence.misfits} == {"memory"}
+    last = max(index for index, row in enumerate(wild) if row is evidence.misfits[0].observation)
+    assert all(row.measured("memory") is None for row in evidence.observations[: last + 1])
+    assert "scatter more than intervals of the predictor can be widened" in evidence.misfits[0].reason
+    assert all(row.measured("time") is not None for row in evidence.observations)
+
+
+def test_honest_runs_after_a_misfit_are_learnt_and_widened_as_if_alone() -> None:
+    """What did not fit must not change what is believed of others' runs."""
+    generator = random.Random(0)
+    wild = [run(memory=10 ** generator.uniform(-3, 0.9), graph=index) for index in range(8)]
+    while not weigh(wild).misfits or weigh(wild).misfits[0].observation is not wild[-1]:
+        wild.append(run(memory=10 ** generator.uniform(-3, 0.9), graph=len(wild)))
+    honest = runs(60, seed=3)
+    evidence = weigh([*wild, *honest])
+    assert evidence.widening["memory"] == pytest.approx(weigh(honest).widening["memory"])
+    assert all(row.measured("memory") is not None for row in evidence.observations[len(wild) :])
+
+
+def test_readings_that_agree_on_a_factor_are_learnt_however_far_off() -> None:
+    """A machine on which all takes fifty times as long is no misfit: its factor can be learnt."""
+    evidence = weigh([run(time=50.0 * math.exp(random.Random(index).gauss(0, 0.1)), graph=index) for index in range(64)])
+    assert not evidence.misfits
+    assert not evidence.quarantined
+
+
+@pytest.mark.parametrize("own", [0.005, 0.1, 0.7])
+def test_no_end_of_an_interval_moves_by_more_than_a_factor_of_ten(own: float) -> None:
+    """Whatever the log says: see `widened_log_sigma`."""
+    before = Estimate(1.0, own)
+    prediction = Prediction(before, before, before, "p", "toy", trained_on_device=True)
+    after = prediction.widened({"memory": 1e6, "time": 1e6})
+    for estimate, target in ((after.peak_memory, "memory"), (after.step_time, "time")):
+        assert estimate.interval()[1] == pytest.approx(10 * before.interval()[1])
+        assert after.widening[target] == pytest.approx(estimate.log_sigma / own)  # type: ignore[index]
+    assert HALF_INTERVAL * (after.step_time.log_sigma - own) == pytest.approx(math.log(10))
 
 
 def number_of(observation: Observation) -> int:

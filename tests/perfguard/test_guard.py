@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from perfguard.devices import Device
-from perfguard.exceptions import ConfigurationError, TraceError, UnguardedTrialWarning, UntrainedDeviceWarning
+from perfguard.exceptions import (
+    ConfigurationError,
+    MeasurementWarning,
+    TraceError,
+    UnguardedTrialWarning,
+    UntrainedDeviceWarning,
+)
 from perfguard.graph import OpGraph
 from perfguard.guard import Guard, Verdict
 from perfguard.measure import Measurement
@@ -330,6 +336,34 @@ def test_learning_feeds_what_the_log_holds_to_the_predictor(own_log: Measurement
     (observation, _) = oracle.taught[-1]
     assert observation.graph.content_hash == guard.trace(WORKLOAD).content_hash
     assert (observation.device, observation.measurement) == (DEVICE, MEASUREMENT)
+
+
+def test_measurement_of_another_device_is_logged_as_its_own_and_not_learnt(own_log: MeasurementStore) -> None:
+    """Finding 1: a smoke test on a laptop ruined the A100's predictions for every later process."""
+    oracle = Oracle()
+    guard = Guard(DEVICE, predictor=oracle, log=own_log)
+    elsewhere = replace(MEASUREMENT, device_id="cpu", device_name="AMD EPYC")
+    with pytest.warns(
+        MeasurementWarning, match="has no Toy 10G; the trial ran on AMD EPYC. Verdicts .* nothing is learnt"
+    ) as caught:
+        guard.learn(guard.decide(lambda: WORKLOAD), elsewhere)
+    assert len(caught) == 1
+    for _ in range(2):  # a second warning would be an error here
+        guard.learn(guard.decide(lambda: WORKLOAD), elsewhere)
+    assert len(oracle.taught) == 1  # at the start, of nothing
+    assert own_log.observations("toy") == own_log.observations("cpu") == []
+    assert [decision.status for decision in own_log.decisions()] == ["ok"] * 3
+
+
+def test_median_is_never_below_what_the_step_holds(log: MeasurementStore) -> None:
+    """Whatever was learnt: 256 MiB of parameters do not fit in one byte."""
+    large = Workload(nn.Linear(8192, 8192, bias=False, device="meta"), (2, 8192), loss=lambda output: output.sum(), steps=100)
+    prediction = Guard(DEVICE, predictor=Oracle(memory=1.0, step_time_s=1e-12), log=log).check(large).prediction
+    assert prediction is not None
+    assert prediction.peak_memory.median >= 0.9 * 2 * 256 * 2**20
+    assert prediction.step_time.median >= 2.5e-6
+    assert prediction.total_time is not None
+    assert prediction.total_time.median == pytest.approx(100 * prediction.step_time.median)
 
 
 def test_a_new_guard_begins_with_what_the_log_holds(own_log: MeasurementStore) -> None:

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from perfguard import Device, Measurement, Run, resolve_device
-from perfguard.measure import GpuProbe
+from perfguard.devices import mig_instance, mig_profiles, mps_share
+from perfguard.measure import CpuProbe, GpuProbe
 from tests.fake_gpu import GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, PID, FakeCuda, FakeGpu, FakeNvml, MiB
 
 A100 = resolve_device("a100")
 DEVICE = replace(A100, context_bytes=500 * MiB)
+MIG = mig_instance(A100, mig_profiles(A100)[1])
+"""2g.10gb."""
 NEVER_S = 3600.0
 """Between samples: only the first and the last are taken."""
 
@@ -363,6 +366,74 @@ def test_a_run_on_the_processor_does_not_spoil_one_on_the_gpu(gpu: FakeGpu, nvml
     leave.set()
     thread.join()
     assert measurement.peak_memory_bytes == 1450 * MiB
+
+
+@pytest.mark.parametrize(
+    ("name", "guarded", "booked"),
+    [
+        ("NVIDIA A100-PCIE-40GB", A100, A100.id),
+        ("NVIDIA A100-SXM4-80GB", A100, "a100-sxm-80gb"),  # "a100" is an alias of the other card
+        ("NVIDIA GeForce RTX 3090", A100, "rtx3090"),
+        ("NVIDIA A100-PCIE-40GB MIG 2g.10gb", A100, "a100-pcie-40gb:2g.10gb"),
+        ("NVIDIA A100-PCIE-40GB MIG 2g.10gb", MIG, MIG.id),
+        ("NVIDIA A100-PCIE-40GB", MIG, A100.id),
+        ("NVIDIA A100-PCIE-40GB", mps_share(A100, 0.5), "a100-pcie-40gb:mps50%"),
+        ("NVIDIA A100-PCIE-40GB", A100.with_memory(2**30), A100.id),
+        ("NVIDIA X9000", A100, "nvidia-x9000"),  # a card that the catalog does not know
+        ("NVIDIA X9000", replace(A100, id="x9000", name="nvidia x9000"), "x9000"),
+        ("NVIDIA A100-PCIE-40GB", replace(A100, id="ours", name="Our card"), "ours"),  # by its multiprocessors and memory
+        ("NVIDIA A100-PCIE-40GB", replace(A100, id="ours", name="Our card", num_sms=80), A100.id),
+    ],
+)
+def test_measurement_names_the_gpu_that_the_run_really_used(
+    name: str, guarded: Device, booked: str, gpu: FakeGpu, nvml: FakeNvml
+) -> None:
+    """Finding 1: what was measured was booked to the device that the guard was told, whatever ran."""
+    gpu.name = name
+    measurement = measure(gpu, nvml, device=guarded)
+    assert measurement.device_id == booked
+    assert measurement.is_of(guarded) == (booked == guarded.id)
+    assert measurement.peak_memory_bytes is not None  # it is a reading of that card
+
+
+def test_measurement_is_of_the_processor_where_cuda_was_initialised_and_not_used(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """A script that prints the card's name, holds an old tensor there and trains on the processor."""
+    gpu.allocate(100 * MiB)
+    measurement = measure(gpu, nvml, lambda gpu: None)
+    assert (measurement.device_id, measurement.peak_memory_bytes) == ("cpu", None)
+    assert not measurement.is_of(DEVICE)
+    assert measurement.is_of(resolve_device("cpu"))
+
+
+def test_refused_allocation_is_a_use_of_the_gpu(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """A model that does not fit at all is out of memory on the card, not on the processor."""
+
+    def fail(gpu: FakeGpu) -> None:
+        gpu.initialized, gpu.ooms = True, 1
+
+    assert measure(gpu, nvml, fail).device_id == DEVICE.id
+
+
+def test_run_on_a_gpu_is_no_reading_of_the_guarded_processor(gpu: FakeGpu) -> None:
+    """gpu="cpu" while the trial trains on a GPU: the step's time is the GPU's, and the tensors are not in the resident set."""
+    processor = resolve_device("cpu")
+    with Run(processor, probe=CpuProbe(cuda=FakeCuda(gpu))) as run:
+        train(gpu)
+        assert run.is_elsewhere
+    assert run.measurement is not None
+    assert (run.measurement.device_id, run.measurement.peak_memory_bytes) == (A100.id, None)
+    assert not run.measurement.is_of(processor)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_run_of_an_absent_gpu_is_booked_to_the_processor() -> None:
+    """The smoke test on a laptop."""
+    with Run(A100) as run:
+        torch.ones(3)
+    assert run.measurement is not None
+    assert run.measurement.device_id == "cpu"
+    assert run.measurement.device_name == resolve_device("cpu").name
+    assert not run.measurement.is_of(A100)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -1,0 +1,223 @@
+"""What a study must never do: learn of an absent GPU from a laptop's processor, or be ended by an objective that does nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Guard, Measurement, MeasurementStore, Workload
+from perfguard.exceptions import MeasurementWarning
+from perfguard.predictor import Predictor, load_predictor
+from perfguard_optuna import OptunaGuard, PerfGuardPruner
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU"),
+    pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning"),
+    pytest.mark.filterwarnings("ignore::perfguard.exceptions.MeasurementWarning"),
+    pytest.mark.filterwarnings("ignore::perfguard.exceptions.DriftWarning"),
+]
+A100 = "a100-pcie-40gb"
+BUDGETS = {"a100": "4GiB", "cpu": "512MiB"}
+WIDTHS = [256, 512, 768, 1024, 384, 640, 896, 320]
+
+
+def make_model(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(512, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(make_model(params["width"]), (256, 512), loss=torch.mean, optimizer=torch.optim.Adam, steps=10)
+
+
+def train(width: int) -> None:
+    model, batch = make_model(width), torch.ones(256, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+
+
+def run_inline(guard: OptunaGuard, trials: int = 8) -> optuna.Study:
+    """Really train, on the processor."""
+    study = optuna.create_study()
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", WIDTHS)
+        with guard.trial(trial, build({"width": width})):
+            train(width)
+        return float(width)
+
+    for width in WIDTHS[:trials]:
+        study.enqueue_trial({"width": width})
+    study.optimize(objective, n_trials=trials)
+    return study
+
+
+@functools.cache
+def shipped() -> Predictor:
+    return load_predictor()
+
+
+def unlearnt() -> Predictor:
+    """As a new process loads it."""
+    return copy.deepcopy(shipped())
+
+
+@functools.cache
+def fresh_verdicts(gpu: str) -> list[tuple[Any, ...]]:
+    return verdicts(gpu, log=False)
+
+
+def verdicts(gpu: str, log: str | bool) -> list[tuple[Any, ...]]:
+    """What a guard of a new process says of steps of every width."""
+    guard = Guard(gpu, log=log, memory_budget=BUDGETS[gpu], time_budget="2min", predictor=unlearnt())  # type: ignore[arg-type]
+    checked = [guard.check(build({"width": width})) for width in WIDTHS]
+    guard.log.close()
+    return [(verdict.action, verdict.reason, verdict.p_violation) for verdict in checked]
+
+
+def test_smoke_test_on_a_laptop_leaves_the_a100_as_it_was(tmp_path: Path) -> None:
+    """Finding 1: steps of a CPU were learnt as an A100's, and a later process pruned 3 of 3 on 16.9 to 32 min."""
+    log = str(tmp_path / "log.db")
+    fresh = fresh_verdicts("a100")
+    guard = OptunaGuard("a100", log=log, predictor=unlearnt(), memory_budget=BUDGETS["a100"], time_budget="2min")
+    with pytest.warns(MeasurementWarning, match="no NVIDIA A100.*Verdicts are given.*nothing is learnt.*gpu='auto'") as caught:
+        study = run_inline(guard)
+    assert len([warning for warning in caught if warning.category is MeasurementWarning]) == 1
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 8
+    for trial in study.trials:
+        assert "this process has no NVIDIA A100" in trial.user_attrs["perfguard:not_measured"]
+        assert not [name for name in trial.user_attrs if name.endswith(":measured") or name == "perfguard:status"]
+    assert guard.log.observations(A100) == []
+    logged = [decision for decision in guard.log.decisions() if decision.status is not None]
+    assert len(logged) == 8  # what it cost is kept, as the processor's
+    guard.log.close()
+    assert verdicts("a100", log) == fresh
+
+
+def test_the_pace_of_a_laptop_does_not_stop_a_trial_for_an_a100(tmp_path: Path) -> None:
+    """30 steps of 20 ms would break 100 ms; on an A100 they would not."""
+    guard = OptunaGuard("a100", log=False, predictor=unlearnt(), time_budget="100ms")
+    study = optuna.create_study()
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build({"width": 256})) as run:
+            for _ in range(30):
+                time.sleep(0.02)
+                run.step()
+        return 0.0
+
+    study.optimize(objective, n_trials=1)
+    assert study.trials[0].state == TrialState.COMPLETE
+
+
+def test_rows_that_an_older_perfguard_booked_to_the_a100_are_harmless_at_every_load(tmp_path: Path) -> None:
+    """Such a log exists on the disks of those who tried; it must do no harm before anybody migrates it."""
+    log = tmp_path / "old.db"
+    fresh = fresh_verdicts("a100")
+    guard = Guard("a100", log=str(log), predictor=unlearnt())
+    for number, width in enumerate(WIDTHS):
+        decision = guard.decide(lambda width=width: build({"width": width}))  # type: ignore[misc]
+        guard.log.record_measurement(
+            decision.id,
+            Measurement(
+                "ok", A100, guard.device.name, None, 12.0 + number, 150.0, 10, "none", "torch2.9",
+                "this PyTorch has no CUDA, so the GPU's memory was not measured",
+            ),
+        )  # fmt: skip
+    guard.log.close()
+    assert verdicts("a100", str(log)) == fresh
+
+
+def returns_at_once(_run: Any) -> None:
+    """A mock."""
+
+
+def sleeps(_run: Any) -> None:
+    time.sleep(0.01)
+
+
+def marks_steps(run: Any) -> None:
+    for _ in range(10):
+        run.step()
+
+
+def sleeps_in_steps(run: Any) -> None:
+    for _ in range(4):
+        time.sleep(0.002)
+        run.step()
+
+
+def holds_a_little(run: Any) -> None:
+    kept = torch.ones(2**16 + int(time.perf_counter() * 1e6) % 2**17)
+    marks_steps(run)
+    del kept
+
+
+MOCKS = [returns_at_once, sleeps, marks_steps, sleeps_in_steps, holds_a_little]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "cpu"])
+@pytest.mark.parametrize("mock", MOCKS)
+def test_mocked_objective_neither_ends_a_study_nor_teaches_the_next_process(
+    mock: Callable[[Any], None], gpu: str, tmp_path: Path
+) -> None:
+    """Finding 2: readings near zero widened intervals to (107 B to 11.7 TiB), 300 prunes in a row, "Nothing fits"."""
+    log = str(tmp_path / "log.db")
+    fresh = fresh_verdicts(gpu)
+    guard = OptunaGuard(gpu, log=log, predictor=unlearnt(), memory_budget=BUDGETS[gpu], time_budget="2min")
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", WIDTHS)
+        with guard.trial(trial, build({"width": width})) as run:
+            mock(run)
+        return float(width)
+
+    study.optimize(objective, n_trials=20)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 20
+    guard.log.close()
+    assert verdicts(gpu, log) == fresh
+
+
+def test_mocked_objective_of_a_plain_study_with_a_pruner_reaches_its_trials(tmp_path: Path) -> None:
+    """The way in of the quick start: `create_study(pruner=PerfGuardPruner(...))` and an objective that returns at once."""
+    log = str(tmp_path / "log.db")
+    fresh = fresh_verdicts("cpu")
+    pruner = PerfGuardPruner("cpu", build=build, log=log, predictor=unlearnt(), memory_budget=BUDGETS["cpu"], time_budget="2min")
+    study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0))
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", WIDTHS)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width)
+
+    study.optimize(objective, n_trials=20)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 20
+    MeasurementStore(log).close()
+    assert verdicts("cpu", log) == fresh
+
+
+def test_no_warning_where_the_guarded_device_is_the_one_that_runs() -> None:
+    """An honest study on the processor is measured, learnt from and not warned about."""
+    guard = OptunaGuard("cpu", log=False, predictor=unlearnt())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MeasurementWarning)
+        study = run_inline(guard, trials=3)
+    assert all("perfguard:time:measured" in trial.user_attrs for trial in study.trials)
+    assert len(guard.log.observations("cpu")) == 3
+    guard.log.close()
