@@ -58,9 +58,7 @@ def test_nothing_is_said_of_a_log_in_memory_nor_to_those_who_want_quiet(
     assert capsys.readouterr().err == ""
 
 
-def test_a_handler_of_one_s_own_takes_the_place_of_standard_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_handler_of_one_s_own_takes_the_place_of_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
 
     class Mine(logging.Handler):

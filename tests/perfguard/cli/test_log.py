@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import platform
 from pathlib import Path
 
 import pytest
 
-from perfguard import MeasurementStore
+from perfguard import MeasurementStore, resolve_device
 from perfguard.cli import main
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
@@ -45,6 +47,118 @@ def test_show_tells_data_of_one_study(log: Path, capsys: pytest.CaptureFixture[s
     assert document["counts"]["decisions"] == 4
 
 
+def trials(capsys: pytest.CaptureFixture[str], *words: object) -> list[int]:
+    """Of the decisions that `perfguard log show` shows."""
+    assert run("show", "--json", *words) == 0
+    return [decision["trial"] for decision in json.loads(capsys.readouterr().out)["decisions"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--study", "s[1]"], [0, 1, 2]),
+        (["--device", "toy"], [0, 1, 2]),
+        (["--device", "a100"], []),
+        (["--host", "node-7"], [0, 1, 2]),
+        (["--status", "ok"], [0, 1, 2]),
+        (["--verdict", "prune"], [3]),
+        (["--since", "1h"], [0, 1, 2, 3]),
+        (["--since", "2020-01-01", "--before", "2020-01-02 14:30"], []),
+        (["--before", "2020-01-01T00:00Z"], []),
+        (["--study", "s[1]", "--verdict", "prune"], []),
+    ],
+)
+def test_show_prune_and_export_select_alike(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: list[int]
+) -> None:
+    # Finding 1: `log prune` could choose neither a device nor a study.
+    assert trials(capsys, *words) == expected
+    assert run("export", tmp_path / "out", *words) == 0
+    assert f"{len(expected)} decisions" in capsys.readouterr().out
+    assert run("prune", *words) == 0
+    assert capsys.readouterr().out == f"{len(expected)} decisions removed\n"
+    assert trials(capsys) == [trial for trial in range(4) if trial not in expected]
+
+
+def test_an_alias_of_a_device_selects_what_is_logged_by_its_id(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MeasurementStore(log) as store:
+        record(store, 9, device=resolve_device("a100"))
+    assert trials(capsys, "--device", "A100") == [9]
+
+
+def test_data_tell_the_host_and_the_tuner_s_id(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MeasurementStore(log) as store:
+        record(store, 9, trial_id="tune_00001")
+    assert run("show", "--json") == 0
+    first, *_, last = json.loads(capsys.readouterr().out)["decisions"]
+    assert (first["host"], first["trial_id"]) == ("node-7", None)
+    assert (last["host"], last["trial_id"]) == (platform.node(), "tune_00001")
+
+
+def test_forget_sets_a_poisoned_stretch_aside_and_undo_takes_it_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Finding 1: what a smoke test on a laptop had written spoilt the predictions of an A100, and nothing could undo it.
+    assert run("forget", "--host", "node-7", "--yes") == 0
+    out = capsys.readouterr().out
+    assert "3 measurements of 1 study on toy" in out
+    assert "3 measurements are set aside; the same selection with --undo takes them back" in out
+    assert "weights" not in out
+    with MeasurementStore(log) as store:
+        assert store.observations("toy") == []
+    assert run("quarantine") == 0
+    out = capsys.readouterr().out
+    assert out.count("toy  all: forgotten on ") == 3
+    assert "0 readings are quarantined, 3 measurements are set aside" in out
+    assert run("show") == 0
+    assert "ok, set aside" in capsys.readouterr().out
+    assert run("forget", "--host", "node-7", "--yes") == 1
+    assert "No measurement that is in use matches" in capsys.readouterr().err
+    assert run("forget", "--status", "ok", "--undo", "--yes") == 0
+    assert "3 measurements are used again" in capsys.readouterr().out
+    with MeasurementStore(log) as store:
+        assert len(store.observations("toy")) == 3
+
+
+def test_forget_names_the_weights_that_may_have_learnt_and_how_to_roll_them_back(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MeasurementStore(log) as store:
+        weights_id = store.record_weights(predictor="guardnet", data=b"1")
+        store.set_weights_state(weights_id, "promoted")
+    assert run("forget", "--study", "s[1]", "--yes") == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert command == ["perfguard", "weights", "rollback", weights_id[:12]]
+    assert main(command[1:]) == 0
+    with MeasurementStore(log) as store:
+        assert store.promoted_weights("guardnet") is None
+
+
+@pytest.mark.parametrize(("answer", "count"), [("y", 3), ("yes ", 3), ("", 0), ("n", 0)])
+def test_forget_asks_on_a_terminal(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, count: int
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer + "\n"))
+    assert run("forget", "--study", "s[1]") == (0 if count else 1)
+    with MeasurementStore(log) as store:
+        assert sum(row.set_aside is not None for row in store.decisions()) == count
+
+
+class Terminal(io.StringIO):
+    """Somebody who types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_forget_changes_nothing_where_nobody_can_be_asked(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run("forget", "--study", "s[1]") == 1
+    assert "Nothing was changed: say --yes" in capsys.readouterr().err
+    with MeasurementStore(log) as store:
+        assert len(store.observations("toy")) == 3
+
+
 @pytest.mark.parametrize("format", ["csv", "parquet"])
 def test_an_export_is_imported_once(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str) -> None:
     assert run("export", tmp_path / "out", "--format", format, "--anonymize") == 0
@@ -68,6 +182,17 @@ def test_prune_keeps_the_newest(log: Path, capsys: pytest.CaptureFixture[str]) -
         (["import", "nowhere"], "nowhere is no complete export"),
         (["prune"], "Say what to remove"),
         (["prune", "--older-than", "long"], "--older-than must look like"),
+        (
+            ["show", "--since", "yesterday"],
+            '--since must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d"',
+        ),
+        (["show", "--since", "2026"], "--since must look like"),
+        (["export", "out", "--before", "2026-13-01"], "--before must look like"),
+        (["show", "--before", "9999999999d"], "--before must look like"),
+        (["show", "--since", "1h", "--before", "2h"], "since must be earlier than before"),
+        (["forget"], "Say which measurements to forget"),
+        (["forget", "--undo", "--yes"], "Say which measurements to forget"),
+        (["forget", "--study", "nothing", "--yes"], "No measurement that is in use matches"),
         (["prune", "--keep", "-1"], "keep_newest must be at least 0"),
     ],
 )
