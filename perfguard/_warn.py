@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from types import FrameType
 
@@ -18,16 +19,15 @@ _NOT_THE_USERS = frozenset(
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that is neither ours nor of a library through which the user came to us.
 
-    Where there is no such line, as in a thread of a tuner, the warning points at the outermost one.
+    A thread of a tuner has no such line; then it is that of the main thread, which waits in a call of the user's, and else
+    our own.
 
     Args:
         message: what happened, what it means for the user, and what to do.
         category: the class of the warning.
     """
-    frame = outermost = sys._getframe(1)
-    while frame is not None and _package_of(frame) in _NOT_THE_USERS:
-        outermost, frame = frame, frame.f_back  # type: ignore[assignment]
-    found = frame or outermost
+    here = sys._getframe(1)
+    found = _of_the_user(here) or _of_the_user(sys._current_frames().get(threading.main_thread().ident or 0)) or here
     warnings.warn_explicit(
         message,
         category,
@@ -36,6 +36,12 @@ def warn_user(message: str, category: type[Warning]) -> None:
         module=found.f_globals.get("__name__"),
         registry=found.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def _of_the_user(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _package_of(frame) in _NOT_THE_USERS:
+        frame = frame.f_back
+    return frame
 
 
 def _package_of(frame: FrameType) -> str:

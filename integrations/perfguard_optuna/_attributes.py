@@ -14,7 +14,8 @@
 
 Names without a unit, of version 1, are read as well.
 
-There is one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where infeasible.
+There is one constraint a limit, `perfguard:<quantity>`: the logarithm of (upper predicted bound / limit), positive where
+infeasible.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def attributes_of_unjudged(why: str) -> dict[str, Any]:
 def _written(quantity: str, field: str, value: float) -> dict[str, float]:
     """One attribute, with its unit in its name: whole bytes, anything else to six digits."""
     unit = _UNITS.get(quantity, "s")
-    return {f"{PREFIX}:{quantity}:{field}_{unit}": round(value) if unit == "bytes" and math.isfinite(value) else _rounded(value, 6)}
+    return {
+        f"{PREFIX}:{quantity}:{field}_{unit}": round(value) if unit == "bytes" and math.isfinite(value) else _rounded(value, 6)
+    }
 
 
 def _rounded(value: float, num_digits: int) -> float:
@@ -142,7 +145,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
     attributes = trial.user_attrs
 
     def by_quantity(field: str) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         for quantity in QUANTITIES:
             name = f"{PREFIX}:{quantity}:{field}"
             value = attributes.get(f"{name}_{_UNITS.get(quantity, 's')}", attributes.get(name))

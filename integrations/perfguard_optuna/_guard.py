@@ -52,7 +52,6 @@ AnyTrial = FrozenTrial | optuna.Trial
 TrialKey = tuple[str, int, datetime.datetime | None]
 _Place = tuple[str, tuple[str, ...]]
 """A study, and the names of the parameters that ``build`` looked at."""
-_ABSENT = object()
 MOST_REJECTIONS_IN_A_ROW = 300
 PATIENCE = 30
 """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
@@ -138,7 +137,8 @@ class OptunaGuard(Guard):
             decision = self.judge(study, trial, trial.params, build)
         if decision is None:
             unknown = ConfigurationError(self.why_unjudged(build, self._missing.get(_key(study, trial), ())))
-            decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
+            with self._counted_if_unjudged(study, trial):
+                decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
             self._warned_about_build = True  # the guard has just said why
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
@@ -216,14 +216,15 @@ class OptunaGuard(Guard):
         """
         self._build_errors.pop(_key(study, trial), None)
         self._missing.pop(_key(study, trial), None)
-        decision = self.decide(
-            make_workload,
-            study=study.study_name,
-            trial=trial.number,
-            params=params.all(),
-            time_left_s=self.time_left_s(),
-            threshold=threshold,
-        )
+        with self._counted_if_unjudged(study, trial):
+            decision = self.decide(
+                make_workload,
+                study=study.study_name,
+                trial=trial.number,
+                params=params.all(),
+                time_left_s=self.time_left_s(),
+                threshold=threshold,
+            )
         if decision.verdict.action == "prune":
             self.remember(study, params, decision.verdict)
         return self._keep(study, trial, decision, params.used())
@@ -237,23 +238,22 @@ class OptunaGuard(Guard):
             return
         place = study.study_name, tuple(sorted(used))
         known = self._rejections.setdefault(place, {})
-        values = tuple(used[name] for name in place[1])
+        values = _values(used, place[1])
         num_before = known[values].num if values in known else 0
         known[values] = _Rejection(place[1], verdict, self._num_launched, num_before + 1)
 
-    def remembered(
-        self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None
-    ) -> _Rejection | None:
+    def remembered(self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None) -> _Rejection | None:
         """What is remembered of these very parameters, if judging them again would come to the same.
 
         None: they were not judged yet; or only once, and a trial was launched since, from which the guard may have learnt; or
         ``threshold``, by default what the account has left, accepts their chance of breaking a limit.
         """
         accepted = self.threshold if threshold is None else threshold
-        for (study_name, names), known in self._rejections.items():
-            if study_name != study.study_name or any(dict.get(params, name, _ABSENT) is _ABSENT for name in names):  # type: ignore[arg-type]
+        proposed = params.all() if isinstance(params, WatchedParams) else params
+        for (study_name, names), known in list(self._rejections.items()):  # other threads add to them
+            if study_name != study.study_name or not proposed.keys() >= set(names):
                 continue
-            found = known.get(tuple(dict.__getitem__(params, name) for name in names))  # type: ignore[index]
+            found = known.get(_values(proposed, names))
             if found is not None and found.is_final(self._num_launched) and found.verdict.p_violation > accepted:
                 return found
         return None
@@ -262,14 +262,12 @@ class OptunaGuard(Guard):
         """Whether the same parameters of ``study`` were turned down more than once."""
         return any(
             rejection.num > 1
-            for (study_name, _), known in self._rejections.items()
+            for (study_name, _), known in list(self._rejections.items())
             if study_name == study.study_name
-            for rejection in known.values()
+            for rejection in list(known.values())
         )
 
-    def _reject_again(
-        self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection
-    ) -> Decision:
+    def _reject_again(self, study: optuna.Study, trial: AnyTrial, params: Mapping[str, Any], rejected: _Rejection) -> Decision:
         rejected.num += 1
         decision = self.record(rejected.verdict, None, study=study.study_name, trial=trial.number, params=params)
         return self._keep(study, trial, decision, params)
@@ -355,6 +353,16 @@ class OptunaGuard(Guard):
             "Optuna asks a pruner nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the "
             "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
         )
+
+    @contextmanager
+    def _counted_if_unjudged(self, study: optuna.Study, trial: AnyTrial) -> Iterator[None]:
+        """Write into a trial that a strict guard refuses why; nobody else has to say so again."""
+        try:
+            yield
+        except UnguardedTrialError as error:
+            self._unjudged.add(_key(study, trial))
+            self.write(study, trial, attributes_of_unjudged(str(error)))
+            raise
 
     def _end_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
         self._unjudged.add(_key(study, trial))
@@ -700,6 +708,11 @@ def free_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _values(params: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The parameters called ``names`` as a key; a category may be anything, a list among others."""
+    return tuple(value if isinstance(value, (int, float, str)) else repr(value) for value in (params[name] for name in names))
 
 
 def _key(study: optuna.Study | str, trial: AnyTrial) -> TrialKey:

@@ -129,7 +129,9 @@ class PerfGuardSampler(BaseSampler):
             raise
         except Exception as error:
             if self.guard.strict:
-                raise UnguardedTrialError(f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}") from error
+                raise UnguardedTrialError(
+                    f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
+                ) from error
             self.guard._warn_once(
                 UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
             )
@@ -205,8 +207,8 @@ class PerfGuardSampler(BaseSampler):
             workload: Workload | None = None
             rejected = self.guard.remembered(study, params, self._search.threshold)
             if rejected is not None and not fixed.keys() >= set(rejected.names):
-                for name in rejected.names:
-                    params[name]  # as build would look at it
+                for used in rejected.names:
+                    params[used]  # as build would look at it
                 return _Proposal(drawn, params, search_space, None, False, rejected.verdict)
             try:
                 workload = build_workload(self._build, params)
@@ -216,11 +218,11 @@ class PerfGuardSampler(BaseSampler):
                     wanted = {error.args[0]}
                 else:  # it may be for want of a parameter; if not, the guard will say why when the trial is judged
                     wanted = set(search_space) - set(drawn) - set(fixed)
-            name = next((name for name in search_space if name in wanted), None)
-            if name is None:
+            asked = next((name for name in search_space if name in wanted), None)
+            if asked is None:
                 break
             draft = _with_params(trial, study, drawn | fixed, search_space)
-            drawn[name] = inner.sample_independent(view, draft, name, search_space[name])
+            drawn[asked] = inner.sample_independent(view, draft, asked, search_space[asked])
         return _Proposal(drawn, params, search_space, workload, set(params.used()) <= set(fixed))
 
     @functools.cached_property

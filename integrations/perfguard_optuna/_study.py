@@ -183,7 +183,9 @@ class _GuardedTrial(optuna.Trial):
             return
         decision = self._guard.decision_of(self.study, self)
         if decision is None:
-            decision = self._guard.judge(self.study, self, self.params, self._build, final=final, threshold=self._search.threshold)
+            decision = self._guard.judge(
+                self.study, self, self.params, self._build, final=final, threshold=self._search.threshold
+            )
         if decision is None:
             return
         if decision.verdict.action == "prune":

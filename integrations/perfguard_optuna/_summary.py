@@ -192,7 +192,7 @@ def fails_at_once(record: TrialRecord) -> bool:
 
 
 def saved_s(record: TrialRecord) -> float | None:
-    """What a trial that was pruned for its time alone was predicted to take in seconds; None for others, and where nobody knows."""
+    """Seconds that a trial that was pruned for its time alone was predicted to take; None for others, and where nobody knows."""
     predicted = record.predicted.get("time", math.nan)
     return None if fails_at_once(record) or not math.isfinite(predicted) else predicted
 

@@ -24,7 +24,7 @@ class WatchingPruner(HyperbandPruner):
         super().__init__()
 
     def trial_ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Called when ``trial`` ends, before its state is written. What it raises ends ``optimize``, as a sampler's error does."""
+        """Called when ``trial`` ends, before its state is written. What it raises ends ``optimize``, as of a sampler."""
 
     def _get_bracket_id(self, study: optuna.Study, trial: FrozenTrial) -> int:
         return 0

@@ -107,7 +107,7 @@ def test_the_hours_of_trials_that_would_have_crashed_at_once_are_not_saved() -> 
 
 
 def test_a_summary_gives_no_figure_where_nothing_was_measured() -> None:
-    """"violations 0" and "prediction error 156646083.5%" are claims about a device that is not there."""
+    """ "violations 0" and "prediction error 156646083.5%" are claims about a device that is not there."""
     absent = attributes("launch", (60, 4)) | {"perfguard:not_measured": "this process has no NVIDIA A100"}
     summary = summarize(study_of(finished(absent), finished(absent)))
     assert (summary.num_measured, summary.num_violations, summary.first_error, summary.last_error) == (0, None, None, None)

@@ -1,0 +1,204 @@
+"""A search in a space of which little or nothing fits ends, repeats itself at most once, and gives up nothing that would run."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.samplers import (
+    BaseSampler,
+    BruteForceSampler,
+    CmaEsSampler,
+    GPSampler,
+    GridSampler,
+    NSGAIISampler,
+    QMCSampler,
+    RandomSampler,
+    TPESampler,
+)
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Estimate, Prediction, Workload
+from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
+from tests.doubles import ReplayPredictor
+
+WIDTHS = [2**k for k in range(3, 13)]
+BATCHES = [8, 32, 128, 1024]
+SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
+    "tpe": lambda: TPESampler(seed=1),
+    "random": lambda: RandomSampler(seed=1),
+    "gp": lambda: GPSampler(seed=1, n_startup_trials=5, deterministic_objective=True),
+    "cma-es": lambda: CmaEsSampler(seed=1),
+    "qmc": lambda: QMCSampler(seed=1),
+    "grid": lambda: GridSampler({"width": WIDTHS, "batch": BATCHES}),
+    "brute force": lambda: BruteForceSampler(seed=1),
+    "nsga-ii": lambda: NSGAIISampler(seed=1, population_size=5),
+}
+FITS = {(8, 8), (16, 8)}
+"""Two of forty points: 95% does not fit."""
+NUM_TRIALS = 5
+
+
+@pytest.fixture(autouse=True)
+def quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.filterwarnings("ignore", message="Constraints have been set, but CmaEsSampler")
+        yield
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    """Needs 1 KiB, or 4 MiB, of a budget of 1 MiB."""
+    return build_of(8 if (params["width"], params["batch"]) in FITS else 2**17)
+
+
+def build_nothing_that_fits(params: Mapping[str, Any]) -> Workload:
+    return build_of(2**17 + params["width"] + params["batch"])
+
+
+def build_of(width: int) -> Workload:
+    return Workload(nn.Linear(8, width), inputs=(8, 8), loss=torch.mean)
+
+
+def objective(trial: optuna.Trial) -> float:
+    width, batch = trial.suggest_categorical("width", WIDTHS), trial.suggest_categorical("batch", BATCHES)
+    if trial.should_prune():
+        raise optuna.TrialPruned
+    return float(width * batch)
+
+
+def study_of(way: str, inner: BaseSampler, **options: Any) -> optuna.Study:
+    """One that has run; a plain one has the sampler around ``inner``."""
+    defaults: dict[str, Any] = {"build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
+    pruner = PerfGuardPruner("a100", **(defaults | options))
+    if way == "guarded study":
+        study: optuna.Study = create_study(sampler=inner, direction="maximize", pruner=pruner)
+    else:
+        study = optuna.create_study(sampler=PerfGuardSampler(inner, pruner), direction="maximize", pruner=pruner)
+    study.optimize(objective, n_trials=NUM_TRIALS)
+    return study
+
+
+def num_launched(study: optuna.Study) -> int:
+    return len(study.get_trials(states=(TrialState.COMPLETE,)))
+
+
+def most_repeated(study: optuna.Study) -> int:
+    rejected = study.get_trials(states=(TrialState.PRUNED,))
+    return max(Counter(tuple(sorted(trial.params.items())) for trial in rejected if trial.params).values())
+
+
+@pytest.mark.parametrize("way", ["guarded study", "plain study"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_space_of_which_little_fits_ends_with_its_trials(name: str, way: str) -> None:
+    """A sampler that knows nothing of constraints proposes what was rejected, again and again."""
+    started_at = time.monotonic()
+    study = study_of(way, SAMPLERS[name]())
+    if name in ("grid", "brute force"):  # which try each point once and end
+        assert {
+            (trial.params["width"], trial.params["batch"]) for trial in study.get_trials(states=(TrialState.COMPLETE,))
+        } == FITS
+    else:
+        assert num_launched(study) >= (NUM_TRIALS if way == "guarded study" else NUM_TRIALS - 1)  # the first is judged late
+    assert most_repeated(study) <= 2
+    assert time.monotonic() - started_at < 120
+
+
+@pytest.mark.parametrize("way", ["guarded study", "plain study"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_space_of_which_nothing_fits_ends_and_says_so(name: str, way: str) -> None:
+    started_at = time.monotonic()
+    with pytest.warns(NothingFeasibleWarning, match="Nothing fits"):
+        study = study_of(way, SAMPLERS[name](), build=build_nothing_that_fits)
+    assert num_launched(study) == 0
+    assert most_repeated(study) <= 2
+    assert len(study.trials) <= 2 * len(WIDTHS) * len(BATCHES) + 2
+    assert time.monotonic() - started_at < 180
+
+
+def test_a_point_that_was_rejected_is_not_judged_again() -> None:
+    class Counting(ReplayPredictor):
+        num_judged = 0
+
+        def predict(self, *arguments: Any, **options: Any) -> Prediction:
+            type(self).num_judged += 1
+            return super().predict(*arguments, **options)
+
+    with pytest.warns(NothingFeasibleWarning):
+        study_of("guarded study", RandomSampler(seed=1), build=build_nothing_that_fits, predictor=Counting())
+    assert Counting.num_judged <= len(WIDTHS) * len(BATCHES)
+
+
+def test_a_rejected_point_is_judged_again_once_after_the_guard_may_have_learnt() -> None:
+    """A guard that was wrong at first must not hold it against a point for ever."""
+
+    class Learns(ReplayPredictor):
+        factor = 100.0
+
+        def predict(self, *arguments: Any, **options: Any) -> Prediction:
+            prediction = super().predict(*arguments, **options)
+            memory = prediction.peak_memory
+            return Prediction(
+                Estimate(memory.median * self.factor, memory.log_sigma), prediction.step_time, None, self.name, "a100-pcie-40gb",
+                trained_on_device=True,
+            )  # fmt: skip
+
+    predictor = Learns()
+    pruner = PerfGuardPruner(
+        "a100", build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
+    )
+    study = create_study(pruner=pruner)
+
+    def of_width(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 1, 4096)
+        predictor.factor = 1.0
+        return float(width)
+
+    for width in (512, 1, 512):
+        study.enqueue_trial({"width": width})
+    study.optimize(of_width, n_trials=3, count="proposed")
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE, TrialState.COMPLETE]
+
+
+class Scattering(ReplayPredictor):
+    """A step takes what its width says, known to a factor of three (90%)."""
+
+    def predict(self, graph: Any, device: Any, *, steps: int | None = None) -> Prediction:
+        exact = super().predict(graph, device, steps=steps)
+        step_time = Estimate(0.001 * graph.peak_live_bytes / 2**10, math.log(3) / 1.645)
+        return Prediction(exact.peak_memory, step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
+
+
+@pytest.mark.parametrize("way", ["guarded study", "plain study"])
+def test_a_machine_whose_times_scatter_does_not_end_a_study_that_has_trials_to_run(way: str) -> None:
+    """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
+    pruner = PerfGuardPruner(
+        "a100", build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
+    )
+    median = pruner.guard.trace(build_of(100)).peak_live_bytes / 2**20
+    assert 0.004 < median < 0.02, "the toy's smallest trials need about half of the budget"
+    sampler: BaseSampler = RandomSampler(seed=0)
+    if way == "guarded study":
+        study: optuna.Study = create_study(sampler=sampler, pruner=pruner)
+    else:
+        study = optuna.create_study(sampler=PerfGuardSampler(sampler, pruner), pruner=pruner)
+
+    def of_width(trial: optuna.Trial) -> float:
+        width = trial.suggest_int("width", 60, 400)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width)
+
+    with pytest.warns(BudgetWarning, match="Nothing that was proposed is sure to fit") as caught:
+        study.optimize(of_width, n_trials=8)
+    assert num_launched(study) >= 7
+    assert not [warning for warning in caught if issubclass(warning.category, NothingFeasibleWarning)]

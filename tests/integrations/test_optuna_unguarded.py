@@ -1,0 +1,279 @@
+"""Nothing runs unguarded in silence: whatever the way in, a trial without a verdict is counted, and the first is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from torch import nn
+
+from perfguard import Workload
+from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
+from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study, summarize
+from tests.doubles import ReplayPredictor
+
+COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+SMALL, LARGE = 8, 4096
+
+
+def build(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean)
+
+
+def typo(params: Mapping[str, Any]) -> Workload:
+    return build({"width": params["widht"]})
+
+
+def attribute_typo(params: Mapping[str, Any]) -> Workload:
+    return build({"width": params.width})  # type: ignore[attr-defined]
+
+
+def argument_typo(params: Mapping[str, Any]) -> Workload:
+    return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), los=torch.mean)  # type: ignore[call-arg]
+
+
+def never_asks(trial: optuna.Trial) -> float:
+    return float(trial.suggest_int("width", SMALL, LARGE))
+
+
+def asks(trial: optuna.Trial) -> float:
+    width = trial.suggest_int("width", SMALL, LARGE)
+    if trial.should_prune():
+        raise optuna.TrialPruned
+    return float(width)
+
+
+def make_pruner(**options: Any) -> PerfGuardPruner:
+    defaults: dict[str, Any] = {
+        "gpu": "a100", "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
+    }  # fmt: skip
+    return PerfGuardPruner(**(defaults | options))
+
+
+def unguarded(caught: pytest.WarningsRecorder) -> list[warnings.WarningMessage]:
+    return [warning for warning in caught if warning.category is UnguardedTrialWarning]
+
+
+def test_an_objective_that_never_asks_is_warned_of_at_once_and_counted() -> None:
+    """20 of 20 trials ran unguarded, without a word: Optuna calls a pruner only where the objective asks."""
+    study = optuna.create_study(pruner=make_pruner())
+    with pytest.warns(UnguardedTrialWarning) as caught:
+        study.optimize(never_asks, n_trials=1)
+    (warning,) = unguarded(caught)
+    assert "does not call trial.should_prune()" in str(warning.message)
+    assert "study = perfguard_optuna.create_study(...)" in str(warning.message)
+    assert warning.filename == __file__
+    study.optimize(never_asks, n_trials=19)  # a second warning would be an error here
+    summary = summarize(study)
+    assert (summary.num_launched, summary.num_unjudged) == (20, 20)
+    assert "does not call" in summary.why_unjudged
+    assert "does not call" in " ".join(str(summary).split())
+
+
+def test_an_objective_that_asks_is_not_warned_of() -> None:
+    study = optuna.create_study(pruner=make_pruner())
+    study.optimize(asks, n_trials=5)
+    assert summarize(study).num_unjudged == 0
+
+
+def test_an_objective_that_asks_at_times_is_found_out() -> None:
+    """A branch without the question is easily forgotten, and the branch may be the one that does not fit."""
+    study = optuna.create_study(pruner=make_pruner())
+    with pytest.warns(UnguardedTrialWarning, match="was never asked about a trial"):
+        study.optimize(lambda trial: asks(trial) if trial.number % 2 else never_asks(trial), n_trials=6)
+    assert summarize(study).num_unjudged == 3
+
+
+def test_trials_that_fail_or_prune_themselves_unasked_count_too() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_int("width", SMALL, LARGE)
+        raise (ValueError if trial.number else optuna.TrialPruned)
+
+    study = optuna.create_study(pruner=make_pruner())
+    with pytest.warns(UnguardedTrialWarning, match="was never asked"):
+        study.optimize(objective, n_trials=2, catch=ValueError)
+    assert [trial.state for trial in study.trials] == [PRUNED, FAIL]
+    assert summarize(study).num_unjudged == 2
+
+
+def test_the_sampler_of_a_watched_study_is_asked_as_ever() -> None:
+    """The way in must not change what Optuna proposes."""
+
+    def proposed(pruner: optuna.pruners.BasePruner | None) -> list[dict[str, Any]]:
+        study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.TPESampler(seed=0, n_startup_trials=3))
+        study.optimize(asks, n_trials=12)
+        return [trial.params for trial in study.trials]
+
+    assert proposed(make_pruner(memory_budget="1GiB")) == proposed(None)
+
+
+def test_stopping_a_watched_study_stops_it() -> None:
+    study = optuna.create_study(pruner=make_pruner(), sampler=optuna.samplers.GridSampler({"width": [SMALL, 9, 10]}))
+    study.optimize(asks, n_trials=20)
+    assert len(study.trials) == 3
+
+
+@pytest.mark.parametrize("new_study", [optuna.create_study, create_study])
+def test_a_key_that_the_trial_does_not_suggest_is_named(new_study: Callable[..., optuna.Study]) -> None:
+    """A typo left the whole study unguarded, and the warning did not name the key."""
+    study = new_study(pruner=make_pruner(build=typo))
+    with pytest.warns(UnguardedTrialWarning) as caught:
+        study.optimize(asks, n_trials=1)
+    (warning,) = unguarded(caught)
+    assert "asks for 'widht' (did you mean 'width'?), which the trial has not suggested" in str(warning.message)
+    study.optimize(asks, n_trials=4)
+    summary = summarize(study)
+    assert (summary.num_launched, summary.num_unjudged) == (5, 5)
+    assert "'widht'" in summary.why_unjudged
+
+
+@pytest.mark.parametrize(
+    ("faulty", "words"),
+    [
+        (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
+        (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
+        (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
+    ],
+)
+def test_a_build_that_fails_names_the_attribute_or_argument(faulty: Callable[..., Any], words: str) -> None:
+    study = create_study(pruner=make_pruner(build=faulty))
+    with pytest.warns(UnguardedTrialWarning, match=words):
+        study.optimize(never_asks, n_trials=3)
+    assert summarize(study).num_unjudged == 3
+    assert "BuildError" in summarize(study).why_unjudged
+
+
+def workload(**fields: Any) -> Workload:
+    return Workload(nn.Linear(64, 8), inputs=(32, 64), loss=torch.mean if fields.get("mode") != "infer" else None, **fields)
+
+
+UNBOUND = [
+    ({"time_budget": "1ms"}, {}, "time_budget needs the number of steps of a trial"),
+    ({"epoch_time_budget": "1min"}, {}, "epoch_time_budget needs the number of steps of an epoch"),
+    ({"epoch_time_budget": "1min"}, {"mode": "infer"}, "epoch_time_budget limits training"),
+    ({"latency_budget": "1ms"}, {}, "latency_budget limits inference, but the workload trains"),
+    ({"energy_budget": "1J"}, {}, "energy_budget limits inference, but the workload trains"),
+    ({"energy_budget": "1J"}, {"mode": "infer"}, "energy_budget needs a predictor that knows energy"),
+]
+
+
+@pytest.mark.parametrize(("budget", "fields", "words"), UNBOUND)
+def test_a_budget_that_can_never_bind_is_said_at_the_first_workload(
+    budget: dict[str, Any], fields: dict[str, Any], words: str
+) -> None:
+    """These were accepted, never enforced, and nothing said so."""
+    pruner = make_pruner(build=lambda params: params["width"] and workload(**fields), **budget)
+    study = create_study(pruner=pruner)
+    with pytest.warns(UnguardedTrialWarning, match=words) as caught:
+        study.optimize(never_asks, n_trials=3)
+    (warning,) = unguarded(caught)
+    assert warning.filename == __file__
+    with pytest.raises(UnguardedTrialError, match=words):
+        create_study(pruner=make_pruner(build=lambda _: workload(**fields), strict=True, **budget)).optimize(
+            never_asks, n_trials=3
+        )
+    with pytest.raises(ConfigurationError, match=words):
+        make_pruner(strict=True, **budget).guard.check(workload(**fields))
+
+
+def test_energy_on_a_cpu_is_refused_when_the_guard_is_made() -> None:
+    with pytest.raises(ConfigurationError, match=r"energy_budget='1J' can never bind: a CPU .* Leave energy_budget out"):
+        make_pruner(gpu="cpu", energy_budget="1J")
+
+
+def test_a_budget_that_binds_is_not_warned_of() -> None:
+    bound = workload(steps=10, steps_per_epoch=5)
+    make_pruner(time_budget="1h", epoch_time_budget="30min", step_time_budget="1min").guard.check(bound)
+    make_pruner(latency_budget="1s").guard.check(workload(mode="infer"))
+
+
+def strict_plain(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
+    study = optuna.create_study(pruner=make_pruner(strict=True, **options))
+    study.optimize(objective, n_trials=3)
+    return study
+
+
+def strict_guarded(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
+    study = create_study(pruner=make_pruner(strict=True, **options))
+    study.optimize(objective, n_trials=3)
+    return study
+
+
+def strict_sampler(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
+    pruner = make_pruner(strict=True, **options)
+    study = optuna.create_study(sampler=PerfGuardSampler(optuna.samplers.RandomSampler(seed=0), pruner), pruner=pruner)
+    study.optimize(objective, n_trials=3)
+    return study
+
+
+@pytest.mark.parametrize("run", [strict_plain, strict_guarded, strict_sampler])
+@pytest.mark.parametrize("faulty", [typo, attribute_typo])
+def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.Study], faulty: Callable[..., Any]) -> None:
+    trained = []
+
+    def objective(trial: optuna.Trial) -> float:
+        value = asks(trial)
+        trained.append(value)
+        return value
+
+    with pytest.raises(UnguardedTrialError, match=r"widht|params"):
+        run(objective, build=faulty)
+    assert not trained
+    assert len(run(objective).trials) >= 3
+
+
+def test_a_strict_guard_ends_a_study_whose_objective_never_asks() -> None:
+    """Nobody can know before its first trial has ended; the second is not launched."""
+    study = optuna.create_study(pruner=make_pruner(strict=True))
+    with pytest.raises(UnguardedTrialError, match=r"does not call trial.should_prune\(\)"):
+        study.optimize(never_asks, n_trials=3)
+    assert [trial.state for trial in study.trials] == [COMPLETE]
+
+
+def test_a_strict_guard_without_anything_to_judge_by_raises_inline() -> None:
+    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, strict=True)
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_int("width", SMALL, LARGE)
+        with guard.trial(trial):
+            raise AssertionError("launched")
+
+    with pytest.raises(UnguardedTrialError, match="does not know what the trials run"):
+        optuna.create_study().optimize(objective, n_trials=1)
+
+
+def test_a_strict_error_that_quotes_out_of_memory_does_not_prune() -> None:
+    """It would pass for a trial that ran out of memory, and the study would go on."""
+
+    def failing(params: Mapping[str, Any]) -> Workload:
+        raise ValueError("CUDA out of memory")
+
+    with pytest.raises(UnguardedTrialError, match="out of memory"):
+        strict_guarded(never_asks, build=failing)
+
+
+def test_warnings_point_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them pointed at perfguard/guard.py. One of these comes from a thread of Optuna's."""
+    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", 4)
+    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
+
+    def inline(trial: optuna.Trial) -> float:
+        with guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean):
+            return 0.0
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optuna.create_study().optimize(inline, n_trials=1)
+        guard.check(nn.Linear(64, LARGE), (32, 64), loss=torch.mean)
+        create_study().optimize(
+            lambda trial: float(trial.suggest_int("width", LARGE, 2 * LARGE)), pruner=make_pruner(), n_trials=1, n_jobs=2
+        )
+        create_study().optimize(never_asks, pruner=make_pruner(build=typo), n_trials=1)
+    ours = [warning for warning in caught if warning.category.__module__ == "perfguard.exceptions"]
+    assert len(ours) >= 3
+    assert {warning.filename for warning in ours} == {__file__}
