@@ -8,7 +8,7 @@
     perfguard:<quantity>:predicted_<unit>, :low_<unit>, :high_<unit>, :limit_<unit>     memory in whole bytes; time, epoch_time,
                                          step_time and latency in seconds (s), energy in joules (j), to six digits
     perfguard:<quantity>:measured_<unit> what it cost in the end
-    perfguard:status                     ok, oom, timeout or failed
+    perfguard:status                     ok, oom, timeout, failed or interrupted
     perfguard:not_measured               in the place of these two: why what ran says nothing of the guarded device
     perfguard:stopped                    why a running trial was stopped: its pace
 

@@ -60,15 +60,13 @@ class PerfGuardCallback(Callback):
             return
         entry.report = report_in(result) or entry.report
         not_measured = self.ledger.why_not_measured(entry)
-        if not_measured is not None:  # the columns of the results are the guarded device's
+        if not_measured is not None:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report_in(result):
                 del result[f"{PREFIX}{name}"]
             result[f"{PREFIX}not_measured"] = not_measured
             return
         guard = self.ledger.guard
         if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
-            if not self.ledger.measurement_of(entry, "ok", "").is_of(guard.device):
-                return  # the pace of another device says nothing
             entry.stopped = True
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}

@@ -264,5 +264,5 @@ def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
 
 
 def test_a_measurement_refuses_a_status_that_there_is_not() -> None:
-    with pytest.raises(ConfigurationError, match="must be one of ok, oom, timeout, failed, but got 'fine'"):
+    with pytest.raises(ConfigurationError, match="must be one of ok, oom, timeout, failed, interrupted, but got 'fine'"):
         Measurement("fine", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch")  # type: ignore[arg-type]
