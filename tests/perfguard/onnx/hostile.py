@@ -245,7 +245,7 @@ LARGE: dict[str, Callable[[], Any]] = {
     "attributes in a few nodes": lambda: _small_nodes(b"\x2a\x00", 30, 16_000),
     "values that can be known": lambda: _many_values(19_000),
     "long texts": _long_texts,
-    "a constant in a function": lambda: _constant_in_function(10_000),
+    "a constant in a function": lambda: _constant_in_function(5_000),
     "external files": lambda: _locations(40_000),
     "dimensions": lambda: model_of([helper.make_node("Exp", ["x"], ["y"])], shape=[2**31 - 1] * 200_000),
     "two gigabytes of a weight": _two_gigabytes,
