@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,7 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_hugging_face_model(name: str, precision: Any) -> None:
     config, cls, options, inputs = HUGGING_FACE[name]
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     with torch.device("meta"):
         model = getattr(transformers, cls)(getattr(transformers, config)(**options))
@@ -142,7 +143,7 @@ def test_a_hugging_face_model(name: str, precision: Any) -> None:
 @needs_zoo
 @pytest.mark.filterwarnings("ignore")
 def test_a_hugging_face_model_with_checkpointing_keeps_less() -> None:
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     peaks = []
     for saving in (False, True):

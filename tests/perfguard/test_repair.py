@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_a_search_takes_few_traces() -> None:
 def test_a_model_of_transformers_is_checkpointed_and_left_as_it_was() -> None:
     if not zoo.IS_COMPLETE:
         pytest.skip("transformers is not installed")
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     from perfguard.repair import can_checkpoint, checkpointing
 

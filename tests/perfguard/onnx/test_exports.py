@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,7 @@ def timm_model(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
 
 
 def bert() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     config = transformers.BertConfig(num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=512)
     torch.manual_seed(0)
