@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from perfguard.physics import least
+from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
     HALF_INTERVAL,
@@ -288,7 +288,7 @@ def why_impossible(observation: Observation, target: Target) -> str | None:
 
 def _too_little(observation: Observation, value: float, target: Target) -> str | None:
     """Why physics does not let a complete run need so little; None if it does. With status "oom" memory is a lower bound."""
-    bound = least(target, observation.graph, observation.device)
+    bound = least_reading(target, observation.graph, observation.device)
     if observation.measurement.status != "ok" or value >= bound:
         return None
     if target == "memory":

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from perfguard._collector import collector_paused
 from perfguard._logging import say_once
 from perfguard._warn import warn_user
-from perfguard.bound import HOPELESS, LeastMemory
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
 from perfguard.exceptions import (
@@ -27,7 +26,8 @@ from perfguard.exceptions import (
 )
 from perfguard.online import LearnerProcess, Lessons
 from perfguard.pace import total_time_at_pace
-from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable, load_predictor
+from perfguard.physics import HOPELESS, LeastMemory, least_reading
+from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.workload import TracedWorkload, Workload
@@ -288,8 +288,8 @@ class Guard:
                 return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
-                least_of_step = least("memory", graph, self.device), least("time", graph, self.device)
-                prediction = prediction.at_least(*least_of_step).widened(self._evidence.widening)
+                can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
+                prediction = prediction.at_least(*can_be_read).widened(self._evidence.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,

@@ -1,6 +1,6 @@
-"""What a step needs at the least on a device, whatever its predictor has learnt.
+"""What a step needs on a device, whatever its predictor has learnt: two lower bounds, and what follows from them.
 
-These are bounds that no honest run crosses, not predictions. So each leaves out what a real run can save:
+:func:`least_reading` is what a measurement can show at the least. No honest run crosses it, so it leaves out what a run can save:
 
     memory, GPU    The parameters, buffers, gradients and optimizer state that are alive at once, less a tenth. The allocator
                    counts them exactly. Activations are left out, because recomputation saves most of them.
@@ -15,20 +15,28 @@ These are bounds that no honest run crosses, not predictions. So each leaves out
                    while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone.
 
 No traffic of activations is counted: caches and fusion save it. Nothing here needs a replay of the allocator.
+
+:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. What is over the budget by
+that alone is hopeless.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from perfguard.devices import catalog
-from perfguard.graph import StorageKind
+from perfguard.graph import StorageKind, roofline_s
+from perfguard.predictor import Estimate, Prediction
+from perfguard.quantities import format_bytes
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.exceptions import TooLargeError
     from perfguard.graph import OpGraph
     from perfguard.predictor import Target
 
@@ -39,6 +47,28 @@ _SHARE_OF_FLOPS = {"conv": 0.25, "conv_backward": 0.25, "attention": 0.5, "matmu
 _OVERCLOCKED = 1.25
 _UNSURE_OF_RATES = 10.0
 _SHORTEST_LAUNCH = 0.5
+
+NAME = "lower-bound"
+"""Of the predictor, where :class:`LeastMemory` alone answers."""
+_NOUNS = {  # by the name of the StorageKind
+    "PARAMETER": "parameters",
+    "BUFFER": "buffers",
+    "INPUT": "inputs",
+    "GRADIENT": "gradients",
+    "OPTIMIZER_STATE": "optimizer states",
+    "ACTIVATION": "saved activations",
+    "TEMPORARY": "temporary tensors",
+}
+_MENTIONED = 0.01
+"""Of the whole: smaller parts are not spoken of."""
+HOPELESS = 4
+"""So many times over the budget the bound alone answers. Nearer to it, where searchers learn from how far a proposal is from
+feasible, the predictor gives the numbers, and the bound only overrules a launch."""
+_LOG_SIGMA, _SIGMAS_ABOVE = 0.2, 3.1
+"""The peak is above the bound with probability 0.999, and 1.9 times the bound in the middle. 62 published runs of timm models on
+an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle."""
+_TIME_FACTOR, _TIME_LOG_SIGMA = 2.0, 0.6
+"""Of the time at the device's peak rates: a step takes one to four times as long."""
 
 
 class _Needs(NamedTuple):
@@ -54,8 +84,8 @@ class _Needs(NamedTuple):
     product_flops: float
 
 
-def least(target: Target, graph: OpGraph, device: Device) -> float:
-    """Return the least that a step of ``graph`` needs on ``device``: bytes at the peak, or seconds.
+def least_reading(target: Target, graph: OpGraph, device: Device) -> float:
+    """Return the least that a measurement of ``graph`` on ``device`` can show: bytes at the peak, or seconds of a step.
 
     Args:
         target: "memory" as a Measurement has it: of a GPU what the process takes, of a CPU the growth of the resident set.
@@ -103,3 +133,43 @@ def _most_alive(graph: OpGraph, *kinds: StorageKind) -> float:
     np.add.at(change, births[chosen] + 1, num_bytes)
     np.subtract.at(change, deaths[chosen] + 2, num_bytes)
     return float(np.cumsum(change).max())
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMemory:
+    """The memory that a step holds at once, whoever hands it out: without an allocator's slack, workspaces and the context."""
+
+    num_bytes: int
+    in_words: str
+    """What it is made of."""
+    step_time_s: float
+    """What the step takes at the peak rates of the device, seconds."""
+
+    @staticmethod
+    def of(graph: OpGraph, device: Device) -> LeastMemory:
+        """Of ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
+        parts = graph.least_bytes_by_kind
+        total = sum(parts.values())
+        largest = sorted((kind for kind in parts if parts[kind] > _MENTIONED * total), key=lambda kind: -parts[kind])
+        in_words = ", ".join(f"{_NOUNS[kind.name]} {format_bytes(parts[kind])}" for kind in largest)
+        return LeastMemory(total, in_words, float(roofline_s(graph, device).sum()))
+
+    @staticmethod
+    def behind(error: TooLargeError, device: Device) -> LeastMemory:
+        """Of a workload that cannot even be described: one of its tensors, written once."""
+        return LeastMemory(error.num_bytes, "one tensor alone", error.num_bytes / device.bandwidth_bytes_per_s)
+
+    def __str__(self) -> str:
+        return f"at least {format_bytes(self.num_bytes)} ({self.in_words})"
+
+    def prediction(self, device: Device, *, steps: int | None) -> Prediction:
+        """What can be said of a step that needs more than the device has: finite, and surely above the bound."""
+        step_time = Estimate(max(self.step_time_s, 1e-9) * _TIME_FACTOR, _TIME_LOG_SIGMA)
+        return Prediction(
+            peak_memory=Estimate(self.num_bytes * math.exp(_SIGMAS_ABOVE * _LOG_SIGMA), _LOG_SIGMA),
+            step_time=step_time,
+            total_time=None if steps is None else step_time.scaled(steps),
+            predictor=NAME,
+            device_id=device.id,
+            trained_on_device=True,
+        )

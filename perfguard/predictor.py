@@ -134,7 +134,7 @@ class Prediction:
         )
 
     def at_least(self, memory_bytes: float, step_time_s: float) -> Prediction:
-        """Return the prediction with medians that are no lower than these; see :func:`perfguard.physics.least`."""
+        """Return the prediction with medians that are no lower than these; see :func:`perfguard.physics.least_reading`."""
         memory = replace(self.peak_memory, median=max(self.peak_memory.median, memory_bytes))
         step_time = replace(self.step_time, median=max(self.step_time.median, step_time_s))
         slower = step_time.median / self.step_time.median

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from perfguard import Device, Estimate, Guard, Prediction, TensorSpec, Workload
-from perfguard.bound import LeastMemory
 from perfguard.devices import resolve_device
 from perfguard.exceptions import BudgetWarning, BuildError, TooLargeError
 from perfguard.graph import OpGraph, StorageKind, TraceCache, trace
+from perfguard.physics import LeastMemory
 from perfguard.predictor import load_predictor
 from perfguard.workload import build_workload
 from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
