@@ -258,9 +258,9 @@ def run(
     )
     judge = search.ledger.judge
 
-    def timed_judge(config: Mapping[str, Any]) -> Any:
+    def timed_judge(config: Mapping[str, Any], **options: Any) -> Any:
         start = time.perf_counter()
-        entry = judge(config)
+        entry = judge(config, **options)
         verdict_s.append(time.perf_counter() - start)
         return entry
 

@@ -16,8 +16,8 @@
 
 No traffic of activations is counted: caches and fusion save it. Nothing here needs a replay of the allocator.
 
-:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. What is over the budget by
-that alone is hopeless.
+:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. A step that is over the budget
+by that alone is hopeless.
 """
 
 from __future__ import annotations
