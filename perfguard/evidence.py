@@ -288,7 +288,8 @@ def why_impossible(observation: Observation, target: Target) -> str | None:
 
 def _too_little(observation: Observation, value: float, target: Target) -> str | None:
     """Why physics does not let a complete run need so little; None if it does. With status "oom" memory is a lower bound."""
-    bound = least(target, observation.graph, observation.device)
+    idle = target == "time" and why_impossible(observation, "memory") is not None
+    bound = least(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:
         return None
     if target == "memory":

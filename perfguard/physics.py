@@ -12,7 +12,8 @@ These are bounds that no honest run crosses, not predictions. So each leaves out
                    their FLOPs (Winograd's F(4x4, 3x3); Lavin and Gray 2016) and attention half (a causal mask); and the
                    gradients, written once at the peak bandwidth as far as the cache does not hold them. Rates of a GPU that is
                    not in the catalog are guesses, so its bound is a tenth of that. On a CPU the rates are measured, now and then
-                   while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone.
+                   while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone;
+                   all of them where the run's memory says as well that nothing ran.
 
 No traffic of activations is counted: caches and fusion save it. Nothing here needs a replay of the allocator.
 """
@@ -54,13 +55,14 @@ class _Needs(NamedTuple):
     product_flops: float
 
 
-def least(target: Target, graph: OpGraph, device: Device) -> float:
+def least(target: Target, graph: OpGraph, device: Device, *, idle: bool = False) -> float:
     """Return the least that a step of ``graph`` needs on ``device``: bytes at the peak, or seconds.
 
     Args:
         target: "memory" as a Measurement has it: of a GPU what the process takes, of a CPU the growth of the resident set.
         graph: one step.
         device: on which it runs.
+        idle: whether the run's memory says that nothing ran. On a CPU the time is then held to the rate that was measured there.
     """
     needs = _needs(graph)
     if target == "memory":
@@ -70,7 +72,7 @@ def least(target: Target, graph: OpGraph, device: Device) -> float:
     launch_s = _SHORTEST_LAUNCH * device.launch_overhead_s
     if device.kind == "cpu":
         products_s = needs.product_flops / device.peak_flops["fp32"] if graph.precision == "fp32" else 0.0
-        return max(launch_s, products_s / _UNSURE_OF_RATES)
+        return max(launch_s, products_s / (1.0 if idle else _UNSURE_OF_RATES))
     faster = _OVERCLOCKED * (1.0 if device.id.partition(":")[0] in catalog() else _UNSURE_OF_RATES)
     products_s = needs.product_flops / max(device.peak_flops.values())
     traffic_s = max(0.0, needs.gradient_bytes - device.l2_bytes) / device.bandwidth_bytes_per_s
