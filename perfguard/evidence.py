@@ -24,7 +24,7 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    the shift would let nothing be said for fifty runs; but no more than six misses within 200 runs, and where many run at once,
    those that were launched before the shift was seen widen as before.
 4. No end of an interval is moved by more than a factor of ten (`predictor.widened_log_sigma`). Where that is too little, and the
-   readings do not agree with each other on a factor either, which could be learnt, the predictor does not fit what runs here.
+   readings of a kind of step do not agree on a factor either, which could be learnt, the predictor does not fit what runs here.
    Then nothing that was read until that run is learnt, intervals are the predictor's own again, and what comes next is learnt.
 
 All of it is a function of the log alone, so every process that reads the same log comes to the same result.
@@ -288,7 +288,8 @@ def why_impossible(observation: Observation, target: Target) -> str | None:
 
 def _too_little(observation: Observation, value: float, target: Target) -> str | None:
     """Why physics does not let a complete run need so little; None if it does. With status "oom" memory is a lower bound."""
-    bound = least_reading(target, observation.graph, observation.device)
+    idle = target == "time" and why_impossible(observation, "memory") is not None
+    bound = least_reading(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:
         return None
     if target == "memory":
@@ -340,7 +341,7 @@ def _widening(
     """
     log_width = 0.0
     last_misfit: int | None = None
-    scores: list[float] = []  # since then
+    scores: defaultdict[Hashable, list[float]] = defaultdict(list)  # since then, by kind of step
     moved: dict[int, float] = {}  # by each run
     forgiven: list[tuple[int, float]] = []
     undone = {shift.noticed: shift for shift in shifts}
@@ -360,10 +361,11 @@ def _widening(
         score = _score(observations[index], target)
         if score is None:
             continue
-        scores.append(score)
+        scores[_kind_of(observations[index].graph)].append(score)
         widest = min(_WIDEST, math.log1p(MOST_WIDENED / HALF_INTERVAL / _own_log_sigma(observations[index], target)))
-        if log_width >= widest and HALF_INTERVAL * _scatter(scores) > MOST_WIDENED:
-            last_misfit, log_width, scores, moved = index, 0.0, [], {}
+        if log_width >= widest and HALF_INTERVAL * _scatter(list(scores.values())) > MOST_WIDENED:
+            last_misfit, log_width, moved = index, 0.0, {}
+            scores.clear()
     return math.exp(log_width), last_misfit
 
 
@@ -372,10 +374,12 @@ def _own_log_sigma(observation: Observation, target: Target) -> float:
     return observation.predicted[target].log_sigma / observation.widening.get(target, 1.0)
 
 
-def _scatter(values: Sequence[float]) -> float:
-    """Standard deviation by the median distance from the median."""
-    middle = statistics.median(values)
-    return _MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in values)
+def _scatter(groups: Sequence[Sequence[float]]) -> float:
+    """Standard deviation of what is in the groups, by the median distance from the median of each."""
+    middles = map(statistics.median, groups)
+    return _MAD_OF_NORMAL * statistics.median(
+        abs(value - middle) for middle, group in zip(middles, groups, strict=True) for value in group
+    )
 
 
 def _is_missed(observation: Observation, target: Target, width: float) -> bool | None:

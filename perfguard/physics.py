@@ -12,12 +12,13 @@
                    their FLOPs (Winograd's F(4x4, 3x3); Lavin and Gray 2016) and attention half (a causal mask); and the
                    gradients, written once at the peak bandwidth as far as the cache does not hold them. Rates of a GPU that is
                    not in the catalog are guesses, so its bound is a tenth of that. On a CPU the rates are measured, now and then
-                   while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone.
+                   while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone;
+                   a third where the run's memory says as well that nothing ran.
 
 No traffic of activations is counted: caches and fusion save it. Nothing here needs a replay of the allocator.
 
-:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. A step that is over the budget
-by that alone is hopeless.
+:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. A step that is over the
+budget by that alone is hopeless.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _NEWLY_MAPPED, _MAPPED_OF_ALL = 0.5, 0.1
 _SHARE_OF_FLOPS = {"conv": 0.25, "conv_backward": 0.25, "attention": 0.5, "matmul": 1.0, "rnn": 1.0}
 """What the fastest algorithm computes of an operator's FLOPs, by the kind of operator."""
 _OVERCLOCKED = 1.25
-_UNSURE_OF_RATES = 10.0
+_UNSURE_OF_RATES, _UNSURE_WHERE_IDLE = 10.0, 3.0
+"""Honest steps take half of their products at the measured rate and more (2 busy cores, 10 networks, 2026-11-22)."""
 _SHORTEST_LAUNCH = 0.5
 
 NAME = "lower-bound"
@@ -84,13 +86,14 @@ class _Needs(NamedTuple):
     product_flops: float
 
 
-def least_reading(target: Target, graph: OpGraph, device: Device) -> float:
+def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool = False) -> float:
     """Return the least that a measurement of ``graph`` on ``device`` can show: bytes at the peak, or seconds of a step.
 
     Args:
         target: "memory" as a Measurement has it: of a GPU what the process takes, of a CPU the growth of the resident set.
         graph: one step.
         device: on which it runs.
+        idle: whether the run's memory says that nothing ran, so that less trust is due to its time. Matters on a CPU.
     """
     needs = _needs(graph)
     if target == "memory":
@@ -100,7 +103,7 @@ def least_reading(target: Target, graph: OpGraph, device: Device) -> float:
     launch_s = _SHORTEST_LAUNCH * device.launch_overhead_s
     if device.kind == "cpu":
         products_s = needs.product_flops / device.peak_flops["fp32"] if graph.precision == "fp32" else 0.0
-        return max(launch_s, products_s / _UNSURE_OF_RATES)
+        return max(launch_s, products_s / (_UNSURE_WHERE_IDLE if idle else _UNSURE_OF_RATES))
     faster = _OVERCLOCKED * (1.0 if device.id.partition(":")[0] in catalog() else _UNSURE_OF_RATES)
     products_s = needs.product_flops / max(device.peak_flops.values())
     traffic_s = max(0.0, needs.gradient_bytes - device.l2_bytes) / device.bandwidth_bytes_per_s

@@ -574,7 +574,7 @@ class Search:
                 f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
                 "trial that is more likely to fit than not (said once). More trials than `risk` says may break a budget. "
                 "Raise the budget, or the risk, to have this said no more.",
-                topic="patience",
+                about="patience",
             )
         self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
 

@@ -157,7 +157,7 @@ def marks_steps(run: Any) -> None:
 
 def sleeps_in_steps(run: Any) -> None:
     for _ in range(4):
-        time.sleep(0.002)
+        time.sleep(0.0005)
         run.step()
 
 
