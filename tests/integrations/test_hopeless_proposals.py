@@ -15,6 +15,8 @@ from torch import nn
 from perfguard import Workload
 from perfguard_optuna import PerfGuardPruner, create_study, record_of
 
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
+
 LARGEST = 10**12
 
 

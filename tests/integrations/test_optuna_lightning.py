@@ -156,7 +156,7 @@ class Placed(Net):
 def test_what_does_not_fit_is_pruned_before_it_is_moved_to_the_device() -> None:
     study = study_of(make_guard(), [LARGE], Placed)
     assert states(study) == [PRUNED]
-    assert record_of(study.trials[0]).reason.startswith("needs 5.")
+    assert record_of(study.trials[0]).reason.startswith("needs at least 5.")
     assert Net.seen == ["meta"]
 
 

@@ -29,7 +29,9 @@ from torch import nn
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
+
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
 WIDTHS = [2**k for k in range(3, 13)]
 BATCHES = [8, 32, 128, 1024]
@@ -79,7 +81,7 @@ def objective(trial: optuna.Trial) -> float:
 def study_of(way: str, inner: BaseSampler, **options: Any) -> optuna.Study:
     """One that has run; a plain one has the sampler around ``inner``."""
     defaults: dict[str, Any] = {"build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False}
-    pruner = PerfGuardPruner("a100", **(defaults | options))
+    pruner = PerfGuardPruner(BARE_A100, **(defaults | options))
     if way == "guarded study":
         study: optuna.Study = create_study(sampler=inner, direction="maximize", pruner=pruner)
     else:
@@ -154,7 +156,7 @@ def test_a_rejected_point_is_judged_again_once_after_the_guard_may_have_learnt()
 
     predictor = Learns()
     pruner = PerfGuardPruner(
-        "a100", build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
+        BARE_A100, build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
     )
     study = create_study(pruner=pruner)
 
@@ -182,7 +184,7 @@ class Scattering(ReplayPredictor):
 def test_a_machine_whose_times_scatter_does_not_end_a_study_that_has_trials_to_run(way: str) -> None:
     """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
     pruner = PerfGuardPruner(
-        "a100", build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
+        BARE_A100, build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
     )
     median = pruner.guard.trace(build_of(100)).peak_live_bytes / 2**20
     assert 0.004 < median < 0.02, "the toy's smallest trials need about half of the budget"

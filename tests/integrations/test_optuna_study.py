@@ -307,7 +307,7 @@ def test_an_interrupted_study_is_logged_and_goes_on_later() -> None:
     with pytest.raises(KeyboardInterrupt):
         study.optimize(failing_at(1, KeyboardInterrupt()), n_trials=3, pruner=pruner)
     assert states(study)[:2] == [COMPLETE, FAIL]
-    assert statuses(pruner, study) == ["ok", "failed"]
+    assert statuses(pruner, study) == ["ok", "interrupted"]
     study.optimize(objective, n_trials=1, count="proposed")
     assert statuses(pruner, study) == ["ok", "failed", "ok"]
 

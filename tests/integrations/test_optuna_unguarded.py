@@ -15,7 +15,9 @@ from torch import nn
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study, summarize
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
+
+pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
 COMPLETE, PRUNED, FAIL = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
 SMALL, LARGE = 8, 4096
@@ -50,7 +52,7 @@ def asks(trial: optuna.Trial) -> float:
 
 def make_pruner(**options: Any) -> PerfGuardPruner:
     defaults: dict[str, Any] = {
-        "gpu": "a100", "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
+        "gpu": BARE_A100, "build": build, "memory_budget": "1MiB", "predictor": ReplayPredictor(), "log": False,
     }  # fmt: skip
     return PerfGuardPruner(**(defaults | options))
 
@@ -260,7 +262,7 @@ def test_a_strict_error_that_quotes_out_of_memory_does_not_prune() -> None:
 def test_warnings_point_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them pointed at perfguard/guard.py. One of these comes from a thread of Optuna's."""
     monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", 4)
-    guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
+    guard = OptunaGuard(BARE_A100, predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
 
     def inline(trial: optuna.Trial) -> float:
         with guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean):

@@ -299,16 +299,16 @@ def test_run_whose_search_is_not_the_guarded_one_is_pointed_out() -> None:
 
 
 def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu="a100")
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
     ledger = search.ledger
     ledger.judge({"width": 4096})
     assert capsys.readouterr().out == "", "silent, unless Tune is not"
     ledger.verbose = 1
-    for width in (8192, 8192, 2**30, 8):
+    for width in (5000, 5000, 2**30, 8):
         ledger.judge({"width": width, "lr": 0.123456}, trial=3, trial_id="a")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "PerfGuard turned down width=8192, lr=0.1235",
+        "PerfGuard turned down width=5000, lr=0.1235",
         "PerfGuard turned down width=1073741824, lr=0.1235",
     ]
     assert lines[0].endswith(", the budget is 1.00 MiB")
@@ -327,7 +327,7 @@ def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
 
 
 def test_rejections_and_counts_outlive_the_driver() -> None:
-    search, again = (guarded(memory_budget="1MiB", predictor=ReplayPredictor()) for _ in range(2))
+    search, again = (guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100) for _ in range(2))
     search.ledger.judge({"width": 4096})
     again.set_state(cloudpickle.loads(cloudpickle.dumps(search.get_state())))
     assert again.ledger.judge({"width": 4096}).rejected

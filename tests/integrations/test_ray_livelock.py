@@ -20,11 +20,11 @@ from torch import nn
 from perfguard import Workload
 from perfguard.exceptions import NothingFeasibleWarning
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
-from tests.doubles import ReplayPredictor
+from tests.doubles import BARE_A100, ReplayPredictor
 
 FITS_UP_TO = 1600
 """Widths up to this one need less than the budget of 1 MiB, by far or by little."""
-OPTIONS: dict[str, Any] = {"gpu": "a100", "memory_budget": "1MiB", "log": False, "predictor": ReplayPredictor()}
+OPTIONS: dict[str, Any] = {"gpu": BARE_A100, "memory_budget": "1MiB", "log": False, "predictor": ReplayPredictor()}
 NUM_SAMPLES = 6
 
 
