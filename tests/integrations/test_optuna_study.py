@@ -309,7 +309,7 @@ def test_an_interrupted_study_is_logged_and_goes_on_later() -> None:
     assert states(study)[:2] == [COMPLETE, FAIL]
     assert statuses(pruner, study) == ["ok", "interrupted"]
     study.optimize(objective, n_trials=1, count="proposed")
-    assert statuses(pruner, study) == ["ok", "failed", "ok"]
+    assert statuses(pruner, study) == ["ok", "interrupted", "ok"]
 
 
 def test_a_trial_that_the_objective_prunes_is_measured() -> None:
