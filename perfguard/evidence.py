@@ -8,7 +8,7 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    prediction, until others agree with it: the same step measured again, or four suspects among eight readings (in a row, or in a
    row of steps of one kind), because then it is the prediction that is wrong. A trial that ended after less than a tenth of the
    steps that trials usually have, because its loss was NaN or because somebody suspended the machine, agrees with nobody: its
-   steps are mostly warm-up.
+   steps are mostly warm-up. Nor is a time believed with four impossible ones near it: another program ran.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
    sum of z - k, with k one (Page 1954), each z being that of the interval before it was widened (3), in units of their scatter
@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -240,9 +240,25 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
                 released += recent
         for other in released:
             suspects.pop(other, None)
+    if target == "time":  # a resident set that reuses memory reads too little in honest runs, too
+        refused |= _beside_impossible([*sorted({*refused, *counted})], {*refused})
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
+
+
+def _beside_impossible(measured: Sequence[int], impossible: Collection[int]) -> dict[int, str]:
+    """The readings among ``measured`` with four impossible ones near them, two of them or more before, and a reason.
+
+    A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
+    """
+    found: dict[int, str] = {}
+    for position, index in enumerate(measured):
+        before, after = measured[max(0, position - _ENOUGH) : position], measured[position + 1 : position + 1 + _ENOUGH]
+        num_before, num_after = (sum(other in impossible for other in beside) for beside in (before, after))
+        if index not in impossible and num_before >= _ENOUGH // 2 and num_before + num_after >= _ENOUGH:
+            found[index] = "most readings beside it are impossible"
+    return found
 
 
 def _kind_of(graph: OpGraph) -> Hashable:

@@ -409,3 +409,16 @@ def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[floa
     generator = random.Random(seed)
     observations = served([generator.gauss(0, sigma) for sigma in scatter], scatter=0.0)
     return [is_inside(row) for row in observations], [math.log(row.widening["time"]) for row in observations]
+
+
+def test_a_possible_time_among_impossible_ones_is_not_believed() -> None:
+    """Finding 2: a mock's readings are possible for its smallest configurations, and one that was believed halved all others."""
+    impossible = [run(total_time_s=-3.0, graph=index) for index in range(8)]
+    of_the_mock = run(time=0.3, graph=50)
+    honest = runs(12, seed=3)
+    evidence = weigh([*honest, *impossible[:4], of_the_mock, *impossible[4:], *runs(12, seed=4)])
+    reasons = [found.reason for found in evidence.quarantined if found.observation is of_the_mock]
+    assert reasons == ["most readings beside it are impossible"]
+    refused = {id(found.observation) for found in evidence.quarantined}
+    assert not refused & {id(row) for row in honest}, "what ran before is believed as before"
+    assert not weigh([*honest, *impossible[:3], of_the_mock, *runs(12, seed=4)]).quarantined[3:], "three are not enough"
