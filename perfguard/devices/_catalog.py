@@ -66,6 +66,12 @@ def find(name: str) -> Device:
     )
 
 
+def is_short_for(name: str, device: Device) -> bool:
+    """Return whether ``name`` is an alias that fits ``device`` as well as the card that it stands for: "a100" fits every A100."""
+    words = next((alias.split("-") for alias in aliases() if _key(alias) == _key(name)), None)
+    return words is not None and set(words) <= set(re.split("[-:]", device.id))
+
+
 def same_name(one: str, other: str) -> bool:
     """Return whether two names are the same but for case, spaces, hyphens and a leading brand."""
     return _key(one) == _key(other)

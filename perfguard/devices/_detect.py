@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
-from perfguard.devices._catalog import find, look_up
+from perfguard.devices._catalog import find, is_short_for, look_up
 from perfguard.devices._cpu import cpu
 from perfguard.devices._spec import Device
 from perfguard.exceptions import ConfigurationError
@@ -62,7 +62,8 @@ def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
 
     Args:
         gpu: a Device (returned as it is), a name from the catalog, "cpu", or "auto": the first GPU that this process may use
-            (``CUDA_VISIBLE_DEVICES``), else the CPU.
+            (``CUDA_VISIBLE_DEVICES``), else the CPU. A short name such as "a100" means that GPU where it fits, so on a machine
+            with an A100 SXM it is an A100 SXM.
         nvml: stands in for the module ``pynvml``.
 
     Raises:
@@ -76,9 +77,11 @@ def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
     name = gpu.strip().lower()
     if name == "cpu":
         return cpu()
-    if name != "auto":
-        return find(gpu)
-    return visible_gpu(nvml=nvml) or cpu()
+    if name == "auto":
+        return visible_gpu(nvml=nvml) or cpu()
+    named = find(gpu)
+    here = visible_gpu(nvml=nvml)
+    return here if here is not None and is_short_for(gpu, here) else named
 
 
 def visible_gpu(*, nvml: Nvml | None = None) -> Device | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -192,6 +192,23 @@ def test_a_name_is_looked_up_without_asking_nvml() -> None:
 def test_anything_but_a_text_or_a_device_is_refused(gpu: Any) -> None:
     with pytest.raises(ConfigurationError, match='gpu must be a text such as "a100"'):
         resolve_device(gpu)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "id_"),
+    [
+        ("a100", "a100-sxm-80gb"),
+        ("A100 80GB", "a100-sxm-80gb"),
+        ("a100-40gb", "a100-pcie-40gb"),
+        ("a100-pcie-40gb", "a100-pcie-40gb"),
+        ("h100", "h100-sxm-80gb"),
+        ("rtx3090", "rtx3090"),
+    ],
+)
+def test_a_short_name_means_the_variant_that_is_here(gpu: str, id_: str) -> None:
+    """Readings count only for the device that gave them: whoever writes "a100" beside an A100 SXM means that card."""
+    here = replace(A100, name="NVIDIA A100-SXM4-80GB", memory_mib=81920)
+    assert resolve_device(gpu, nvml=FakeNvml([here])).id == id_
 
 
 def test_cpu_and_auto_without_a_gpu_are_this_processor() -> None:
