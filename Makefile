@@ -41,10 +41,10 @@ clean:
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes first: the looser "torch>=2.6" of pyproject.toml would take the CUDA build.
-$(INSTALLED): pyproject.toml | $(BIN)/pip
+$(INSTALLED): pyproject.toml models/pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --group dev --group zoo
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --editable ./models --group dev --group zoo
 	@touch $@
 
 # Debian without python3-venv has no ensurepip; its own pip can then put pip into the environment.

@@ -12,7 +12,7 @@ from perfguard.cli._collect import add_arguments as add_collect_arguments
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
 from perfguard.cli._log import run_log_command
-from perfguard.exceptions import PerfGuardError
+from perfguard.exceptions import ConfigurationError, PerfGuardError
 from perfguard.packing import DEFAULT_SLOWDOWN, Method
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
@@ -21,6 +21,11 @@ __all__ = ["COMMANDS_GROUP", "main"]
 
 COMMANDS_GROUP = "perfguard.commands"
 """Entry-point group for further commands: a function of the words after the command's name."""
+_ELSEWHERE = {
+    "train": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
+    "leaderboard": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
+}
+"""Our own commands that are no part of the main distribution, and how to install them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in installed:
             installed[words[0]].load()(words[1:])
             return 0
+        if words and words[0] in _ELSEWHERE:
+            raise ConfigurationError(f"`perfguard {words[0]}` is not installed. It comes with {_ELSEWHERE[words[0]]}.")
         arguments = _parser(installed.values()).parse_args(words)
         if arguments.command == "evaluate":
             from perfguard.cli._evaluate import evaluate_table
