@@ -1,5 +1,4 @@
-"""Imports point one way, integrations → perfguard ← perfguard_models ← perfguard_training ← perfguard_papers; imports are light; the
-wheels hold what they must."""
+"""Imports point one way and are light, and the wheels hold what they must."""
 
 from __future__ import annotations
 
@@ -13,18 +12,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
+MAIN = (
+    "perfguard",
+    "integrations/perfguard_optuna",
+    "integrations/perfguard_ray",
+    "integrations/perfguard_packing",
+    "models/perfguard_models",
+)
 RESEARCH = ("models/perfguard_training", "models/perfguard_papers")
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)
-_PLUGINS, _MODELS = {"perfguard_optuna", "perfguard_ray"}, {"perfguard_models", "perfguard_training", "perfguard_papers"}
+_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_packing"}
+_MODELS = {"perfguard_models", "perfguard_training", "perfguard_papers"}
 FORBIDDEN = {
     "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray"},
     "models/perfguard_models": {*_PLUGINS, "perfguard_training", "perfguard_papers", "optuna", "ray"},
     "models/perfguard_training": {*_PLUGINS, "perfguard_papers", "optuna", "ray"},
     "models/perfguard_papers": {*_PLUGINS, "optuna", "ray"},
-    "integrations/perfguard_optuna": {"perfguard_ray", *_MODELS, "ray"},
-    "integrations/perfguard_ray": {"perfguard_optuna", *_MODELS},
+    "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_packing", *_MODELS, "ray"},
+    "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_packing", *_MODELS},
+    "integrations/perfguard_packing": {"perfguard_optuna", "perfguard_ray", *_MODELS, "optuna", "ray"},
 }
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 

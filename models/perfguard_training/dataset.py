@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The group that it is calibrated with; what can be told from a graph has :attr:`perfguard_models.setting.Setting.group`."""
+        """The group that it is calibrated with, named as :attr:`perfguard_models.setting.Setting.group` names those of graphs."""
         if self.is_single:
             return OPERATOR
         return f"{self.gpu} {self.mode} {self.variant}{' with convolutions' if self.table == 'workload' else ''}"

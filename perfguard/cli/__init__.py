@@ -13,7 +13,6 @@ from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
 from perfguard.cli._log import run_log_command
 from perfguard.exceptions import ConfigurationError, PerfGuardError
-from perfguard.packing import DEFAULT_SLOWDOWN, Method
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
 
@@ -65,10 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perfguard.cli._learn import run_weights_command
 
             run_weights_command(arguments)
-        elif arguments.command == "pack":
-            from perfguard.cli._pack import show_schedule
-
-            show_schedule(arguments)
         else:
             from perfguard.cli._predict import show_prediction
 
@@ -117,15 +112,6 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
         commands.add_parser("learn", help="fine-tune the weights on the log, and promote them if they are better")
     )
     add_weights_arguments(commands.add_parser("weights", help="the generations of weights in the log, and back to an older one"))
-    pack = commands.add_parser("pack", help="a schedule for a queue of jobs on several devices")
-    pack.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
-    pack.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")
-    pack.add_argument("--method", choices=get_args(Method), default="best", help="default: best")
-    pack.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs that may share a device (default: 1)")
-    pack.add_argument("--slowdown", type=float, default=DEFAULT_SLOWDOWN, help="of jobs that share a device, 0 to 1")
-    pack.add_argument("--seed", type=int, default=0, help="of the genetic algorithm")
-    pack.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
-    pack.add_argument("--json", action="store_true", help="data on standard output")
 
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")

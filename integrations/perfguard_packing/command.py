@@ -1,30 +1,39 @@
-"""``perfguard pack``: a schedule for a queue of jobs."""
+"""`perfguard pack`: a schedule for a queue of jobs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from perfguard.exceptions import ConfigurationError
-from perfguard.packing import Schedule, draw_schedule, parse_slots, plan, read_jobs
 from perfguard.quantities import format_bytes, format_seconds
+from perfguard_packing import DEFAULT_SLOWDOWN, Method, Schedule, draw_schedule, parse_slots, plan, read_jobs
 
 
-def show_schedule(arguments: argparse.Namespace) -> None:
-    """Print the schedule for people or as JSON, and draw it where asked."""
+def pack(words: Sequence[str]) -> None:
+    """Plan the jobs of a table, print the schedule for people or as JSON, and draw it where asked.
+
+    Raises:
+        ConfigurationError: for a table or a word that cannot be right.
+    """
+    parser = argparse.ArgumentParser(prog="perfguard pack", description="A schedule for a queue of jobs on several devices.")
+    parser.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
+    parser.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")
+    parser.add_argument("--method", choices=get_args(Method), default="best", help="default: best")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs that may share a device (default: 1)")
+    parser.add_argument("--slowdown", type=float, default=DEFAULT_SLOWDOWN, help="of jobs that share a device, 0 to 1")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
+    parser.add_argument("--json", action="store_true", help="data on standard output")
+    arguments = parser.parse_args(words)
     slots = parse_slots(arguments.gpus)
-    schedule = plan(
-        read_jobs(arguments.jobs, (slot.kind for slot in slots)),
-        slots,
-        method=arguments.method,
-        at_once=arguments.at_once,
-        slowdown=arguments.slowdown,
-        seed=arguments.seed,
-    )
+    jobs = read_jobs(arguments.jobs, (slot.kind for slot in slots))
+    schedule = plan(jobs, slots, method=arguments.method, at_once=arguments.at_once, slowdown=arguments.slowdown)
     if arguments.plot:
         try:
             Path(arguments.plot).parent.mkdir(parents=True, exist_ok=True)
