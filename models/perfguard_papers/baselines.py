@@ -38,7 +38,7 @@ class _Scaled:
         self._factors: dict[str, float] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`."""
+        """See :class:`perfguard_training.learner.Trainable`."""
         for target, basis in self.basis.items():
             ratio = labels_of(runs, target) - column(runs, basis)
             for name, chosen in _groups(runs, target).items():
@@ -100,7 +100,7 @@ class Trees:
         self._columns = [i for i, name in enumerate(SUMS) if self.replay or not name.startswith(_REPLAY)]
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`."""
+        """See :class:`perfguard_training.learner.Trainable`."""
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         x = sums_table(runs)[:, self._columns]

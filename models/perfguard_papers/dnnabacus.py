@@ -51,7 +51,7 @@ class DNNAbacus:
         self._weights: dict[str, npt.NDArray[np.float64]] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`."""
+        """See :class:`perfguard_training.learner.Trainable`."""
         from sklearn.linear_model import Ridge
 
         x = _table(runs)

@@ -80,7 +80,7 @@ class GraphLearner(ABC):
         torch.stack(list(losses)).sum().backward()
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`. Runs without any label are passed over."""
+        """See :class:`perfguard_training.learner.Trainable`. Runs without any label are passed over."""
         torch.manual_seed(self.settings["seed"])
         y = np.stack([labels_of(runs, target) for target in self.targets], axis=1)
         known = [index for index in range(len(runs)) if not np.isnan(y[index]).all()]

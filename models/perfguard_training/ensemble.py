@@ -49,7 +49,7 @@ class TrainableEnsemble(GuardEnsemble):
     tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`."""
+        """See :class:`perfguard_training.learner.Trainable`."""
         whole = [run for run in runs if not run.is_single]
         self.constant = _constant_of(whole)
         half = column(whole, "half") > 0 if whole else ()

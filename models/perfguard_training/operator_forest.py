@@ -35,7 +35,7 @@ class TrainableForest(OperatorForest):
     tables: ClassVar[tuple[str, ...]] = ("operator", "transformer")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`. Fitted in half a minute, it keeps no checkpoint."""
+        """See :class:`perfguard_training.learner.Trainable`. Fitted in half a minute, it keeps no checkpoint."""
         timed = [run for run in runs if "time" in run.labels]
         single, whole = [run for run in timed if run.is_single], [run for run in timed if not run.is_single]
         if single:

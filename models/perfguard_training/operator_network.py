@@ -26,7 +26,7 @@ class TrainableNetwork(OperatorNetwork):
     tables: ClassVar[tuple[str, ...]] = ALL_TABLES
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_models.learner.Learner`. A run without a measured peak still bounds it by its card's memory."""
+        """See :class:`perfguard_training.learner.Trainable`. A run without a measured peak bounds it by its card's memory."""
         torch.manual_seed(self.settings["seed"])
         self._fit_scale(runs)
         self.network = Network(self.settings["hidden"]).float()
