@@ -57,7 +57,8 @@ def some_runs() -> list[Run]:
     return found
 
 
-def fitted(name: str, runs: list[Run], **options: Any) -> Trainable:
-    learner = learner_class(name)(**SMALL.get(name, {}))
+def fitted(name: str, runs: list[Run], *, epochs: int | None = None, **options: Any) -> Trainable:
+    """The learner ``name`` with small settings, fitted to ``runs``; ``options`` are those of `fit`."""
+    learner = learner_class(name)(**SMALL.get(name, {}) | ({} if epochs is None else {"epochs": epochs}))
     learner.fit(runs, **options)
     return learner

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 from perfguard.exceptions import ConfigurationError
@@ -125,7 +126,7 @@ def plan(
     if not jobs:
         return Schedule((), method)
     problem = _Problem.of(jobs, slots, at_once=at_once, slowdown=slowdown)
-    if method == "exact" or (method == "best" and at_once == 1 and _has_ortools()):
+    if method == "exact" or (method == "best" and at_once == 1 and find_spec("ortools")):
         return _plan_exactly(problem, time_limit_s)
     return problem.schedule(problem.longest_first(), method="longest-first")
 
@@ -218,14 +219,6 @@ def _plan_exactly(problem: _Problem, time_limit_s: float) -> Schedule:
         return problem.schedule(hint, method="longest-first")
     assignment = tuple(next(index for index, variable in of_job.items() if solver.boolean_value(variable)) for of_job in on)
     return Schedule(problem.schedule(assignment, method="exact").placements, "exact", is_optimal=status == cp_model.OPTIMAL)
-
-
-def _has_ortools() -> bool:
-    try:
-        from ortools.sat.python import cp_model  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _nowhere(job: Job, slots: Sequence[Slot]) -> str:

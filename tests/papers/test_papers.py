@@ -36,7 +36,7 @@ def runs() -> list[Run]:
 
 @pytest.mark.parametrize("name", ["dnnperf", "perfseer", "dippm", "lilou"])
 def test_a_papers_network_answers_within_what_it_has_seen(name: str, runs: list[Run]) -> None:
-    learner = fitted(name, runs)
+    learner = fitted(name, runs, epochs=5)
     huge = [
         run._replace(view=run.view | {"nodes": run.view["nodes"] * 1e9, "globals": run.view["globals"] * 1e9}) for run in runs
     ]

@@ -31,7 +31,11 @@ def runs() -> list[Run]:
     return some_runs()
 
 
-@pytest.mark.parametrize("name", NAMES)
+PAPERS = ("dnnperf", "perfseer", "dippm", "lilou", "dnnabacus")
+"""They learn by the same loop as GuardNet's network, for sixty epochs."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in PAPERS else ()) for name in NAMES])
 def test_a_learner_learns_and_its_tensors_are_all_of_it(name: str, runs: list[Run]) -> None:
     learner = fitted(name, runs)
     predicted = learner.predict(runs)
@@ -62,7 +66,7 @@ def test_physics_with_a_constant_is_learnt_closely(name: str, runs: list[Run]) -
 
 @pytest.mark.parametrize("name", ["guardnet-network", "dippm"])
 def test_a_killed_training_ends_as_if_it_had_not_been(name: str, runs: list[Run], tmp_path: Path) -> None:
-    whole = fitted(name, runs).predict(runs)
+    whole = fitted(name, runs, epochs=4).predict(runs)
     path = tmp_path / "checkpoint"
 
     def kill(done: int, of: int, loss: float) -> None:
@@ -70,10 +74,10 @@ def test_a_killed_training_ends_as_if_it_had_not_been(name: str, runs: list[Run]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fitted(name, runs, on_epoch=kill, checkpoint=path)
+        fitted(name, runs, epochs=4, on_epoch=kill, checkpoint=path)
     assert path.is_file()
     epochs: list[int] = []
-    resumed = fitted(name, runs, on_epoch=lambda done, of, loss: epochs.append(done), checkpoint=path)
+    resumed = fitted(name, runs, epochs=4, on_epoch=lambda done, of, loss: epochs.append(done), checkpoint=path)
     assert epochs[0] > 1
     for target, values in resumed.predict(runs).items():
         np.testing.assert_allclose(values, whole[target], rtol=1e-5, equal_nan=True)
@@ -104,7 +108,7 @@ def test_a_pair_that_brackets_the_card_moves_the_prediction_between_them(runs: l
 
 
 def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
-    learner = fitted("dippm", [run._replace(labels={"time": run.labels["time"]}) for run in runs])
+    learner = fitted("dippm", [run._replace(labels={"time": run.labels["time"]}) for run in runs], epochs=5)
     said = learner.predict(runs)
     assert np.isfinite(said["time"]).all()
     assert np.isnan(said["memory"]).all()
