@@ -287,7 +287,7 @@ def families() -> Iterator[tuple[str, Callable[[Device], SizedGraphs]]]:
         for pair in widths:
             with torch.device("meta"):
                 model = make(*pair)
-            loss = {"loss": lambda y: y.float().mean()} if fields["mode"] == "train" else {}
+            loss: dict[str, Any] = {"loss": lambda y: y.float().mean()} if fields["mode"] == "train" else {}
             found.append(trace(Workload(model, inputs, **fields, **loss), target=device))
         return SizedGraphs.of(found)
 

@@ -166,7 +166,7 @@ def case_of(scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], cac
     assert isinstance(learner, GuardEnsemble)
     by_key = {key_of(run): run for run in runs}
     rows = streamed_of(scenario, tables, runs, {}, cache).rows
-    return Case(scenario.target, rows, learner._networks[0], [by_key[key_of(row.run)] for row in rows])
+    return Case(scenario.target, rows, learner.networks[0], [by_key[key_of(row.run)] for row in rows])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Predictor
+from perfguard_models import guardnet
 from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.trained import write_trained
 from perfguard_papers import served
@@ -115,3 +117,9 @@ def test_weights_that_cannot_be_right_are_refused(weights: Path, change: dict[st
 def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(PredictorError, match="perfguard train TABLE --predictor dippm"):
         served.load("dippm", tmp_path / "nothing")
+
+
+def test_guardnet_refuses_the_weights_of_another_predictor() -> None:
+    # GuardNet is installed without the other predictors' code: it must say so, not fail on a missing class.
+    with pytest.raises(PredictorError, match="GuardNet has no learner 'trees'.*another predictor's weights"):
+        guardnet.load(Path(str(files("perfguard_papers") / "weights" / "trees")))
