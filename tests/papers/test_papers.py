@@ -121,5 +121,5 @@ def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
 
 def test_guardnet_refuses_the_weights_of_another_predictor() -> None:
     # GuardNet is installed without the other predictors' code: it must say so, not fail on a missing class.
-    with pytest.raises(PredictorError, match="GuardNet has no learner 'trees'.*another predictor's weights"):
+    with pytest.raises(PredictorError, match=r"GuardNet has no learner 'trees'.*another predictor's weights"):
         guardnet.load(Path(str(files("perfguard_papers") / "weights" / "trees")))
