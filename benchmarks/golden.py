@@ -316,7 +316,17 @@ def runs_of(graphs: Sequence[OpGraph], device: Device, predictor: Predictor) -> 
 
 
 def predicted(every: int) -> dict[str, Row]:
-    """Every prediction by its name: predictor, device, how it was asked for, graph."""
+    """Every prediction by its name: predictor, device, how it was asked for, graph. On one thread of PyTorch: sums in another order
+    differ in their last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _predicted(every)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _predicted(every: int) -> dict[str, Row]:
     devices = {"cpu": CPU} | {name: resolve_device(name) for name in GPUS}
     names = sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - {DEFAULT})
     default, others = load_predictor(DEFAULT), {name: load_predictor(name) for name in names}
@@ -394,7 +404,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="take every n-th graph (default: 1; with --check: as the file)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"of logarithms (default: {TOLERANCE})")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)  # sums in another order differ in their last bits
     if arguments.write is not None:
         rows = predicted(arguments.every)
         write(arguments.write, arguments.every, rows)
