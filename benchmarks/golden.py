@@ -316,8 +316,10 @@ def runs_of(graphs: Sequence[OpGraph], device: Device, predictor: Predictor) -> 
 
 
 def predicted(every: int) -> dict[str, Row]:
-    """Every prediction by its name: predictor, device, how it was asked for, graph. On one thread of PyTorch: sums in another order
-    differ in their last bits."""
+    """Every prediction by its name: predictor, device, how it was asked for, graph.
+
+    PyTorch has one thread meanwhile: sums in another order differ in their last bits.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
