@@ -52,10 +52,10 @@ clean:
 # imported beside a CPU build of torch; beside any other torch it does nothing.
 SHIM := $(wildcard tools/torchvision_beside_cpu_torch.*)
 
-$(INSTALLED): pyproject.toml $(SHIM) | $(BIN)/pip
+$(INSTALLED): pyproject.toml models/pyproject.toml $(SHIM) | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --group dev --group zoo
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --editable ./models --group dev --group zoo
 	cp $(SHIM) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 

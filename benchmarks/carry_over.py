@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from perfguard_models.dataset import dataset_of
 from perfguard_models.sums import SUMS
+from perfguard_training.dataset import dataset_of
 
 
 def main() -> None:

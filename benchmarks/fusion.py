@@ -34,8 +34,9 @@ from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import roofline_s
 from perfguard.predictor import load_predictor
-from perfguard_models import kernels, train_fusion
 from perfguard_models.fusion import as_compiled
+from perfguard_papers import kernels
+from perfguard_training import train_fusion
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from nas_space import network, random_cell
@@ -135,9 +136,9 @@ def _in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 def print_cards() -> None:
     """The tables of the shipped weights."""
-    folder = files("perfguard_models") / "weights"
-    train_fusion.print_scores(json.loads((folder / "fusion.json").read_text(encoding="utf-8"))["scores"])
-    card = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    of_fusion, of_kernels = (files(package) / "weights" for package in ("perfguard_models", "perfguard_papers"))
+    train_fusion.print_scores(json.loads((of_fusion / "fusion.json").read_text(encoding="utf-8"))["scores"])
+    card = json.loads((of_kernels / "kernels.json").read_text(encoding="utf-8"))
     kernels.print_scores(card["scores"], card["guardnet"])
 
 

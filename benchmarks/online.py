@@ -40,14 +40,15 @@ from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
 from perfguard_models._engines import Answer, Answers, GpuEngine
 from perfguard_models.calibration import Calibration
-from perfguard_models.dataset import Run, dataset_of, graphs_of
-from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.guardnet import GuardNet
-from perfguard_models.leaderboard import predictions
-from perfguard_models.learner import identity_of
-from perfguard_models.registry import source_of
-from perfguard_models.served import Trained, group_of, read_trained, write_trained
-from perfguard_models.summary import NOTHING, Summary, drawn, summary_of
+from perfguard_models.summary import NOTHING, Summary
+from perfguard_models.trained import Trained, read_trained, write_trained
+from perfguard_training.dataset import Run, dataset_of, graphs_of
+from perfguard_training.ensemble import TrainableEnsemble
+from perfguard_training.leaderboard import predictions
+from perfguard_training.learner import identity_of
+from perfguard_training.registry import source_of
+from perfguard_training.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
 MOST_OPERATORS = 30_000
@@ -284,10 +285,10 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Tra
     place = cache / "online" / f"{re.sub(r'[^A-Za-z0-9]+', '-', scenario.name.split(',')[0])}-{identity}"
     if not place.with_suffix(".json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        learner = GuardEnsemble()
+        learner = TrainableEnsemble()
         learner.fit(seen)
         shipped = json.loads((files("perfguard_models") / "weights" / "guardnet.json").read_text())["calibration"]
-        gone = {group_of(run) for run in runs} - {group_of(run) for run in seen}
+        gone = {run.group for run in runs} - {run.group for run in seen}
         scale = {name: value for name, value in shipped["scale"].items() if name.partition("/")[2] not in gone}
         card = {"version": 1, "trained_devices": sorted({run.gpu for run in seen})}
         write_trained(place, "guardnet", learner, card, Calibration(shipped["floor"], scale))
@@ -352,7 +353,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{datetime.date.today()}, {arguments.seeds} orders of up to {arguments.rows} rows")
     by_all = said_by_all(arguments.tables, arguments.cache)
-    views = GuardEnsemble.views
+    views = TrainableEnsemble.views
     runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=MOST_OPERATORS).runs
     found = []
     for scenario in SCENARIOS:

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from perfguard import TensorSpec, Workload
 from perfguard.devices import resolve_device
-from perfguard.exceptions import PredictorError
 from perfguard.graph import OpGraph, trace
 from perfguard.tables import timm_model
-from perfguard_models.registry import NAMES
-from perfguard_models.served import as_run, read_trained
+from perfguard_models.trained import read_trained, step_of
+from perfguard_papers.served import FEATURE_SETS
+from perfguard_training.registry import NAMES, learner_class
 
 _BATCH = 64
 _REPEATS = 15
@@ -80,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = resolve_device(arguments.gpu)
     graph = workload(64)
-    folder = files("perfguard_models") / "weights"
+    folders = [files(package) / "weights" for package in ("perfguard_models", "perfguard_papers")]
     cores = os.cpu_count() or 1
     table = Table(
         title=f"A step of {len(graph.ops)} operators; {time.strftime('%Y-%m-%d')}, {cores} cores, {platform.processor()}"
@@ -88,14 +88,16 @@ def main() -> None:
     for heading in ("predictor", "memory", "time", "see ms", "say ms", "graphs/s", "parameters", "MB"):
         table.add_column(heading, justify="left" if heading == "predictor" else "right")
     for name in NAMES:
-        tensors = folder / f"{name}.safetensors"
-        try:
-            learner, card, _ = read_trained(tensors, folder / f"{name}.json", name)
-        except PredictorError:
+        folder = next((folder for folder in folders if (folder / f"{name}.json").is_file()), None)
+        if folder is None:
             continue  # it ships no weights
+        tensors = folder / f"{name}.safetensors"
+        learner, card, _ = read_trained(
+            tensors, folder / f"{name}.json", name, learner_of=learner_class, feature_sets=FEATURE_SETS
+        )
         torch.set_num_threads(1)
-        see = median_s(lambda: as_run(learner, graph, device))  # noqa: B023
-        run = as_run(learner, graph, device)
+        see = median_s(lambda: step_of(learner, graph, device, FEATURE_SETS))  # noqa: B023
+        run = step_of(learner, graph, device, FEATURE_SETS)
         say = median_s(lambda: learner.predict([run]))  # noqa: B023
         torch.set_num_threads(cores)
         many = [run] * _BATCH

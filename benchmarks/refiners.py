@@ -39,11 +39,11 @@ from perfguard.devices import resolve_device
 from perfguard.predictor import Observation, Target
 from perfguard_models._engines import physics_of
 from perfguard_models._residual import learnt
-from perfguard_models.dataset import Run, dataset_of
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.guardnet import _residuals_of
-from perfguard_models.operator_network import OperatorNetwork, _parts
+from perfguard_models.operator_network import OperatorNetwork, batches_of
 from perfguard_models.refinement import Lesson, refined, rows_of
+from perfguard_training.dataset import Run, dataset_of
 
 _FOLDS = 4
 _HUBER = 0.1
@@ -108,14 +108,14 @@ def _by_gradient(
     runs, others = [case.runs[index] for index in learn], [case.runs[index] for index in judge]
 
     def tuned(indices: Sequence[int]) -> nn.Module:
-        net = copy.deepcopy(case.network._network).eval()
+        net = copy.deepcopy(case.network.network).eval()
         parameters = list(chosen(net))
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
         own = [runs[index] for index in indices]
-        batches = [(part, case.network._pack([own[index] for index in part])) for part in _parts(own, range(len(own)))]
+        batches = [(part, case.network.pack([own[index] for index in part])) for part in batches_of(own, range(len(own)))]
         wanted = torch.from_numpy(left[list(indices)]).float()
         with torch.no_grad():
-            before = [case.network._network(packed)[1] for _, packed in batches]
+            before = [case.network.network(packed)[1] for _, packed in batches]
         for _ in range(epochs):
             for (part, packed), said in zip(batches, before, strict=True):
                 loss = nn.functional.huber_loss(net(packed)[1] - said, wanted[part], delta=_HUBER) / _HUBER
@@ -128,9 +128,9 @@ def _by_gradient(
     def moved(net: nn.Module, asked: Sequence[Run]) -> Values:
         found = np.zeros(len(asked))
         with torch.no_grad():
-            for part in _parts(asked, range(len(asked))):
-                packed = case.network._pack([asked[index] for index in part])
-                found[part] = (net(packed)[1] - case.network._network(packed)[1]).double().numpy()
+            for part in batches_of(asked, range(len(asked))):
+                packed = case.network.pack([asked[index] for index in part])
+                found[part] = (net(packed)[1] - case.network.network(packed)[1]).double().numpy()
         return found
 
     own, order = np.zeros(len(learn)), np.random.default_rng(0).permutation(len(learn))
@@ -166,7 +166,7 @@ def case_of(scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], cac
     assert isinstance(learner, GuardEnsemble)
     by_key = {key_of(run): run for run in runs}
     rows = streamed_of(scenario, tables, runs, {}, cache).rows
-    return Case(scenario.target, rows, learner._networks[0], [by_key[key_of(row.run)] for row in rows])
+    return Case(scenario.target, rows, learner.networks[0], [by_key[key_of(row.run)] for row in rows])
 
 
 def main() -> None:

@@ -38,11 +38,11 @@ from rich.table import Table
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.guard import Decision, Verdict
-from perfguard_models.dataset import Run
-from perfguard_models.held_out import Judged, log_sigmas_of
-from perfguard_models.leaderboard import predictions
 from perfguard_models.sums import SUMS
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
+from perfguard_training.dataset import Run
+from perfguard_training.held_out import Judged, log_sigmas_of
+from perfguard_training.leaderboard import predictions
 
 _POLICIES = ("none", "fake", "pruner", "sampler", "oracle")
 _STEPS = 2000

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from perfguard_models.baselines import column, sums_table
-from perfguard_models.dataset import Run, dataset_of, folds
-from perfguard_models.leaderboard import label_of
-from perfguard_models.learner import labels_of
+from perfguard_models.learner import column, sums_table
+from perfguard_training.dataset import Run, dataset_of, folds
+from perfguard_training.leaderboard import label_of
+from perfguard_training.learner import labels_of
 
 Array = npt.NDArray[np.float64]
 _START = {"memory": "log_reserved", "time": "log_roofline"}

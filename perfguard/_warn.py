@@ -10,7 +10,8 @@ from types import FrameType
 _NOT_THE_USERS = frozenset(
     {
         "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
-        "perfguard_models", "perfguard_optuna", "perfguard_ray", "pytorch_lightning", "ray", "threading", "torch", "transformers",
+        "perfguard_models", "perfguard_optuna", "perfguard_packing", "perfguard_papers", "perfguard_ray", "perfguard_training",
+        "pytorch_lightning", "ray", "threading", "torch", "transformers",
     }
 )  # fmt: skip
 """Packages through which a user's call comes to us. `warnings.warn(skip_file_prefixes=...)` would do this from Python 3.12 on."""

@@ -1,4 +1,4 @@
-"""Imports point one way, integrations → perfguard ← perfguard_models; imports are light; the wheel holds what it must."""
+"""Imports point one way and are light, and the wheels hold what they must."""
 
 from __future__ import annotations
 
@@ -12,12 +12,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("perfguard", "integrations/perfguard_optuna", "integrations/perfguard_ray", "models/perfguard_models")
+MAIN = (
+    "perfguard",
+    "integrations/perfguard_optuna",
+    "integrations/perfguard_ray",
+    "integrations/perfguard_packing",
+    "models/perfguard_models",
+)
+RESEARCH = ("models/perfguard_training", "models/perfguard_papers")
+"""What the second distribution, perfguard-research, holds."""
+PACKAGES = (*MAIN, *RESEARCH)
+_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_packing"}
+_MODELS = {"perfguard_models", "perfguard_training", "perfguard_papers"}
 FORBIDDEN = {
-    "perfguard": {"perfguard_optuna", "perfguard_ray", "perfguard_models", "optuna", "ray"},
-    "models/perfguard_models": {"perfguard_optuna", "perfguard_ray", "optuna", "ray"},
-    "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_models", "ray"},
-    "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_models"},
+    "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray"},
+    "models/perfguard_models": {*_PLUGINS, "perfguard_training", "perfguard_papers", "optuna", "ray"},
+    "models/perfguard_training": {*_PLUGINS, "perfguard_papers", "optuna", "ray"},
+    "models/perfguard_papers": {*_PLUGINS, "optuna", "ray"},
+    "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_packing", *_MODELS, "ray"},
+    "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_packing", *_MODELS},
+    "integrations/perfguard_packing": {"perfguard_optuna", "perfguard_ray", *_MODELS, "optuna", "ray"},
 }
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 
@@ -67,6 +81,24 @@ def test_importing_perfguard_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_predicting_loads_no_training() -> None:
+    # A prediction that needs the training's code needs all that this needs: tables, process pools, progress bars.
+    done = run_python("""
+import sys
+from perfguard import Workload, predict
+from perfguard_models import guardnet
+from torch import nn
+
+net = guardnet.load()
+for gpu in ("cpu", "a100", "h100"):
+    predict(Workload(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (4, 8), mode="infer"), gpu=gpu, predictor=net)
+unwanted = ("perfguard_training", "perfguard_papers", "perfguard.tables", "perfguard.collect")
+print(*sorted(name for name in sys.modules if name.startswith(unwanted)))
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
 @pytest.mark.parametrize(
     ("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna"), ("perfguard_ray", "ray", "ray")]
 )
@@ -91,29 +123,44 @@ except ImportError as error:
     assert f"pip install 'perfguard[{extra}]'" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The names of the files in a freshly built wheel."""
+@pytest.fixture(scope="module", params=["main", "research"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, int]]:
+    """Which distribution, and the files in a freshly built wheel of it with their sizes in bytes."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    project = ROOT if request.param == "main" else ROOT / "models"
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", "--outdir", str(folder)]
+    done = subprocess.run([*command, str(project)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = folder.glob("perfguard-*.whl")
+    (path,) = folder.glob("perfguard*.whl")
     with zipfile.ZipFile(path) as archive:
-        return archive.namelist()
+        return request.param, {item.filename: item.file_size for item in archive.infolist()}
 
 
 @pytest.mark.slow
-def test_the_wheel_has_four_packages_at_the_top_and_nothing_else(wheel: list[str]) -> None:
-    top = {name.partition("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == {Path(package).name for package in PACKAGES}
+def test_a_wheel_has_its_packages_at_the_top_and_nothing_else(wheel: tuple[str, dict[str, int]]) -> None:
+    name, files = wheel
+    top = {file.partition("/")[0] for file in files}
+    expected = {Path(package).name for package in (MAIN if name == "main" else RESEARCH)}
+    assert {folder for folder in top if not folder.endswith(".dist-info")} == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("folder", "pattern"), [("perfguard/devices", "*.json"), ("models/perfguard_models/weights", "*.safetensors")]
-)
-def test_the_wheel_ships_the_data_files(wheel: list[str], folder: str, pattern: str) -> None:
-    paths = list((ROOT / folder).glob(pattern))
-    assert paths, f"no {pattern} in {folder}"
-    assert {str(path.relative_to(ROOT)).removeprefix("models/") for path in paths} <= set(wheel)
+def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None:
+    # Hatchling leaves out whatever .gitignore names, silently.
+    name, files = wheel
+    data = {
+        "main": [("perfguard/devices", "*.json"), ("models/perfguard_models/weights", "*.safetensors")],
+        "research": [("models/perfguard_papers/weights", "*.safetensors")],
+    }[name]
+    for folder, pattern in data:
+        paths = list((ROOT / folder).glob(pattern))
+        assert paths, f"no {pattern} in {folder}"
+        assert {str(path.relative_to(ROOT)).removeprefix("models/") for path in paths} <= set(files)
+
+
+@pytest.mark.slow
+def test_the_main_wheel_ships_the_weights_of_the_default_predictor_alone(wheel: tuple[str, dict[str, int]]) -> None:
+    # Everyone who installs PerfGuard downloads them.
+    name, files = wheel
+    num_bytes = sum(size for file, size in files.items() if file.endswith(".safetensors"))
+    assert num_bytes < (5.5e6 if name == "main" else 5e6)

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,17 +25,17 @@ from perfguard.sized_features import featurize_all
 from perfguard_models._network import Correction, GuardNetwork, batches_of
 from perfguard_models._residual import Place, ResidualPrior, as_shipped
 from perfguard_models.calibration import OPERATOR
-from perfguard_models.dataset import Run, share_of
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.kernel_shapes import TAUGHT
 from perfguard_models.kernel_shapes import _kind_of as kind_of
-from perfguard_models.learner import Ensemble, Learner, Predicted, predict_with_spread
+from perfguard_models.learner import Ensemble, Example, Learner, Predicted, Step, predict_with_spread, share_of
 from perfguard_models.quick_views import quick_sums_of
-from perfguard_models.served import Trained, as_run, as_setting, group_of, read_trained
+from perfguard_models.setting import Setting
 from perfguard_models.sized_operators import operators_of_all
 from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.sums import SUMS
+from perfguard_models.trained import Trained, read_trained, step_of
 from perfguard_models.weight_files import check_hash, version_of
 
 if TYPE_CHECKING:
@@ -276,19 +277,19 @@ class GpuEngine:
         sums = sums_of_all(graphs, device)
         members = dict.fromkeys(TARGETS, np.full((number, _NUM_MEMBERS), np.nan))
         if not all(rows.all() for rows in unknown.values()):
-            setting, known_gpu = as_setting(form, device), self.trained_on(device)
+            setting, known_gpu = Setting.of(form, device), self.trained_on(device)
             views = operators_of_all(graphs, device)
-            runs = [setting._replace(view=view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
+            runs = [Step(device.id, setting.is_single, view | {"sums": row}) for view, row in zip(views, sums, strict=True)]
             wanted = [target for target in TARGETS if not unknown[target].all()]
-            wanted += _SHARES if setting.table == "perceptron" else ()
+            wanted += _SHARES if setting.is_perceptron else ()
             predicted, spread, members = _ask(self._trained.learner, wanted, runs)
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0)
-                calibration, group = self._trained.calibration, learnt_as or group_of(setting)
+                calibration, group = self._trained.calibration, learnt_as or setting.group
                 spreads = spread[target].tolist()
                 sigma[target] = np.array([calibration.log_sigma(target, group, s, known_gpu=known_gpu) for s in spreads])
-            if setting.table == "perceptron":
+            if setting.is_perceptron:
                 shares = {name: predicted[name] for name in _SHARES if np.isfinite(predicted[name]).all()}
                 shares = {name: np.array([share_of(logit) for logit in logits]) for name, logits in shares.items()}
             if not known_gpu or learnt_as is None:
@@ -333,15 +334,14 @@ class GpuEngine:
         Half precisions are one to the weights, and the networks with convolutions that they learnt from have transformers among
         them; the roofline knows of the rates and casts in which they differ.
         """
-        own = as_setting(graph, device)
+        own = Setting.of(graph, device)
         alike = [own]
-        if graph.precision != "fp32":
-            alike.append(own._replace(variant=own.variant.replace(graph.precision, _LEARNT_HALF, 1)))
-            if own.table == "perceptron":
-                variant = alike[-1].variant.replace(_LEARNT_HALF, f"{_LEARNT_HALF} {graph.layout}", 1)
-                alike.append(own._replace(table="workload", variant=variant))
-        groups = (group_of(setting) for setting in alike)
-        return next((group for group in groups if f"time/{group}" in self._trained.calibration.scale), None)
+        if own.precision != "fp32":
+            alike.append(replace(own, precision=_LEARNT_HALF))
+            if own.is_perceptron:
+                alike.append(replace(own, precision=_LEARNT_HALF, has_convolutions=True))
+        scales = self._trained.calibration.scale
+        return next((setting.group for setting in alike if f"time/{setting.group}" in scales), None)
 
     def _carried_over(self, own: Answer, graph: OpGraph, device: Device, reference: Device) -> Answer:
         """``own``, which knows memory, with the time that ``reference`` takes, times what the roofline says of both."""
@@ -372,18 +372,18 @@ class GpuEngine:
             members = dict.fromkeys(TARGETS, np.full(_NUM_MEMBERS, np.nan))
             shares: dict[str, float] = {}
         else:
-            run = as_run(self._trained.learner, graph, device)
-            asked = [*(target for target in wanted if target not in unknown), *(_SHARES if run.table == "perceptron" else ())]
+            setting, run = Setting.of(graph, device), step_of(self._trained.learner, graph, device)
+            asked = [*(target for target in wanted if target not in unknown), *(_SHARES if setting.is_perceptron else ())]
             predicted, spread, members_of_all = _ask(self._trained.learner, asked, [run])
             members = {target: members_of_all[target][0] for target in TARGETS}
             value = {target: float(predicted[target][0]) for target in TARGETS}
             unknown = [target for target in TARGETS if target in unknown or not math.isfinite(value[target])]
             value = {target: found if math.isfinite(found) else 0.0 for target, found in value.items()}
             sums = run.view["sums"]
-            logits = {name: float(predicted[name][0]) for name in _SHARES} if run.table == "perceptron" else {}
+            logits = {name: float(predicted[name][0]) for name in _SHARES} if setting.is_perceptron else {}
             shares = {name: share_of(logit) for name, logit in logits.items() if math.isfinite(logit)}
             known_gpu, learnt_as = self.trained_on(device), self._learnt_as(graph, device)
-            group = learnt_as or group_of(run)
+            group = learnt_as or setting.group
             sigma = {
                 target: self._trained.calibration.log_sigma(target, group, float(spread[target][0]), known_gpu=known_gpu)
                 for target in TARGETS
@@ -445,7 +445,7 @@ def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
         return learner
     names = {*targets, *(["limit"] if "memory" in targets else [])}
     few = copy.copy(learner)
-    few._forests = {name: forests for name, forests in learner._forests.items() if name in names}
+    few.forests = {name: forests for name, forests in learner.forests.items() if name in names}
     return few
 
 
@@ -455,15 +455,15 @@ class _Heard(NamedTuple):
     learner: Ensemble
     members: list[Predicted]
 
-    def parts(self, runs: Sequence[Run]) -> list[Predicted]:
+    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
         return self.members
 
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Run]) -> Predicted:
+    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         return self.learner.combine(parts, runs)
 
 
 def _ask(
-    learner: Learner, targets: Sequence[str], runs: Sequence[Run]
+    learner: Learner, targets: Sequence[str], runs: Sequence[Example]
 ) -> tuple[Predicted, Predicted, dict[str, npt.NDArray[np.float64]]]:
     """What ``runs`` cost, how far members are apart, and what networks and trees alone say of ``targets``, shapes (n, 2)."""
     asked = _asked_for(learner, targets)
@@ -536,7 +536,7 @@ def by_operators(answer: Answer, graph: OpGraph, device: Device) -> Answer:
     the errors of a sum are smaller.
     """
     forest = _operator_forest()
-    run = as_run(forest.learner, graph, device)
+    run = step_of(forest.learner, graph, device)
     seconds = run.view["kernel_count"] * run.view["kernel_roofline"]
     if 2 * seconds[run.view["kernel_kind"] == len(TAUGHT)].sum() >= seconds.sum():
         return answer

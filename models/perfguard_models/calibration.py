@@ -10,14 +10,9 @@ operators have theirs: they are many, and their errors would drown those of whol
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from perfguard.predictor import COVERAGE, HALF_INTERVAL
-
-_FEWEST = 100
-_LOWEST_FLOOR = 0.01
 NEW_GPU = "new gpu"
 OPERATOR = "operator"
 """The group of single operators."""
@@ -26,17 +21,6 @@ OPERATOR = "operator"
 def on_new_gpu(group: str) -> str:
     """The group that stands for ``group`` on a GPU that was never seen."""
     return f"{NEW_GPU} {OPERATOR}" if group == OPERATOR else NEW_GPU
-
-
-class Error(NamedTuple):
-    """One prediction of a run that was held out."""
-
-    target: str
-    group: str
-    residual: float
-    """log(measured / predicted)"""
-    spread: float
-    """Standard deviation between the predictor's members, in logarithms."""
 
 
 def difficulty(spread: float, floor: float) -> float:
@@ -62,30 +46,3 @@ class Calibration(NamedTuple):
         return (1.0 if scale is None else scale) * difficulty(
             spread if math.isfinite(spread) else 0.0, self.floor.get(target, 0.1)
         )
-
-
-def calibrated(errors: Iterable[Error]) -> Calibration:
-    """From runs that were held out."""
-    by_target: defaultdict[str, list[Error]] = defaultdict(list)
-    for error in errors:
-        if math.isfinite(error.residual) and math.isfinite(error.spread):
-            by_target[error.target].append(error)
-    floor: dict[str, float] = {}
-    scale: dict[str, float] = {}
-    for target, found in by_target.items():
-        spreads = sorted(error.spread for error in found if error.spread > 0)  # 0: one member alone could say
-        floor[target] = max(spreads[len(spreads) // 2], _LOWEST_FLOOR) if spreads else _LOWEST_FLOOR
-        groups: defaultdict[str, list[float]] = defaultdict(list)
-        for error in found:
-            groups[error.group].append(abs(error.residual) / difficulty(error.spread, floor[target]))
-        scale |= {f"{target}/{group}": quantile_scale(scores) for group, scores in groups.items() if len(scores) >= _FEWEST}
-        known = [scores for group, scores in groups.items() if group != OPERATOR and not group.startswith(NEW_GPU)]
-        if known:
-            scale[target] = quantile_scale([score for scores in known for score in scores])
-    return Calibration(floor, scale)
-
-
-def quantile_scale(scores: list[float]) -> float:
-    """The conformal quantile of the scores, as standard deviations of a normal distribution."""
-    rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * COVERAGE) - 1)
-    return sorted(scores)[rank] / HALF_INTERVAL

@@ -45,11 +45,11 @@ from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualP
 from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, rows_of
-from perfguard_models.served import trained_of
 from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
 from perfguard_models.sums import SUMS, sums_of
+from perfguard_models.trained import trained_of
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:

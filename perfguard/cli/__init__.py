@@ -12,8 +12,7 @@ from perfguard.cli._collect import add_arguments as add_collect_arguments
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
 from perfguard.cli._log import run_log_command
-from perfguard.exceptions import PerfGuardError
-from perfguard.packing import DEFAULT_SLOWDOWN, Method
+from perfguard.exceptions import ConfigurationError, PerfGuardError
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
 
@@ -21,6 +20,11 @@ __all__ = ["COMMANDS_GROUP", "main"]
 
 COMMANDS_GROUP = "perfguard.commands"
 """Entry-point group for further commands: a function of the words after the command's name."""
+_ELSEWHERE = {
+    "train": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
+    "leaderboard": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
+}
+"""Our own commands that are no part of the main distribution, and how to install them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in installed:
             installed[words[0]].load()(words[1:])
             return 0
+        if words and words[0] in _ELSEWHERE:
+            raise ConfigurationError(f"`perfguard {words[0]}` is not installed. It comes with {_ELSEWHERE[words[0]]}.")
         arguments = _parser(installed.values()).parse_args(words)
         if arguments.command == "evaluate":
             from perfguard.cli._evaluate import evaluate_table
@@ -58,10 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from perfguard.cli._learn import run_weights_command
 
             run_weights_command(arguments)
-        elif arguments.command == "pack":
-            from perfguard.cli._pack import show_schedule
-
-            show_schedule(arguments)
         else:
             from perfguard.cli._predict import show_prediction
 
@@ -110,15 +112,6 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
         commands.add_parser("learn", help="fine-tune the weights on the log, and promote them if they are better")
     )
     add_weights_arguments(commands.add_parser("weights", help="the generations of weights in the log, and back to an older one"))
-    pack = commands.add_parser("pack", help="a schedule for a queue of jobs on several devices")
-    pack.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
-    pack.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")
-    pack.add_argument("--method", choices=get_args(Method), default="best", help="default: best")
-    pack.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs that may share a device (default: 1)")
-    pack.add_argument("--slowdown", type=float, default=DEFAULT_SLOWDOWN, help="of jobs that share a device, 0 to 1")
-    pack.add_argument("--seed", type=int, default=0, help="of the genetic algorithm")
-    pack.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
-    pack.add_argument("--json", action="store_true", help="data on standard output")
 
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")

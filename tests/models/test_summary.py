@@ -23,11 +23,12 @@ from perfguard.predictor import Observation
 from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet, refinement
 from perfguard_models._engines import GpuEngine, physics_of
-from perfguard_models.dataset import Run
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.refinement import rows_of
-from perfguard_models.served import Trained, read_trained
-from perfguard_models.summary import NAME, STEPS_A_SETTING, Summary, drawn, read_summary, summary_of, write_summary
+from perfguard_models.summary import NAME, Summary, read_summary
+from perfguard_models.trained import Trained, read_trained
+from perfguard_training.dataset import Run
+from perfguard_training.summary import STEPS_A_SETTING, drawn, summary_of, write_summary
 
 WEIGHTS = files("perfguard_models") / "weights"
 A100 = resolve_device("a100")

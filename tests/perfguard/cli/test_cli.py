@@ -222,3 +222,13 @@ def test_plot_writes_a_picture(tmp_path: Path, script: str, capsys: pytest.Captu
     assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(picture / "a.png")]) == 1
     assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(tmp_path / "a.what")]) == 1
     assert capsys.readouterr().err.count("The picture cannot be written") == 2
+
+
+@pytest.mark.parametrize("command", ["train", "leaderboard"])
+def test_a_command_of_a_distribution_that_is_not_installed_names_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Someone who installed PerfGuard alone must learn what to install, not that the command does not exist.
+    monkeypatch.setattr("perfguard.cli.entry_points", lambda group: ())
+    assert main([command, "TABLE.csv"]) == 1
+    assert "pip install ./models" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from perfguard import resolve_device
 from perfguard.collect import COLUMNS, Recipe
 from perfguard.exceptions import TableError
 from perfguard.tables import CollectedRow, kind_of_table, parser_of
-from perfguard_models.dataset import dataset_of
+from perfguard_training.dataset import dataset_of
 
 SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": True, "dropout": False, "activation": "relu", "classes": 10}
 RECIPE = Recipe(space="mlp", kind="mlp", model="mlp-2", family="mlp-norm", sizes=SIZES, batch_size=32, precision="amp-bf16")

@@ -1,0 +1,156 @@
+"""A fitted learner on disk: PATH.safetensors with its tensors, PATH.json with its card and its calibration."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+
+from perfguard.exceptions import PredictorError
+from perfguard.graph import OP_KINDS, OpGraph
+from perfguard_models import kernel_shapes, operators, sums
+from perfguard_models.calibration import Calibration
+from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.learner import Arrays, Learner, Step
+from perfguard_models.operator_forest import OperatorForest
+from perfguard_models.operator_network import OperatorNetwork
+from perfguard_models.quick_views import quick_operators_of, quick_sums_of
+from perfguard_models.setting import Setting
+from perfguard_models.weight_files import check_hash, read_pair, write_pair
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+    from perfguard.devices import Device
+
+FORMAT = 1
+
+
+class FeatureSet(NamedTuple):
+    """Features of a step that a learner may read."""
+
+    columns: object
+    """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
+    compute: Callable[[OpGraph, Device], Arrays]
+
+
+FEATURE_SETS: Mapping[str, FeatureSet] = {
+    "kernel_shapes": FeatureSet((kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes_of),
+    "operators": FeatureSet((operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), quick_operators_of),
+    "sums": FeatureSet(sums.SUMS, lambda graph, device: {"sums": quick_sums_of(graph, device)}),
+}
+"""By name: those that GuardNet's learners read."""
+LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest)}
+"""GuardNet's learners, by name."""
+
+
+class Trained(NamedTuple):
+    """A fitted learner, its card and its calibration."""
+
+    learner: Learner
+    card: dict[str, Any]
+    calibration: Calibration
+
+
+def learner_class(name: str) -> type[Learner]:
+    """The one of GuardNet's learners that is called ``name``.
+
+    Raises:
+        PredictorError: if there is none.
+    """
+    if name not in LEARNERS:
+        raise PredictorError(
+            f"GuardNet has no learner {name!r}, only {', '.join(LEARNERS)}. These are another predictor's weights."
+        )
+    return LEARNERS[name]
+
+
+def write_trained(
+    out: Path,
+    name: str,
+    learner: Learner,
+    card: dict[str, Any],
+    calibration: Calibration,
+    *,
+    feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
+) -> None:
+    """Write OUT.safetensors, and OUT.json: the card, with the hash that binds it to the tensors."""
+    tensors, settings = learner.state()
+    document = {
+        "format": FORMAT,
+        "predictor": name,
+        "settings": dict(settings),
+        "columns": columns_of(learner, feature_sets),
+        "calibration": {"floor": dict(calibration.floor), "scale": dict(calibration.scale)},
+        **card,
+    }
+    write_pair(out, tensors, document)
+
+
+def columns_of(learner: Learner, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS) -> str:
+    """A hash of the names of all columns that the learner reads: weights for others would read nonsense."""
+    read = [feature_sets[view].columns for view in learner.views], OP_KINDS
+    return hashlib.sha256(repr(read).encode()).hexdigest()[:16]
+
+
+def read_trained(
+    tensors_file: Traversable,
+    card_file: Traversable,
+    name: str,
+    *,
+    learner_of: Callable[[str], type[Learner]] = learner_class,
+    feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
+) -> Trained:
+    """Read what :func:`write_trained` wrote.
+
+    Args:
+        tensors_file: PATH.safetensors.
+        card_file: PATH.json.
+        name: what to call the weights in messages.
+        learner_of: gives the class for the name in the card.
+        feature_sets: what that class may read.
+
+    Raises:
+        PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
+    """
+    mend = f"make them with `perfguard train TABLE --predictor {name} --out DIR`"
+    data, card = read_pair(tensors_file, card_file, f"The weights of {name!r}", mend)
+    return trained_of(data, card, name, learner_of=learner_of, feature_sets=feature_sets)
+
+
+def trained_of(
+    data: bytes,
+    card: Any,
+    name: str,
+    *,
+    learner_of: Callable[[str], type[Learner]] = learner_class,
+    feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
+) -> Trained:
+    """What the two files hold; see :func:`read_trained`.
+
+    Raises:
+        PredictorError: if they are damaged, of another version, or do not belong together.
+    """
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise PredictorError(f"The card of {name!r} has another format than {FORMAT}. Train it again with this version.")
+    check_hash(data, card, name)
+    try:
+        learner = learner_of(card["predictor"]).from_state(load_tensors(data), card["settings"])
+        calibration = Calibration(card["calibration"]["floor"], card["calibration"]["scale"])
+    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise PredictorError(f"The weights {name!r} do not fit the predictor: {type(error).__name__}: {error}") from error
+    if card.get("columns") != columns_of(learner, feature_sets):
+        raise PredictorError(f"The weights {name!r} were made for other features than this PerfGuard has. Train them again.")
+    return Trained(learner, card, calibration)
+
+
+def step_of(learner: Learner, graph: OpGraph, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS) -> Step:
+    """``graph`` on ``device`` with the features that ``learner`` reads."""
+    view: Arrays = {}
+    for name in learner.views:
+        view |= feature_sets[name].compute(graph, device)
+    return Step(device.id, Setting.of(graph, device).is_single, view)

@@ -1,0 +1,329 @@
+"""Tables of measured runs as rows that a predictor can learn from: traced once, seen in one or several ways, split.
+
+    table → rows → cached OpGraphs (graphs.py) → views (arrays that a predictor reads) → folds
+
+A view is cached beside the graphs, by the table's content and by the source code that made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from perfguard.devices import Device, resolve_device
+from perfguard.exceptions import PerfGuardError
+from perfguard.graph import OpGraph
+from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
+from perfguard_models import kernel_shapes, operators, sums
+from perfguard_models.calibration import OPERATOR
+from perfguard_models.learner import Arrays
+from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
+
+WORKLOADS = ("workload", "collected")
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected")
+"""Kinds of table that a predictor learns from."""
+_STATUSES = ("ok", "oom")
+
+
+class Run(NamedTuple):
+    """One measured run, as a predictor meets it: a :class:`perfguard_models.learner.Example` with what was measured."""
+
+    table: str
+    """Kind of the table: "workload", "operator", "transformer", "perceptron" or "collected"."""
+    source: str
+    family: str
+    model: str
+    gpu: str
+    mode: str
+    variant: str
+    """Precision, layout and "compiled", for reports by group."""
+    structure: str
+    """What runs share that differ in nothing but the batch and the GPU; runs under another framework are others."""
+    batch_size: int
+    labels: dict[str, float]
+    """Of TARGETS, those that were measured."""
+    capacity_bytes: int
+    fits: bool
+    view: Arrays
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one operator, measured alone."""
+        return self.table == "operator"
+
+    @property
+    def group(self) -> str:
+        """The group that it is calibrated with, named as :attr:`perfguard_models.setting.Setting.group` names those of graphs."""
+        if self.is_single:
+            return OPERATOR
+        return f"{self.gpu} {self.mode} {self.variant}{' with convolutions' if self.table == 'workload' else ''}"
+
+
+class View(NamedTuple):
+    """A way to see a graph on a device, as arrays."""
+
+    see: Callable[[OpGraph, Device], Arrays]
+    module: str
+    """Whose source decides whether a cached view is still good."""
+
+
+def _layers(graph: OpGraph, device: Device) -> Arrays:
+    found: Arrays = importlib.import_module(_LAYERS).layers_of(graph, device)._asdict()
+    return found
+
+
+_LAYERS = "perfguard_papers.layers"
+"""By name: the papers' package imports this one."""
+VIEWS = {
+    "kernel_shapes": View(kernel_shapes.kernel_shapes_of, kernel_shapes.__name__),
+    "layers": View(_layers, _LAYERS),
+    "operators": View(operators.operators_of, operators.__name__),
+    "sums": View(lambda graph, device: {"sums": sums.sums_of(graph, device)}, sums.__name__),
+}
+
+
+class Dataset(NamedTuple):
+    """The runs of one or several tables, and what was left out, each with its reason."""
+
+    runs: list[Run]
+    rejected: list[str]
+
+    def rejections(self) -> str:
+        """A sentence for a person: how many rows were left out, and the commonest reasons."""
+        if not self.rejected:
+            return "No row was left out."
+        common = Counter(self.rejected).most_common(3)
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in common)
+        return f"{len(self.rejected)} rows were left out: {reasons}{'; ...' if len(set(self.rejected)) > 3 else ''}"
+
+
+def dataset_of(
+    tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
+) -> Dataset:
+    """The runs of ``tables``, seen as ``view`` (one of VIEWS, or several).
+
+    Args:
+        tables: workload, operator, transformer or perceptron tables.
+        view: what the predictor reads.
+        cache: a folder for graphs and views.
+        jobs: processes that trace and look.
+        most_operators: rows of an operator table that are taken, drawn with ``seed``; they are many and alike.
+        seed: of that draw.
+
+    Raises:
+        TableError: if a table cannot be read or is of no known kind.
+    """
+    runs: list[Run] = []
+    rejected: list[str] = []
+    names = (view,) if isinstance(view, str) else tuple(view)
+    for table in tables:
+        read = _read(table, most_operators, seed)
+        found = _seen(read.kind, read.rows, names, cache, jobs)
+        runs += [run for run in found if isinstance(run, Run)]
+        rejected += [*read.rejected, *(reason for reason in found if isinstance(reason, str))]
+    return Dataset(runs, rejected)
+
+
+def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, OpGraph]]:
+    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its graph, which must be in the ``cache``."""
+    for table in tables:
+        kind, rows, _ = _read(table, 0, 0)
+        for group in groups_of(rows, cache / "graphs"):
+            runs = [_run(kind, row, []) for row in group.rows]
+            if any(isinstance(run, Run) and wanted(run) for run in runs):
+                for run, (_, _, graph) in zip(runs, read_group(group), strict=True):
+                    if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
+                        yield run, graph
+
+
+class _Read(NamedTuple):
+    kind: str
+    rows: list[MeasuredRow]
+    rejected: list[str]
+
+
+def _read(table: Path, most_operators: int, seed: int) -> _Read:
+    """The rows of a table that can be used."""
+    columns, raw = read_table(table)
+    parse = parser_of(columns, table)
+    rows: list[MeasuredRow] = []
+    rejected: list[str] = []
+    seen: set[str] = set()
+    for item in raw:
+        try:
+            row = parse(item)
+        except PerfGuardError as error:
+            rejected.append(str(error))
+            continue
+        text = repr(row)
+        if text in seen:
+            rejected.append("the same row twice")
+        elif row.status not in _STATUSES:
+            rejected.append(f"status {row.status!r}")
+        elif row.status == "ok" and (reason := _absurd(row)):
+            rejected.append(reason)
+        else:
+            seen.add(text)
+            rows.append(row)
+    if "op" in columns and len(rows) > most_operators:
+        rows = random.Random(seed).sample(rows, most_operators)
+    return _Read(kind_of_table(columns), rows, rejected)
+
+
+def _absurd(row: MeasuredRow) -> str:
+    """Why a reading cannot be: a unit that is off by 1,024, say."""
+    if row.peak_memory_bytes is not None and not 2**20 <= row.peak_memory_bytes <= 2**40:
+        return "a peak below a mebibyte or above a tebibyte"
+    if row.step_time_s is not None and not 1e-6 <= row.step_time_s <= 3600:
+        return "a step below a microsecond or above an hour"
+    return ""
+
+
+def _seen(kind: str, rows: Sequence[MeasuredRow], names: Sequence[str], cache: Path, jobs: int) -> list[Run | str]:
+    groups = groups_of(rows, cache / "graphs")
+    places = {name: cache / f"{name}-{_fingerprint(groups, name)}.pt" for name in names}
+    missing = tuple(name for name in names if not places[name].is_file())
+    if missing:
+        trace_groups(groups, jobs=jobs)
+        look = functools.partial(_look, names=missing)
+        made: dict[str, list[Any]] = {name: [] for name in missing}
+        for found in mapped(look, groups, jobs=jobs, description="looking"):
+            for item in found:
+                for name in missing:
+                    made[name].append(item if isinstance(item, str) else _as_tensors(item[name]))
+        cache.mkdir(parents=True, exist_ok=True)
+        for name in missing:
+            torch.save(made[name], places[name])
+    ordered = [row for group in groups for row in group.rows]
+    stored = zip(*(torch.load(places[name], weights_only=True) for name in names), strict=True)
+    return [_run(kind, row, views) for row, views in zip(ordered, stored, strict=True)]
+
+
+def _fingerprint(groups: Sequence[Group], name: str) -> str:
+    rows = [
+        (group.archive.name, [(row.gpu, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
+    ]
+    return hashlib.sha256(repr((inspect.getsource(importlib.import_module(VIEWS[name].module)), rows)).encode()).hexdigest()[:16]
+
+
+def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
+    found: list[dict[str, Arrays] | str] = []
+    previous: tuple[OpGraph, dict[str, Arrays]] | None = None
+    for _, device, graph in read_group(group):
+        if isinstance(graph, str):
+            found.append(graph)
+            continue
+        if previous is None or previous[0] is not graph:
+            previous = graph, {name: VIEWS[name].see(graph, device) for name in names}
+        found.append(previous[1])
+    return found
+
+
+def _as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+
+
+def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Run | str:
+    arrays: Arrays = {}
+    for view in views:
+        if isinstance(view, str):
+            return view
+        arrays |= {name: value.numpy() for name, value in view.items()}
+    fits = row.status == "ok"
+    labels = {
+        "memory": _log(row.peak_memory_bytes),
+        "time": _log(row.step_time_s),
+        "gpu_util": _logit(row.gpu_util),
+        "sm_active": _logit(row.sm_active),
+    }
+    return Run(
+        table=table,
+        source=row.source,
+        family=row.family,
+        model=row.model,
+        gpu=row.gpu,
+        mode=row.mode,
+        variant=_variant(row),
+        structure=f"{row.structure} {row.framework}",
+        batch_size=row.batch_size,
+        labels={name: value for name, value in labels.items() if value is not None} if fits else {},
+        capacity_bytes=int(row.capacity_bytes or resolve_device(row.gpu).memory_bytes),
+        fits=fits,
+        view=arrays,
+    )
+
+
+def _variant(row: MeasuredRow) -> str:
+    words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
+    return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
+
+
+def _log(value: float | None) -> float | None:
+    return None if value is None else math.log(value)
+
+
+def _logit(share: float | None) -> float | None:
+    if share is None:
+        return None
+    inside = min(max(share, 1e-3), 1 - 1e-3)
+    return math.log(inside / (1 - inside))
+
+
+class Fold(NamedTuple):
+    """A named split: indices of what is learnt from and of what is judged."""
+
+    name: str
+    learn: list[int]
+    judge: list[int]
+
+
+def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
+    """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
+    GPU likewise) or "random" (for comparison alone: one part of ``number`` is judged).
+
+    Raises:
+        ValueError: for another name.
+    """
+    if split == "gpu":
+        gpus = sorted({run.gpu for run in runs})
+        return [_fold(f"without {gpu}", [run.gpu == gpu for run in runs]) for gpu in gpus] if len(gpus) > 1 else []
+    if split == "random":
+        order = list(range(len(runs)))
+        random.Random(seed).shuffle(order)
+        judged = set(order[::number])
+        return [_fold("random 1", [index in judged for index in range(len(runs))])]
+    if split == "family":
+        part_of = _parts_of_families(runs, number, seed)
+        made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
+        return [fold for fold in made if fold.learn and fold.judge]
+    raise ValueError(f"A split is 'family', 'gpu' or 'random', not {split!r}.")
+
+
+def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tuple[str, str], int]:
+    """To which of ``number`` parts each family of each table goes: the largest first, to the part that has least of its table."""
+    part_of: dict[tuple[str, str], int] = {}
+    for table in sorted({run.table for run in runs}):
+        sizes = Counter(run.family for run in runs if run.table == table)
+        families = sorted(sizes)
+        random.Random(seed).shuffle(families)
+        load = [0] * number
+        for family in sorted(families, key=lambda family: -sizes[family]):
+            part = load.index(min(load))
+            part_of[table, family] = part
+            load[part] += sizes[family]
+    return part_of
+
+
+def _fold(name: str, judged: Sequence[bool]) -> Fold:
+    return Fold(name, [i for i, held in enumerate(judged) if not held], [i for i, held in enumerate(judged) if held])

@@ -1,0 +1,60 @@
+"""What predictors said of runs that were held out: their errors, and intervals by calibrations that have not seen them either."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard_models.calibration import on_new_gpu
+from perfguard_models.learner import Predicted
+from perfguard_training.calibration import Error, calibrated
+from perfguard_training.dataset import Fold, Run
+
+Judged = list[tuple[Fold, Predicted]]
+"""The folds of a split, with what a predictor said of the judged runs; "spread TARGET" is how far its members are apart."""
+Found = dict[tuple[str, str], Judged]
+"""By split and predictor."""
+CALIBRATED = ("memory", "time")
+"""Quantities that have intervals."""
+
+
+def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
+    """What calibration learns from: every judged run, predicted by a learner that has not seen its family, or not its GPU."""
+    return [
+        Error(
+            target,
+            on_new_gpu(runs[index].group) if split == "gpu" else runs[index].group,
+            runs[index].labels[target] - float(predicted[target][position]),
+            float(predicted[f"spread {target}"][position]),
+        )
+        for fold, predicted in judged
+        for position, index in enumerate(fold.judge)
+        for target in CALIBRATED
+        if target in runs[index].labels
+    ]
+
+
+def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[str, npt.NDArray[np.float64]]]:
+    """For each fold the standard deviations (of logarithms) by a calibration on the errors of the other folds.
+
+    Returns:
+        By quantity, shape: (judged runs,); NaN where the other folds have too few runs to calibrate on.
+    """
+    errors = [errors_of(runs, split, [part]) for part in judged]
+    found = []
+    for at, (fold, predicted) in enumerate(judged):
+        calibration = calibrated(itertools.chain.from_iterable(errors[:at] + errors[at + 1 :]))
+        sigmas = {}
+        for target in CALIBRATED:
+            sigmas[target] = np.full(len(fold.judge), math.nan)
+            spreads = predicted[f"spread {target}"]
+            for position, index in enumerate(fold.judge):
+                group, known_gpu = runs[index].group, split != "gpu"
+                if calibration.scale_of(target, group, known_gpu=known_gpu) is not None:
+                    sigmas[target][position] = calibration.log_sigma(target, group, float(spreads[position]), known_gpu=known_gpu)
+        found.append(sigmas)
+    return found

@@ -1,0 +1,86 @@
+"""The predictors that can be trained from tables, by name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perfguard.exceptions import PredictorError
+from perfguard_models.trained import FeatureSet
+from perfguard_training.dataset import VIEWS
+from perfguard_training.learner import Trainable
+
+_PACKAGES = ("perfguard_models.", "perfguard_training.", "perfguard_papers.")
+_RUNS = "perfguard_training.dataset"
+_FEATURES_OF_PAPERS = "perfguard_papers.served"
+_WHERE = {
+    "guardnet": ("perfguard_training.ensemble", "TrainableEnsemble"),
+    "guardnet-network": ("perfguard_training.operator_network", "TrainableNetwork"),
+    "operator-forest": ("perfguard_training.operator_forest", "TrainableForest"),
+    "trees": ("perfguard_papers.baselines", "Trees"),
+    "trees-no-replay": ("perfguard_papers.baselines", "TreesWithoutReplay"),
+    "dnnperf": ("perfguard_papers.dnnperf", "DNNPerf"),
+    "dnnabacus": ("perfguard_papers.dnnabacus", "DNNAbacus"),
+    "perfseer": ("perfguard_papers.perfseer", "PerfSeer"),
+    "dippm": ("perfguard_papers.dippm", "DIPPM"),
+    "lilou": ("perfguard_papers.lilou", "Lilou"),
+    "roofline": ("perfguard_papers.baselines", "Roofline"),
+    "flops": ("perfguard_papers.baselines", "FlopsLinear"),
+}
+"""By name, for the papers' package imports this one."""
+NAMES = tuple(_WHERE)
+
+
+def feature_sets() -> Mapping[str, FeatureSet]:
+    """All features that a learner may read, by name."""
+    found: Mapping[str, FeatureSet] = importlib.import_module(_FEATURES_OF_PAPERS).FEATURE_SETS
+    return found
+
+
+def learner_class(name: str) -> type[Trainable]:
+    """The class of the learner ``name``.
+
+    Raises:
+        PredictorError: for a name that there is not.
+    """
+    if name not in _WHERE:
+        raise PredictorError(f"No predictor that can be trained is called {name!r}. There are {', '.join(NAMES)}.")
+    module, attribute = _WHERE[name]
+    found: Any = getattr(importlib.import_module(module), attribute)
+    return found  # type: ignore[no-any-return]
+
+
+def source_of(name: str) -> str:
+    """A hash of the code that the learner ``name`` consists of: its module, what that imports from here, and its views.
+
+    Comments and docstrings do not count. How graphs are traced and tables are read does not either: `perfguard_training.dataset`
+    says what runs are, and they are hashed themselves.
+    """
+    waiting = [_WHERE[name][0], *(VIEWS[view].module for view in learner_class(name).views)]
+    code: dict[str, str] = {}
+    while waiting:
+        module = waiting.pop()
+        if module not in code and module != _RUNS:
+            code[module], imported = _code_of(module)
+            waiting += imported
+    return hashlib.sha256(repr(sorted(code.items())).encode()).hexdigest()
+
+
+@functools.cache
+def _code_of(module: str) -> tuple[str, list[str]]:
+    """The code of a module without comments and docstrings, and which of our modules it imports."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return ast.dump(tree), [name for name in imports if name.startswith(_PACKAGES)]

@@ -1,0 +1,86 @@
+"""One predictor from tables to weights: judged on folds by family and by GPU, then fitted to everything.
+
+The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perfguard.exceptions import ConfigurationError, TableError
+from perfguard_models.trained import write_trained
+from perfguard_training.calibration import calibrated
+from perfguard_training.dataset import dataset_of
+from perfguard_training.held_out import errors_of
+from perfguard_training.leaderboard import entries, fit_scores, predictions, rounded
+from perfguard_training.learner import OnEpoch
+from perfguard_training.registry import feature_sets, learner_class
+
+_FEWEST_RUNS = 20
+
+
+def train_and_write(
+    name: str,
+    settings: dict[str, Any],
+    tables: Sequence[Path],
+    out: Path,
+    *,
+    cache: Path,
+    jobs: int = 2,
+    most_operators: int = 60_000,
+    on_epoch: OnEpoch = lambda done, of, loss: None,
+) -> str:
+    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json.
+
+    Returns:
+        A sentence for a person.
+
+    Raises:
+        TableError: if the tables leave too few rows.
+        ConfigurationError: for settings that the predictor does not have.
+    """
+    kind = learner_class(name)
+    try:
+        kind(**settings)
+    except TypeError as error:
+        raise ConfigurationError(f"{name} does not take these settings: {error}") from error
+    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
+    own = [run for run in dataset.runs if run.table in kind.tables]
+    if len(own) < _FEWEST_RUNS:
+        known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
+        raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
+    started = time.monotonic()
+    runs, found = predictions(tables, {name: settings}, ["family", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators)
+    learner = kind(**settings)
+    checkpoint = cache / f"{name}.checkpoint"
+    learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
+    errors = [error for (split, _), judged in found.items() for error in errors_of(runs, split, judged)]
+    card = {
+        "version": 1,
+        "trained_devices": sorted({run.gpu for run in own}),
+        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in own).items())),
+        "left_out": dataset.rejections(),
+        "command": _command(name, settings, len(tables), most_operators),
+        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
+        "errors": [rounded(line._asdict()) for line in entries(runs, found)],
+        "fits": [
+            {"split": split, "group": group, **rounded(score._asdict())}
+            for (split, group, _), score in fit_scores(runs, found).items()
+        ],
+    }
+    write_trained(out / name, name, learner, card, calibrated(errors), feature_sets=feature_sets())
+    for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
+        path.unlink()
+    size = (out / name).with_suffix(".safetensors").stat().st_size
+    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(own)} rows. {dataset.rejections()}"
+
+
+def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
+    """What to type. The tables are named by their sources, not by where somebody keeps them."""
+    words = ["perfguard train", *["TABLE"] * number, f"--predictor {name} --out DIR --most-operators {most_operators}"]
+    return " ".join([*words, *(f"--set {key}={value}" for key, value in settings.items())])

@@ -1,0 +1,64 @@
+"""Runs that follow simple laws, for what is fitted to runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from perfguard import Workload
+from perfguard.devices import resolve_device
+from perfguard.graph import OpGraph, trace
+from perfguard_training.dataset import VIEWS, Run
+from perfguard_training.learner import Trainable
+from perfguard_training.registry import learner_class
+
+SMALL: dict[str, dict[str, Any]] = {
+    "guardnet": {"epochs": 4, "trees": 20, "forests": 2},
+    "guardnet-network": {"epochs": 4, "hidden": 16},
+    "dnnabacus": {"trees": 4},
+    "trees": {"trees": 30},
+    "trees-no-replay": {"trees": 30},
+    **{name: {"epochs": 60, "hidden": 16, "learning_rate": 0.01} for name in ("dnnperf", "perfseer", "dippm", "lilou")},
+}
+
+
+def graph_of(width: int, depth: int, batch: int) -> OpGraph:
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(depth):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+    with torch.device("meta"):
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return trace(Workload(model, inputs=(batch, 3, 32, 32), mode="infer"))
+
+
+@functools.cache
+def some_graphs() -> list[OpGraph]:
+    return [graph_of(width, depth, batch) for width in (8, 16, 32) for depth in (1, 3) for batch in (4, 8, 16, 32, 64)]
+
+
+@functools.cache
+def some_runs() -> list[Run]:
+    """Runs whose memory and time are simple functions of the replay and the roofline."""
+    found = []
+    for gpu in ("a100", "t4"):
+        device = resolve_device(gpu)
+        for graph in some_graphs():
+            view = {name: value for item in VIEWS.values() for name, value in item.see(graph, device).items()}
+            memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
+            time = float(np.log((view["count"] * view["roofline"]).sum())) + (0.9 if gpu == "t4" else 0.5)
+            labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}
+            batch = graph.ops[0].shape[0]
+            found.append(Run("workload", "", "f", "m", gpu, "infer", "", "s", batch, labels, device.memory_bytes, True, view))
+    return found
+
+
+def fitted(name: str, runs: list[Run], *, epochs: int | None = None, **options: Any) -> Trainable:
+    """The learner ``name`` with small settings, fitted to ``runs``; ``options`` are those of `fit`."""
+    learner = learner_class(name)(**SMALL.get(name, {}) | ({} if epochs is None else {"epochs": epochs}))
+    learner.fit(runs, **options)
+    return learner

@@ -1,0 +1,69 @@
+"""The setting of a step: which measured runs say how sure its prediction is."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perfguard import OpGraph, Workload, resolve_device, trace
+from perfguard_models.calibration import OPERATOR
+from perfguard_models.setting import Setting
+from perfguard_training.dataset import Run
+
+GPU = resolve_device("rtx3090")
+
+
+def graph_of(*layers: nn.Module, inputs: tuple[int, ...], **fields: Any) -> OpGraph:
+    loss = {"loss": lambda y: y.float().mean()} if fields.get("mode") == "train" else {}
+    return trace(Workload(nn.Sequential(*layers), inputs, **{"mode": "infer"} | fields | loss))
+
+
+def run_of(table: str, mode: str, variant: str) -> Run:
+    return Run(table, "", "f", "m", GPU.id, mode, variant, "s", 8, {}, 2**34, True, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    [
+        ({"mode": "train", "precision": "amp-fp16", "layout": "nhwc"}, "amp-fp16 nhwc"),
+        ({"mode": "infer", "compiled": True}, "fp32 nchw compiled"),
+        ({"mode": "train"}, "fp32 nchw"),
+    ],
+)
+def test_setting_of_a_convolutional_graph_has_the_group_of_its_measured_runs(fields: dict[str, Any], variant: str) -> None:
+    # If a graph and the row of a table that measured it fell into two groups, the interval would be another network's.
+    with torch.device("meta"):
+        graph = graph_of(nn.Conv2d(3, 8, 3), nn.ReLU(), inputs=(2, 3, 8, 8), **fields)
+    assert Setting.of(graph, GPU).group == run_of("workload", fields["mode"], variant).group
+
+
+def test_setting_of_a_perceptron_has_the_group_of_its_measured_runs_and_no_layout() -> None:
+    graph = graph_of(nn.Linear(8, 8), nn.ReLU(), inputs=(2, 8), layout="nhwc", mode="train")
+    setting = Setting.of(graph, GPU)
+    assert setting.is_perceptron
+    assert setting.group == run_of("perceptron", "train", "fp32").group
+
+
+def test_setting_of_one_operator_is_that_of_tables_of_operators() -> None:
+    setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
+    assert setting.is_single
+    assert not setting.is_perceptron
+    assert setting.group == run_of("operator", "infer", "fp32").group == OPERATOR
+
+
+def test_groups_of_the_shipped_calibration_are_groups_of_settings() -> None:
+    # The card names groups by text; a renamed word would silently fall back to the interval of all runs.
+    card = json.loads((files("perfguard_models") / "weights" / "guardnet.json").read_text(encoding="utf-8"))
+    groups = {name.partition("/")[2] for name in card["calibration"]["scale"] if name.startswith("time/")}
+    with torch.device("meta"):
+        layers = nn.Conv2d(3, 8, 3), nn.ReLU()
+    made = {
+        Setting.of(graph_of(*layers, inputs=(2, 3, 8, 8), mode=mode, precision="amp-fp16", layout=layout), GPU).group
+        for mode, layout in (("train", "nchw"), ("train", "nhwc"), ("infer", "nchw"), ("infer", "nhwc"))
+    }
+    assert made <= groups

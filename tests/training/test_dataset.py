@@ -1,0 +1,146 @@
+"""From tables to runs: traced once, seen in several ways, split."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perfguard.devices import resolve_device
+from perfguard.exceptions import TableError
+from perfguard_models.sums import SUMS
+from perfguard_training import graphs
+from perfguard_training.dataset import Dataset, Run, dataset_of, folds
+from perfguard_training.ensemble import bracketed
+from tests import zoo
+
+needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+COLUMNS = ["source", "model", "family", "mode", "gpu", "precision", "layout", "batch_size", "img_size", "step_time_ms",
+           "peak_memory_mib", "status"]  # fmt: skip
+OPERATORS = ["op", "gpu", "latency_ms", "kernel", "b", "h", "m", "n", "k", "c_in", "c_out", "img", "stride", "padding"]
+
+
+def write(path: Path, columns: list[str], rows: list[list[object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    start: list[object] = ["ours", "resnet10t", "resnet", "train"]
+    rows: list[list[object]] = [
+        ["ours", model, model[:6], "train", "a100-pcie-40gb", "fp32", "nchw", batch, 64, "", 900 + 10 * batch, "ok"]
+        for model in ("resnet10t", "mobilenetv3_small_050")
+        for batch in (2, 4, 8, 16, 32)
+    ]
+    rows += [
+        ["ours", "resnet10t", "resnet", "infer", "rtx3090", "amp-fp16", "nhwc", 64, 64, 5.0, "", "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 4096, 64, 7.0, "", "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 8192, 64, "", "", "oom"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "noisy"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 920, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900 * 2**20, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "nan", 900, "ok"],
+        ["ours", "no_such_model", "no", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900, "ok"],
+    ]
+    return write(tmp_path_factory.mktemp("table") / "table.csv", COLUMNS, rows)
+
+
+@pytest.fixture(scope="module")
+def operators(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows: list[list[object]] = [["add", gpu, 0.01 * h, "", 4, h, *[""] * 8] for gpu in ("t4", "p4") for h in range(1, 21)]
+    return write(tmp_path_factory.mktemp("table") / "operators.csv", OPERATORS, rows)
+
+
+@pytest.fixture(scope="module")
+def dataset(table: Path, operators: Path, cache: Path) -> Dataset:
+    return dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
+
+
+@needs_timm
+def test_every_row_is_a_run_or_a_reason(dataset: Dataset) -> None:
+    workloads = [run for run in dataset.runs if run.table == "workload"]
+    assert len(workloads) == 13
+    assert len(dataset.runs) == 13 + 40
+    assert len(dataset.rejected) == 5
+    sentence = dataset.rejections()
+    assert sentence.startswith("5 rows were left out: ")
+    for reason in ("status 'noisy'", "the same row twice", "a peak below a mebibyte", "'step_time_ms'", "no_such_model"):
+        assert any(reason in text for text in dataset.rejected), reason
+    (failed,) = [run for run in workloads if not run.fits]
+    assert failed.labels == {}
+    assert failed.capacity_bytes == resolve_device("rtx3090").memory_bytes
+    (timed,) = [run for run in workloads if run.mode == "infer"]
+    assert timed.labels == {"time": pytest.approx(math.log(0.005))}
+
+
+@needs_timm
+def test_what_was_traced_and_seen_is_found_again(
+    table: Path, operators: Path, cache: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(graphs, "_trace", fail)
+    again = dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
+    assert again.rejected == dataset.rejected
+    for first, second in zip(dataset.runs, again.runs, strict=True):
+        assert first._replace(view={}) == second._replace(view={})
+        assert all(np.array_equal(first.view[name], second.view[name]) for name in first.view)
+
+
+@needs_timm
+def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
+    for run in dataset.runs:
+        for name, values in run.view.items():
+            assert np.isfinite(values.astype(np.float64)).all(), name
+        assert run.view["count"].min() >= 1
+        assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
+        total = float((run.view["count"] * run.view["roofline"]).sum())
+        assert total == pytest.approx(math.exp(run.view["sums"][SUMS.index("log_roofline")]), rel=1e-3)
+
+
+@needs_timm
+def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
+    runs = dataset.runs
+
+    def names(indices: list[int], attribute: str) -> set[str]:
+        return {getattr(runs[index], attribute) for index in indices}
+
+    for split in ("family", "gpu", "random"):
+        made = folds(runs, split, number=2)
+        judged = sorted(index for fold in made for index in fold.judge)
+        assert (len(judged) == -(-len(runs) // 2)) if split == "random" else (judged == list(range(len(runs)))), split
+        assert all(not set(fold.learn) & set(fold.judge) for fold in made)
+        assert made == folds(runs, split, number=2)
+        if split != "random":
+            assert all(not names(fold.learn, split) & names(fold.judge, split) for fold in made)
+    with pytest.raises(ValueError, match="'family', 'gpu' or 'random'"):
+        folds(runs, "model")
+
+
+@needs_timm
+def test_a_card_is_bracketed_by_the_largest_batch_that_fits_and_the_smallest_that_does_not(dataset: Dataset) -> None:
+    runs: list[Run] = dataset.runs
+    (failed,) = [index for index, run in enumerate(runs) if not run.fits]
+    ok, also_failed = bracketed(runs)[runs[failed].gpu, runs[failed].structure]
+    assert also_failed == failed
+    assert ok is not None
+    assert (runs[ok].batch_size, runs[failed].batch_size) == (4096, 8192)
+
+
+def test_a_table_of_no_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="lacks the columns"):
+        dataset_of([write(tmp_path / "t.csv", ["a", "b"], [[1, 2]])], "sums", cache=tmp_path)
