@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from perfguard.graph import OP_KINDS, OpGraph, roofline_s, unknown_operators, unknown_span
+from perfguard.graph import OpGraph, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models import trained
 from perfguard_models._surroundings import undisturbed
