@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
+_NOMINAL = 1.1
+"""A card of 40 GiB has 39.4 for programs, one of 16 may have 14.6: a budget of the nominal size means all of it."""
 _NESTED_TIMES = (("step_time_budget", "step_time_s"), ("epoch_time_budget", "epoch_time_s"), ("time_budget", "trial_time_s"))
 
 
@@ -117,7 +119,7 @@ class Budget:
         if self.memory_bytes is None and self.memory_fraction is None:
             return
         capacity_bytes = self.capacity_bytes(device)
-        if self.memory_bytes is not None and self.memory_bytes > device.memory_bytes:
+        if self.memory_bytes is not None and self.memory_bytes > _NOMINAL * device.memory_bytes:
             raise ConfigurationError(
                 f"memory_budget ({format_bytes(self.memory_bytes)}) is more than {device.name} has "
                 f"({format_bytes(device.memory_bytes)}). Give less, or a fraction such as 0.95."

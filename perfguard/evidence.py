@@ -7,8 +7,8 @@ Every run is seen beside what had been predicted of it before it ran. Notation, 
    such a step need: `physics.py`) is quarantined: never learnt, always listed, however many agree. So is one that is far from its
    prediction, until others agree with it: the same step measured again, or four suspects among eight readings (in a row, or in a
    row of steps of one kind), because then it is the prediction that is wrong. A trial that ended after less than a tenth of the
-   steps that trials usually have, because its loss was NaN or because somebody suspended the machine, agrees with nobody: its
-   steps are mostly warm-up. Nor is a time believed with four impossible ones near it: another program ran.
+   steps that trials of its study have, because its loss was NaN or because somebody suspended the machine, agrees with nobody:
+   its steps are mostly warm-up. Nor is a time believed with four impossible ones of its study near it: another program ran.
 2. A regime is the runs under equal conditions. A new one begins with a driver, framework or card behind the same name that was
    not there before (two machines that write in turn are two regimes), or where the z of one shift for good: Page's cumulative
    sum of z - k, with k one (Page 1954), each z being that of the interval before it was widened (3), in units of their scatter
@@ -71,7 +71,7 @@ _AGREE = math.log(1.5)
 """Two readings of the same step within this factor agree."""
 _RECENT, _ENOUGH = 8, 4
 _FEW_STEPS = 0.1
-"""A trial with less than this share of the usual number of steps was cut short."""
+"""A trial with less than this share of its study's usual number of steps was cut short."""
 _MOST_OVER_CAPACITY = 1.05
 _MOST_OVER_TRIAL, _SLACK_OF_TRIAL_S = 1.5, 1.0
 """Two steps of a trial of milliseconds may well have a median that is longer than half of it."""
@@ -210,7 +210,13 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
     counted: list[int] = []
     of_graph: defaultdict[str, list[int]] = defaultdict(list)
     scores: dict[int, float] = {}
-    few_steps = _FEW_STEPS * statistics.median([row.measurement.num_steps for row in observations] or [0])
+    of_study: defaultdict[str, list[int]] = defaultdict(list)
+    for index, observation in enumerate(observations):
+        of_study[observation.study].append(index)
+    few_steps = {
+        study: _FEW_STEPS * statistics.median(observations[index].measurement.num_steps for index in indices)
+        for study, indices in of_study.items()
+    }
     for index, observation in enumerate(observations):
         reason = why_impossible(observation, target)
         if reason is not None:
@@ -227,7 +233,7 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         if abs(score) <= max(_FAR, _FAR_SIGMAS * estimate.log_sigma):
             continue
         suspects[index] = _far_off(estimate, value, target)
-        if target == "time" and observation.measurement.num_steps < few_steps:
+        if target == "time" and observation.measurement.num_steps < few_steps[observation.study]:
             continue
         far.add(index)
         agreeing = [other for other in of_graph[observation.graph.content_hash] if abs(scores[other] - score) < _AGREE]
@@ -241,14 +247,16 @@ def _believed(observations: Sequence[Observation], target: Target) -> tuple[list
         for other in released:
             suspects.pop(other, None)
     if target == "time":  # a resident set that reuses memory reads too little in honest runs, too
-        refused |= _beside_impossible([*sorted({*refused, *counted})], {*refused})
+        read, impossible = {*refused, *counted}, {*refused}
+        for indices in of_study.values():
+            refused |= _beside_impossible([index for index in indices if index in read], impossible)
     refused |= suspects
     measured = (index for index, observation in enumerate(observations) if observation.measured(target) is not None)
     return [index for index in measured if index not in refused], dict(sorted(refused.items()))
 
 
 def _beside_impossible(measured: Sequence[int], impossible: Collection[int]) -> dict[int, str]:
-    """The readings among ``measured`` with four impossible ones near them, two of them or more before, and a reason.
+    """The readings among ``measured``, those of one study, with four impossible ones near them, two or more before, and a reason.
 
     A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
     """

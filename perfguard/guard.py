@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._collector import collector_paused
 from perfguard._logging import say_once
+from perfguard._too_large import too_large_named
 from perfguard._warn import warn_user
 from perfguard.budget import Budget, Limit
 from perfguard.evidence import Evidence
@@ -387,7 +388,8 @@ class Guard:
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
-            workload = make_workload()
+            with too_large_named():
+                workload = make_workload()
             steps = workload.steps
             with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
                 graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
@@ -562,7 +564,10 @@ class Guard:
         reasons = {misfit.reason for misfit in after.misfits}
         for found in after.quarantined:
             if found.observation.decision_id not in refused and found.reason not in reasons:
-                message = f"A reading is not believed and not learnt (said once): {found.reason}. See `perfguard log quarantine`."
+                message = (
+                    f"A reading is not believed and not learnt (said once): {found.reason}. Check that `build` describes what "
+                    "the trials run; `perfguard log quarantine` lists such readings."
+                )
                 self._warn_once(MeasurementWarning, message)
 
     def _warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:

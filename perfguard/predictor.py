@@ -163,6 +163,8 @@ class Observation:
     """Its key in the measurement log; empty: it is in none."""
     recorded_at_ns: int = 0
     """When it came into the log, since 1970; 0: it is in none."""
+    study: str = ""
+    """The study that launched it; empty: none is known."""
 
     def measured(self, target: Target) -> float | None:
         """Bytes at the peak, or seconds of a step; None if it was not measured, or cannot be (not positive, not finite)."""

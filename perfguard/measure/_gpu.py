@@ -116,7 +116,7 @@ class GpuProbe:
 
     def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
         if not self._can_use_cuda:
-            return Reading("none", notes=(NO_CUDA,), ran_on=RanOn.processor())
+            return Reading("none", notes=(NO_CUDA,), ran_on=RanOn.without_cuda())
         try:
             if not self._find_index() and self._cuda.is_initialized():
                 self._index = self._cuda.current_device()

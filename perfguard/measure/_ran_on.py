@@ -30,6 +30,7 @@ class RanOn:
     """
 
     kind: DeviceKind
+    """"cuda" stands for any accelerator."""
     name: str
     """As the driver writes it, the profile of a MIG instance included; of a CPU: its model."""
     num_sms: int | None = None
@@ -38,8 +39,14 @@ class RanOn:
     """Memory. None: not known."""
 
     @classmethod
-    def processor(cls) -> Self:
-        """The CPU of this machine."""
+    def without_cuda(cls) -> Self:
+        """What a run used that had no tensor on a CUDA device: Apple's or Intel's GPU where the process uses it, else the CPU."""
+        import torch
+
+        if torch.backends.mps.is_available() and torch.mps.driver_allocated_memory() > 0:
+            return cls("cuda", "Apple GPU (MPS)")
+        if torch.xpu.is_initialized():
+            return cls("cuda", torch.xpu.get_device_name())
         return cls("cpu", _model_name())
 
     @property
@@ -120,17 +127,17 @@ class CudaUse:
         return None if self._cuda.get_allocator_backend() == "native" else self._cuda.current_device()
 
     def _taken_bytes(self, index: int) -> int:
-        """A request that was refused, for want of memory, is a use as well."""
+        """A request that was refused, for want of memory, is a use as well. A counter that fell was reset by the trial."""
         stats, before = self._cuda.memory_stats(index), self.before.get(index, {})
-        keys = "allocated_bytes.all.allocated", "num_ooms"
-        return sum(int(stats.get(key, 0)) - int(before.get(key, 0)) for key in keys)
+        counters = [(int(stats.get(key, 0)), int(before.get(key, 0))) for key in ("allocated_bytes.all.allocated", "num_ooms")]
+        return sum(now if now < then else now - then for now, then in counters)
 
     def ran_on(self) -> RanOn | None:
         """What the run used until now: that device, or else the processor; None: nobody can tell, because a device is lost."""
         try:
             index = self.index()
             if index is None:
-                return RanOn.processor()
+                return RanOn.without_cuda()
             properties = self._cuda.get_device_properties(index)
         except RuntimeError:
             return None

@@ -166,7 +166,8 @@ class Run:
         if self._timer.device_time_lost:
             notes.append("the GPU's clock could not be read, so steps are timed by the processor's")
         used: Device | RanOn = self._device
-        if reading.ran_on is not None and not reading.ran_on.is_a(self._device):
+        says_where = self.num_steps > 0 or status in ("ok", "oom")  # one that failed before its first step used nothing yet
+        if says_where and reading.ran_on is not None and not reading.ran_on.is_a(self._device):
             used = reading.ran_on
             if used.kind != self._device.kind:  # the probe watched the wrong memory
                 reading = Reading("none", driver=reading.driver, notes=reading.notes)

@@ -263,7 +263,8 @@ class _Builder:
         trips = 1
         if node.op_type == "Loop":
             limit = self._values.get(node.inputs[0]) if node.inputs else None
-            trips = _TRIPS if limit is None or limit.size != 1 else int(limit.reshape(-1)[0])
+            is_count = limit is not None and limit.size == 1 and limit.dtype.kind in "iu"
+            trips = int(limit.reshape(-1)[0]) if is_count and limit is not None else _TRIPS
         elif node.op_type == "Scan":
             scanned = (self._types.get(name) for name in node.inputs[-max(node.attributes.get("num_scan_inputs", 1), 1) :])
             trips = max((max(found.shape, default=1) for found in scanned if found is not None), default=_TRIPS)

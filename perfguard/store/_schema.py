@@ -307,7 +307,7 @@ def _observed() -> Select[Any]:
     ends = ("_median_bytes", "_median_s", "_log_sigma", "_widening")
     predicted = [column for column in decisions.c if column.name.endswith(ends) or column.name == "predictor"]
     return (
-        select(decisions.c.graph_hash, devices.c.data.label("device"), *measurements.c, *predicted)
+        select(decisions.c.graph_hash, decisions.c.study, devices.c.data.label("device"), *measurements.c, *predicted)
         .join(decisions, decisions.c.decision_id == measurements.c.decision_id)
         .join(devices, devices.c.content_hash == decisions.c.device_hash)
         .join(graphs, graphs.c.content_hash == decisions.c.graph_hash)

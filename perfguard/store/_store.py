@@ -875,6 +875,7 @@ class MeasurementStore:
                 row.predictor or "",
                 decision_id=row.decision_id,
                 recorded_at_ns=row.recorded_at_ns,
+                study=row.study or "",
             )
         except (WorkloadError, PredictorError, ValueError, KeyError, TypeError) as error:
             self._warn(error)

@@ -161,3 +161,12 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
 def test_budgets_that_contradict_each_other_are_refused(times: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Budget.parse(**times)
+
+
+@pytest.mark.parametrize(("gpu", "nominal"), [("a100-pcie-40gb", "40GiB"), ("rtx4090", "24GiB"), ("t4", "16GiB")])
+def test_a_budget_of_the_nominal_size_means_all_of_the_card(gpu: str, nominal: str) -> None:
+    """A card of 40 GiB has 39.4 for programs; who writes "40GiB" means the card."""
+    device = resolve_device(gpu)
+    budget = Budget.parse(memory=nominal)
+    budget.check_device(device)
+    assert budget.capacity_bytes(device) == device.memory_bytes

@@ -413,8 +413,8 @@ def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[floa
 
 def test_a_possible_time_among_impossible_ones_is_not_believed() -> None:
     """Finding 2: a mock's readings are possible for its smallest configurations, and one that was believed halved all others."""
-    impossible = [run(total_time_s=-3.0, graph=index) for index in range(8)]
-    of_the_mock = run(time=0.3, graph=50)
+    impossible = [replace(run(total_time_s=-3.0, graph=index), study="mock") for index in range(8)]
+    of_the_mock = replace(run(time=0.3, graph=50), study="mock")
     honest = runs(12, seed=3)
     evidence = weigh([*honest, *impossible[:4], of_the_mock, *impossible[4:], *runs(12, seed=4)])
     reasons = [found.reason for found in evidence.quarantined if found.observation is of_the_mock]
@@ -422,3 +422,12 @@ def test_a_possible_time_among_impossible_ones_is_not_believed() -> None:
     refused = {id(found.observation) for found in evidence.quarantined}
     assert not refused & {id(row) for row in honest}, "what ran before is believed as before"
     assert not weigh([*honest, *impossible[:3], of_the_mock, *runs(12, seed=4)]).quarantined[3:], "three are not enough"
+    turns = [row for pair in zip(impossible, honest[:8], strict=True) for row in pair]
+    assert len(weigh(turns).quarantined) == 8, "a study that runs at the same time is believed"
+
+
+def test_short_trials_of_one_study_agree_whatever_another_study_had() -> None:
+    """Old runs of 10,000 steps made every trial of 500 look cut short, so that a study far from its predictions never learnt."""
+    long = [replace(run(num_steps=10_000, total_time_s=1050.0, graph=index), study="old") for index in range(40)]
+    short = [replace(run(time=8.0, num_steps=500, total_time_s=420.0, graph=100 + index), study="new") for index in range(20)]
+    assert not [found for found in weigh([*long, *short]).quarantined if found.target == "time"]

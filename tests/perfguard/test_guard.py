@@ -279,7 +279,7 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"risk": "5%"}, "risk must lie in .* but got '5%'"),
         ({"memory_budget": "lots"}, "memory_budget must look like"),
         ({"memory_budget": 40}, "memory_budget=40 is 40 bytes. Write '40GiB', or a fraction of the device such as 0.9"),
-        ({"memory_budget": "11GiB"}, r"memory_budget \(11.0 GiB\) is more than Toy 10G has \(10.0 GiB\).*fraction"),
+        ({"memory_budget": "12GiB"}, r"memory_budget \(12.0 GiB\) is more than Toy 10G has \(10.0 GiB\).*fraction"),
         ({"memory_budget": "200MiB"}, r"memory_budget \(200 MiB\) can never .* context alone takes 256 MiB on Toy 10G"),
         ({"memory_budget": 0.025}, r"memory_budget \(256 MiB\) can never be held"),
         ({"time_budget": 0}, "time_budget must be positive"),

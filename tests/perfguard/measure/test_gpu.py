@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from perfguard import Device, Measurement, Run, resolve_device
-from perfguard.devices import mig_instance, mig_profiles, mps_share
+from perfguard.devices import cpu, mig_instance, mig_profiles, mps_share
 from perfguard.measure import CpuProbe, GpuProbe
 from tests.fake_gpu import GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, PID, FakeCuda, FakeGpu, FakeNvml, MiB
 
@@ -453,3 +453,23 @@ def test_on_the_real_gpu_the_peak_is_the_allocators_and_a_context() -> None:
     assert 50 * MiB < measurement.peak_memory_bytes - measurement.reserved_peak_bytes < 3000 * MiB
     assert measurement.step_time_s is not None
     assert measurement.confidence is not None
+
+
+def test_run_on_an_apple_gpu_is_no_reading_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Mac "auto" is the CPU, and a trial on "mps" would be learnt as what the CPU can do."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2**20)
+    with Run(cpu()) as run:
+        run.step()
+    assert run.measurement is not None
+    assert not run.measurement.is_of(cpu())
+
+
+def test_trial_that_fails_before_its_first_step_says_nothing_of_the_device() -> None:
+    """A wrong path to the data must not be told as "this process has no A100"."""
+    device = resolve_device("a100-pcie-40gb")
+    run = Run(device).start()
+    assert run.finish("failed").is_of(device)
+    run = Run(device).start()
+    run.step()
+    assert not run.finish("failed").is_of(device)
