@@ -124,7 +124,13 @@ class Ledger:
         self._warned: set[str] = set()
 
     def judge(
-        self, config: Mapping[str, Any], *, trial: int | None = None, trial_id: str | None = None, once_a_workload: bool = False
+        self,
+        config: Mapping[str, Any],
+        *,
+        trial: int | None = None,
+        trial_id: str | None = None,
+        once_a_workload: bool = False,
+        runs_anyway: bool = False,
     ) -> Entry:
         """Decide on ``config`` and log the verdict, unless it is one that was turned down before.
 
@@ -134,13 +140,14 @@ class Ledger:
             trial_id: Tune's id of it.
             once_a_workload: turn down from memory also what runs the very workload of a configuration that was turned down, with
                 another learning rate for instance.
+            runs_anyway: the trial runs whatever the verdict, so it gets a row of its own, and nothing is turned down.
         """
         make_workload = functools.cache(functools.partial(self._workload, config))  # it is built once
         key = _key_of(config)
         known = self._rejected.get(key)
         if known is None and once_a_workload and self._rejected:
             known = self._rejected.get(self._workload_key(make_workload))
-        if known is not None:
+        if known is not None and not runs_anyway:
             self.num_repeated += 1
             return Entry(Decision("", known), config)
         try:
@@ -153,10 +160,11 @@ class Ledger:
         verdict = decision.verdict
         self.num_judged += 1
         if verdict.action == "prune":
-            self.num_rejected += 1
-            keys = (key, self._workload_key(make_workload) if once_a_workload else None)
-            self._rejected |= {key: verdict for key in keys if key is not None}
-            self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
+            if not runs_anyway:
+                self.num_rejected += 1
+                keys = (key, self._workload_key(make_workload) if once_a_workload else None)
+                self._rejected |= {key: verdict for key in keys if key is not None}
+                self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
         elif verdict.prediction is None:
             self.num_unjudged += 1
         repair = verdict.repair
@@ -195,7 +203,7 @@ class Ledger:
                 "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
-        entry = self.judge(config, trial=trial, trial_id=trial_id)
+        entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
         if entry.rejected:
             self.num_unjudged += 1
             self._unguarded(
