@@ -89,11 +89,27 @@ class Entry:
         self.started_at = (self.started_at if from_checkpoint else None) or time.time()
 
 
+@dataclass(slots=True)
+class Rejection:
+    """A configuration that was turned down."""
+
+    decision: Decision
+    """The latest on it."""
+    num_ended: int
+    """Trials that had ended by then."""
+    num_judged: int = 1
+
+    def is_final(self, num_ended: int) -> bool:
+        """Whether judging it again would come to the same: no trial has ended since to learn from, or it was done before."""
+        return self.num_judged > 1 or self.num_ended == num_ended
+
+
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
     A configuration that was turned down is remembered: proposed again, it is turned down without a second look, and without a
-    second row in the log. Whatever fails in here is warned about once; the trial runs unguarded, and is counted.
+    second row in the log. Once a trial has ended since, it is judged once more, and then never again. Whatever fails in here is
+    warned about once; the trial runs unguarded, and is counted.
 
     Args:
         guard: decides, and learns from what the trials cost.
@@ -113,14 +129,18 @@ class Ledger:
         """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
         self.num_judged = 0
         self.num_rejected = 0
-        """Different configurations that were turned down; each has a row in the log."""
+        """Different configurations that were turned down; each has a row in the log, or two."""
         self.num_repeated = 0
         """Proposals that were turned down from memory."""
         self.num_unjudged = 0
         """Trials that were launched without a verdict."""
+        self.num_ended = 0
+        """Trials from which the guard may have learnt."""
+        self.superseded: set[str] = set()
+        """Ids of the rejections in the log that a second look has taken the place of."""
         self.verbose = 0
         """``RunConfig(verbose=...)``; from 1 on each configuration that is turned down has a line on the console."""
-        self._rejected: dict[Hashable, Verdict] = {}
+        self._rejected: dict[Hashable, Rejection] = {}
         self._warned: set[str] = set()
 
     def judge(
@@ -132,7 +152,7 @@ class Ledger:
         once_a_workload: bool = False,
         runs_anyway: bool = False,
     ) -> Entry:
-        """Decide on ``config`` and log the verdict, unless it is one that was turned down before.
+        """Decide on ``config`` and log the verdict, unless it is one that was turned down before and would be again.
 
         Args:
             config: what the trial would run with.
@@ -147,9 +167,9 @@ class Ledger:
         known = self._rejected.get(key)
         if known is None and once_a_workload and self._rejected:
             known = self._rejected.get(self._workload_key(make_workload))
-        if known is not None and not runs_anyway:
+        if known is not None and not runs_anyway and known.is_final(self.num_ended):
             self.num_repeated += 1
-            return Entry(Decision("", known), config)
+            return Entry(Decision("", known.decision.verdict), config)
         try:
             decision = self.guard.decide(make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id)
         except UnguardedTrialError:
@@ -159,16 +179,26 @@ class Ledger:
             decision = Decision("", Verdict("launch", f"not judged: {_words(error)}"))
         verdict = decision.verdict
         self.num_judged += 1
+        if known is not None and not runs_anyway:
+            self._forget(known)
         if verdict.action == "prune":
             if not runs_anyway:
                 self.num_rejected += 1
+                rejection = Rejection(decision, self.num_ended, 1 if known is None else known.num_judged + 1)
                 keys = (key, self._workload_key(make_workload) if once_a_workload else None)
-                self._rejected |= {key: verdict for key in keys if key is not None}
-                self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
+                self._rejected |= {key: rejection for key in keys if key is not None}
+                if known is None:
+                    self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
         elif verdict.prediction is None:
             self.num_unjudged += 1
         repair = verdict.repair
         return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
+
+    def _forget(self, rejection: Rejection) -> None:
+        """Another verdict has taken its place."""
+        self.num_rejected -= 1
+        self.superseded.add(rejection.decision.id)
+        self._rejected = {key: known for key, known in self._rejected.items() if known is not rejection}
 
     def _workload(self, config: Mapping[str, Any]) -> Workload:
         refuse_placeholders(config)
@@ -229,6 +259,7 @@ class Ledger:
             )
         try:
             self.guard.learn(entry.decision, self.measurement(entry, status, note))
+            self.num_ended += 1
         except Exception as error:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
@@ -285,9 +316,13 @@ class Ledger:
 
     def get_state(self) -> dict[str, Any]:
         """What must survive the driver."""
-        return {"entries": dict(self.entries), "changes": dict(self.changes), "_rejected": dict(self._rejected)} | {
-            name: getattr(self, name)
-            for name in ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged")
+        names = ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged", "num_ended")
+        return {
+            "entries": dict(self.entries),
+            "changes": dict(self.changes),
+            "superseded": set(self.superseded),
+            "_rejected": dict(self._rejected),
+            **{name: getattr(self, name) for name in names},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
