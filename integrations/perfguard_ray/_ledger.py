@@ -89,11 +89,27 @@ class Entry:
         self.started_at = (self.started_at if from_checkpoint else None) or time.time()
 
 
+@dataclass(slots=True)
+class Rejection:
+    """A configuration that was turned down."""
+
+    decision: Decision
+    """The latest on it."""
+    num_ended: int
+    """Trials that had ended by then."""
+    num_judged: int = 1
+
+    def is_final(self, num_ended: int) -> bool:
+        """Whether judging it again would come to the same: no trial has ended since to learn from, or it was done before."""
+        return self.num_judged > 1 or self.num_ended == num_ended
+
+
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
     A configuration that was turned down is remembered: proposed again, it is turned down without a second look, and without a
-    second row in the log. Whatever fails in here is warned about once; the trial runs unguarded, and is counted.
+    second row in the log. Once a trial has ended since, it is judged once more, and then never again. Whatever fails in here is
+    warned about once; the trial runs unguarded, and is counted.
 
     Args:
         guard: decides, and learns from what the trials cost.
@@ -113,20 +129,30 @@ class Ledger:
         """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
         self.num_judged = 0
         self.num_rejected = 0
-        """Different configurations that were turned down; each has a row in the log."""
+        """Different configurations that were turned down; each has a row in the log, or two."""
         self.num_repeated = 0
         """Proposals that were turned down from memory."""
         self.num_unjudged = 0
         """Trials that were launched without a verdict."""
+        self.num_ended = 0
+        """Trials from which the guard may have learnt."""
+        self.superseded: set[str] = set()
+        """Ids of the rejections in the log that a second look has taken the place of."""
         self.verbose = 0
         """``RunConfig(verbose=...)``; from 1 on each configuration that is turned down has a line on the console."""
-        self._rejected: dict[Hashable, Verdict] = {}
+        self._rejected: dict[Hashable, Rejection] = {}
         self._warned: set[str] = set()
 
     def judge(
-        self, config: Mapping[str, Any], *, trial: int | None = None, trial_id: str | None = None, once_a_workload: bool = False
+        self,
+        config: Mapping[str, Any],
+        *,
+        trial: int | None = None,
+        trial_id: str | None = None,
+        once_a_workload: bool = False,
+        runs_anyway: bool = False,
     ) -> Entry:
-        """Decide on ``config`` and log the verdict, unless it is one that was turned down before.
+        """Decide on ``config`` and log the verdict, unless it is one that was turned down before and would be again.
 
         Args:
             config: what the trial would run with.
@@ -134,15 +160,16 @@ class Ledger:
             trial_id: Tune's id of it.
             once_a_workload: turn down from memory also what runs the very workload of a configuration that was turned down, with
                 another learning rate for instance.
+            runs_anyway: the trial runs whatever the verdict, so it gets a row of its own, and nothing is turned down.
         """
         make_workload = functools.cache(functools.partial(self._workload, config))  # it is built once
         key = _key_of(config)
         known = self._rejected.get(key)
         if known is None and once_a_workload and self._rejected:
             known = self._rejected.get(self._workload_key(make_workload))
-        if known is not None:
+        if known is not None and not runs_anyway and known.is_final(self.num_ended):
             self.num_repeated += 1
-            return Entry(Decision("", known), config)
+            return Entry(Decision("", known.decision.verdict), config)
         try:
             decision = self.guard.decide(make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id)
         except UnguardedTrialError:
@@ -152,15 +179,26 @@ class Ledger:
             decision = Decision("", Verdict("launch", f"not judged: {_words(error)}"))
         verdict = decision.verdict
         self.num_judged += 1
+        if known is not None and not runs_anyway:
+            self._forget(known)
         if verdict.action == "prune":
-            self.num_rejected += 1
-            keys = (key, self._workload_key(make_workload) if once_a_workload else None)
-            self._rejected |= {key: verdict for key in keys if key is not None}
-            self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
+            if not runs_anyway:
+                self.num_rejected += 1
+                rejection = Rejection(decision, self.num_ended, 1 if known is None else known.num_judged + 1)
+                keys = (key, self._workload_key(make_workload) if once_a_workload else None)
+                self._rejected |= {key: rejection for key in keys if key is not None}
+                if known is None:
+                    self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
         elif verdict.prediction is None:
             self.num_unjudged += 1
         repair = verdict.repair
         return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
+
+    def _forget(self, rejection: Rejection) -> None:
+        """Another verdict has taken its place."""
+        self.num_rejected -= 1
+        self.superseded.add(rejection.decision.id)
+        self._rejected = {key: known for key, known in self._rejected.items() if known is not rejection}
 
     def _workload(self, config: Mapping[str, Any]) -> Workload:
         refuse_placeholders(config)
@@ -195,7 +233,7 @@ class Ledger:
                 "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
-        entry = self.judge(config, trial=trial, trial_id=trial_id)
+        entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
         if entry.rejected:
             self.num_unjudged += 1
             self._unguarded(
@@ -221,6 +259,7 @@ class Ledger:
             )
         try:
             self.guard.learn(entry.decision, self.measurement(entry, status, note))
+            self.num_ended += 1
         except Exception as error:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
@@ -277,9 +316,13 @@ class Ledger:
 
     def get_state(self) -> dict[str, Any]:
         """What must survive the driver."""
-        return {"entries": dict(self.entries), "changes": dict(self.changes), "_rejected": dict(self._rejected)} | {
-            name: getattr(self, name)
-            for name in ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged")
+        names = ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged", "num_ended")
+        return {
+            "entries": dict(self.entries),
+            "changes": dict(self.changes),
+            "superseded": set(self.superseded),
+            "_rejected": dict(self._rejected),
+            **{name: getattr(self, name) for name in names},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ class PerfGuardSearcher(Searcher):
 
     ``num_samples`` counts the trials that run. When the searcher proposes ``max_proposals`` configurations in a row that do not
     fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so. Each
-    configuration is judged once: what was turned down before is turned down from memory.
+    configuration is judged once, and once more if a trial has ended since; then it is turned down from memory.
 
     What the searcher is told of a configuration that does not fit: Optuna a pruned trial with signed constraints, which its
     samplers model; the others the worst result so far, once there is one. An error they would ignore, or wait for its result.

@@ -131,6 +131,7 @@ def summarize(search: Any) -> RunSummary:
     """
     ledger = ledger_of(search, who="perfguard_ray.summarize")
     rows = [row for row in ledger.guard.log.decisions(ledger.study) if row.created_at.timestamp() >= ledger.begun_at]
+    rows = [row for row in rows if row.decision_id not in ledger.superseded]
     return _summary_of(rows, ledger)
 
 

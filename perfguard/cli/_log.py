@@ -70,20 +70,31 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _selection(arguments: argparse.Namespace, *, before: str | None = None) -> Selection:
-    from perfguard.devices._catalog import look_up
     from perfguard.store import Selection
 
     now = datetime.datetime.now(datetime.timezone.utc)
-    known = None if arguments.device is None else look_up(arguments.device)
+    if arguments.before is not None and before is not None:
+        raise LogError("Give either --before or --older-than, not both: they mean the same.")
     return Selection(
         study=arguments.study,
-        device=arguments.device if known is None else known.id,
+        device=None if arguments.device is None else _devices(arguments.device),
         host=arguments.host,
         status=arguments.status,
         verdict=arguments.verdict,
         since=_time(arguments.since, "--since", now),
         before=_time(arguments.before, "--before", now) or _time(before, "--older-than", now),
     )
+
+
+def _devices(name: str) -> str | tuple[str, ...]:
+    """The id that was named; of an alias all that it may have meant, since "a100" is an A100 SXM on a machine that has one."""
+    from perfguard.devices._catalog import catalog, is_alias, is_short_for, look_up
+
+    known = look_up(name)
+    if known is None or not is_alias(name):
+        return name if known is None else known.id
+    fitting = [id_ for id_, device in catalog().items() if id_ == known.id or is_short_for(name, device)]
+    return tuple(part for id_ in fitting for part in (id_, f"{id_}:"))
 
 
 def _time(text: str | None, what: str, now: datetime.datetime) -> datetime.datetime | None:

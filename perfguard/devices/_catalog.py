@@ -66,6 +66,11 @@ def find(name: str) -> Device:
     )
 
 
+def is_alias(name: str) -> bool:
+    """Return whether ``name`` is a short name, which may fit several cards."""
+    return any(_key(alias) == _key(name) for alias in aliases())
+
+
 def is_short_for(name: str, device: Device) -> bool:
     """Return whether ``name`` is an alias that fits ``device`` as well as the card that it stands for: "a100" fits every A100."""
     words = next((alias.split("-") for alias in aliases() if _key(alias) == _key(name)), None)

@@ -118,15 +118,24 @@ def _make_each_cpu_one_device(connection: Connection) -> None:
     decisions = table("decisions", column("device_hash"))
     seen: set[str] = set()
     for row in connection.execute(select(devices).order_by(devices.c.content_hash)).all():
-        device = json.loads(row.data)
-        if device.get("kind") != "cpu":
+        identity = _identity_of_cpu(row.data)
+        if identity is None:
             continue
-        identity = {name: device[name] for name in ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")}
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         same = devices.c.content_hash == row.content_hash
         connection.execute(delete(devices).where(same) if key in seen else update(devices).where(same).values(content_hash=key))
         connection.execute(update(decisions).where(decisions.c.device_hash == row.content_hash).values(device_hash=key))
         seen.add(key)
+
+
+def _identity_of_cpu(data: str) -> dict[str, Any] | None:
+    """What makes a CPU this one; None: it is another device, or the row is damaged, which whoever reads it will say."""
+    try:
+        device = json.loads(data)
+        identity = {name: device[name] for name in ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return identity if identity["kind"] == "cpu" else None
 
 
 _STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3, 4: _to_4}

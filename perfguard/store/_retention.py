@@ -33,8 +33,11 @@ def remove_decisions(connection: Connection, selection: Selection, cutoff_ns: in
     query = select_ids(replace(selection, before=None)).where(table.c.created_at_ns < cutoff_ns)
     # Read first: the statements below would otherwise select by measurements that the first of them has removed.
     ids = list(connection.execute(query.order_by(table.c.created_at_ns).limit(ROWS_AT_ONCE)).scalars())
-    connection.execute(delete(schema.measurements).where(schema.measurements.c.decision_id.in_(ids)))
-    return connection.execute(delete(table).where(table.c.decision_id.in_(ids))).rowcount
+    num_removed = 0
+    for some in schema.in_lists(ids):
+        connection.execute(delete(schema.measurements).where(schema.measurements.c.decision_id.in_(some)))
+        num_removed += connection.execute(delete(table).where(table.c.decision_id.in_(some))).rowcount
+    return num_removed
 
 
 def remove_orphans(connection: Connection, cutoff_ns: int) -> None:

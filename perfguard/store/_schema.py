@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from perfguard.guard import Action
 
 SCHEMA_VERSION = 4
+MOST_IN_A_LIST = 900
 
 _1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -361,6 +362,11 @@ def weights_from_row(row: Row[Any]) -> LoggedWeights:
         state=row.state,
         state_changed_at=_as_time(row.state_changed_at_ns),
     )
+
+
+def in_lists(ids: Sequence[str]) -> list[Sequence[str]]:
+    """``ids`` in pieces that one statement may name: SQLite before 3.32 takes 999 variables."""
+    return [ids[start : start + MOST_IN_A_LIST] for start in range(0, len(ids), MOST_IN_A_LIST)]
 
 
 @functools.lru_cache(maxsize=64)

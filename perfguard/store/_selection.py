@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ class Selection:
     """
 
     study: str | None = None
-    device: str | None = None
-    """Id of the device that was decided for, or that was measured."""
+    device: str | tuple[str, ...] | None = None
+    """Id of the device that was decided for, or that was measured, or several; "a100-sxm-80gb:" means all parts of that GPU."""
     status: Status | None = None
     """Of the measurement."""
     verdict: Action | None = None
@@ -64,7 +65,8 @@ def select_ids(selection: Selection) -> Select[Any]:
     if selection.study is not None:
         conditions.append(decisions.c.study == selection.study)
     if selection.device is not None:
-        conditions.append(or_(devices.c.device_id == selection.device, measurements.c.device_id == selection.device))
+        ids = (selection.device,) if isinstance(selection.device, str) else selection.device
+        conditions.append(or_(*(_is_one_of(ids, table.c.device_id) for table in (devices, measurements))))
     if selection.status is not None:
         conditions.append(measurements.c.status == selection.status)
     if selection.verdict is not None:
@@ -81,6 +83,11 @@ def select_ids(selection: Selection) -> Select[Any]:
     if (selection.device, selection.status, selection.host) != (None, None, None):
         query = query.outerjoin(measurements, measurements.c.decision_id == decisions.c.decision_id)
     return query.where(*conditions)
+
+
+def _is_one_of(ids: Sequence[str], device_id: ColumnElement[str]) -> ColumnElement[bool]:
+    parts = [device_id.startswith(id_, autoescape=True) for id_ in ids if id_.endswith(":")]
+    return or_(device_id.in_(ids), *parts)
 
 
 def select_rows(table: str, selection: Selection) -> Select[Any]:

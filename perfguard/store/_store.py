@@ -215,7 +215,8 @@ class MeasurementStore:
         """
         ids = self._read(schema.select_measured_ids(device_id, _MAX_LISTED + 1), lambda _, row: str(row.decision_id))
         if len(ids) <= _MAX_LISTED:
-            queries = [schema.select_observations_of(random.sample(ids, min(size, len(ids))))]
+            drawn = random.sample(ids, min(size, len(ids)))
+            queries = [schema.select_observations_of(some) for some in schema.in_lists(drawn)]
         else:
             firsts = [f"{random.getrandbits(128):032x}" for _ in range(_STRIPES)]
             queries = [schema.select_observations_from(first, device_id, math.ceil(size / _STRIPES)) for first in firsts]

@@ -319,6 +319,30 @@ def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsy
     assert {(row.trial, row.trial_id) for row in ledger.guard.log.decisions()} == {(None, None), (3, "a")}
 
 
+def test_trial_that_runs_against_a_remembered_rejection_is_logged_and_counted_as_launched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
+    ledger = search.ledger
+    ledger.judge({"width": 4096})
+    ledger.verbose = 1
+    with pytest.warns(UnguardedTrialWarning, match="would have turned down"):
+        ledger.start("a", {"width": 4096}, trial=0)
+    ledger.start("b", {"width": 5000}, trial=1)  # of which no rejection is remembered; the warning is said once
+    ledger.finish("a", "failed")
+    ledger.finish("b", "failed")
+    assert capsys.readouterr().out == "", "a trial that runs is not turned down"
+    rows = ledger.guard.log.decisions()
+    assert [(row.trial_id, row.action, row.status) for row in rows] == [
+        (None, "prune", None),
+        ("a", "prune", "failed"),
+        ("b", "prune", "failed"),
+    ]
+    assert (ledger.num_rejected, ledger.num_repeated, ledger.num_unjudged) == (1, 0, 2)
+    summary = perfguard_ray.summarize(search)
+    assert (summary.num_launched, summary.num_rejected, summary.num_unjudged) == (2, 1, 2)
+
+
 def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
     estimate = Estimate(1.0, 0.1)
     for quantity in get_args(Quantity):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ray import tune
+from ray import cloudpickle, tune
 from ray.tune.experiment import Experiment
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from ray.tune.search.hyperopt import HyperOptSearch
 from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
-from perfguard import Workload
+import perfguard_ray
+from perfguard import Device, Guard, OpGraph, Prediction, Workload
 from perfguard.exceptions import NothingFeasibleWarning
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -121,6 +123,72 @@ def test_searcher_that_insists_on_what_does_not_fit_ends_with_one_row() -> None:
         assert search.suggest("a") == Searcher.FINISHED
     assert (len(rejected(search)), search.ledger.num_rejected, search.ledger.num_repeated) == (1, 1, 99)
     assert searcher.num_proposals == 100
+
+
+class Learning(ReplayPredictor):
+    """Expects a hundred times too much, until it has learnt better."""
+
+    factor = 100.0
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        prediction = super().predict(graph, device, steps=steps)
+        return replace(prediction, peak_memory=prediction.peak_memory.scaled(self.factor))
+
+
+def end_a_trial(search: Any, trial_id: str) -> None:
+    search.ledger.start(trial_id, search.ledger.entries[trial_id].config)
+    search.ledger.finish(trial_id, "failed")
+
+
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_was_turned_down_is_judged_once_more_after_a_trial_has_ended(learns: bool, restored: bool) -> None:
+    # A guard that was wrong at first held it against a configuration for ever, also in the run that Tuner.restore makes.
+    predictor = Learning()
+    options: dict[str, Any] = {"guard": Guard(BARE_A100, memory_budget="1MiB", log=False, predictor=predictor)}
+    search = PerfGuardSearcher(Repeating("loss", "min"), build=build, **options)
+    ledger = search.ledger
+    for _ in range(2):
+        assert ledger.judge({"width": 512}).rejected
+    ledger.entries["a"] = ledger.judge({"width": 1})
+    assert ledger.judge({"width": 512}).rejected, "a trial that was launched has taught nothing yet"
+    assert (ledger.num_rejected, ledger.num_repeated) == (1, 2)
+    end_a_trial(search, "a")
+    if restored:
+        again = PerfGuardSearcher(Repeating("loss", "min"), build=build, **options)
+        again.set_state(cloudpickle.loads(cloudpickle.dumps(search.get_state())))
+        search, ledger = again, again.ledger
+    predictor.factor = 1.0 if learns else 50.0
+    ledger.entries["b"] = ledger.judge({"width": 512})
+    assert ledger.entries["b"].rejected != learns
+    summary = perfguard_ray.summarize(search)
+    if learns:
+        assert (ledger.num_rejected, summary.num_rejected, summary.num_launched) == (0, 0, 2)
+        return
+    assert (ledger.num_rejected, summary.num_rejected, summary.num_launched) == (1, 1, 1), "one configuration"
+    del ledger.entries["b"]
+    ledger.entries["c"] = ledger.judge({"width": 1})
+    end_a_trial(search, "c")
+    assert ledger.judge({"width": 512}).rejected
+    assert (ledger.num_rejected, ledger.num_repeated) == (1, 3)
+    assert rejected(search) == {"[('width', 512)]": 2}, "and never again"
+
+
+def test_on_a_grid_the_second_look_holds_for_the_workload() -> None:
+    ledger = PerfGuardVariantGenerator(build=build, **OPTIONS).ledger
+    ledger.entries["a"] = ledger.judge({"width": 8, "lr": 0.1}, once_a_workload=True)
+    assert ledger.judge({"width": 4096, "lr": 0.1}, once_a_workload=True).rejected
+    ledger.start("a", {"width": 8, "lr": 0.1})
+    ledger.finish("a", "failed")
+    for lr in (0.2, 0.3, 0.1):
+        assert ledger.judge({"width": 4096, "lr": lr}, once_a_workload=True).rejected
+    ledger.entries["b"] = ledger.judge({"width": 8, "lr": 0.1}, once_a_workload=True)
+    ledger.start("b", {"width": 8, "lr": 0.1})
+    ledger.finish("b", "failed")
+    assert ledger.judge({"width": 4096, "lr": 0.1}, once_a_workload=True).rejected
+    rows = ledger.guard.log.decisions()
+    assert [row.params["lr"] for row in rows if row.action == "prune"] == [0.1, 0.2]
+    assert (ledger.num_rejected, ledger.num_repeated) == (1, 3)
 
 
 class Exhausted(Repeating):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perfguard import MeasurementStore, resolve_device
 from perfguard.cli import main
+from perfguard.devices import catalog, mig_instance, mig_profiles
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
@@ -84,6 +86,38 @@ def test_an_alias_of_a_device_selects_what_is_logged_by_its_id(log: Path, capsys
     with MeasurementStore(log) as store:
         record(store, 9, device=resolve_device("a100"))
     assert trials(capsys, "--device", "A100") == [9]
+
+
+def test_an_alias_selects_every_card_that_it_may_have_meant_and_an_id_only_its_own(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # On a machine with an A100 SXM Guard("a100") is that; `log forget --device a100` missed its rows.
+    a100 = catalog()["a100-sxm-80gb"]
+    devices = [
+        catalog()["a100-pcie-40gb"],
+        a100,
+        mig_instance(a100, mig_profiles(a100)[0]),
+        catalog()["h100-sxm-80gb"],
+        catalog()["rtx3090"],
+        replace(DEVICE, id="a100-sxm-80gbx"),
+    ]
+    with MeasurementStore(log) as store:
+        for trial, device in enumerate(devices, 10):
+            record(store, trial, device=device)
+        measured_elsewhere = record(store, 20, device=DEVICE)
+        store.record_measurement(measured_elsewhere, replace(MEASUREMENT, device_id="a100-sxm-40gb"))
+    assert trials(capsys, "--device", "A100") == [10, 11, 12, 20]
+    assert trials(capsys, "--device", "a100-80gb") == [11, 12]
+    assert trials(capsys, "--device", "a100-40gb") == [10, 20]
+    assert trials(capsys, "--device", "3090") == [14]
+    assert trials(capsys, "--device", "a100-sxm-80gb") == [11]
+    assert trials(capsys, "--device", "NVIDIA A100-SXM4-80GB") == [11]
+    assert trials(capsys, "--device", "a100-sxm-80gb:1g.10gb") == [12]
+    assert run("forget", "--device", "a100", "--yes") == 0
+    assert "1 measurements of 1 study" in capsys.readouterr().out
+    assert run("prune", "--device", "a100-pcie-40gb") == 0
+    assert capsys.readouterr().out == "1 decisions removed\n"
+    assert trials(capsys, "--device", "a100") == [11, 12, 20]
 
 
 def test_data_tell_the_host_and_the_tuner_s_id(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +215,7 @@ def test_prune_keeps_the_newest(log: Path, capsys: pytest.CaptureFixture[str]) -
         (["show", "--log", "nowhere.db"], "There is no measurement log at nowhere.db"),
         (["import", "nowhere"], "nowhere is no complete export"),
         (["prune"], "Say what to remove"),
+        (["prune", "--before", "1d", "--older-than", "90d"], "Give either --before or --older-than, not both"),
         (["prune", "--older-than", "long"], "--older-than must look like"),
         (
             ["show", "--since", "yesterday"],

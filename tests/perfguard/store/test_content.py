@@ -14,13 +14,13 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
 from perfguard.store import MeasurementStore, Selection, export_log, import_log
 from perfguard.store import _retention as retention
-from tests.perfguard.store.rows import CPU, DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.store.rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,22 @@ def test_a_sample_of_a_long_log_comes_from_all_over_it(
         drawn.update(sample)
     assert len(drawn) > 250
     assert {observation.device.id for observation in store.sample(64, random, device_id="toy")} == {"toy"}
+
+
+def test_no_statement_has_more_variables_than_an_old_sqlite_takes(url: str, graphs: list[OpGraph]) -> None:
+    LOGS_OF_OLD[3](url, graphs[0], num_rows=1000)
+    numbers = []
+
+    def count(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
+        numbers.extend(map(len, parameters if executemany else [parameters]))
+
+    with MeasurementStore(url, busy_timeout_s=10) as store:
+        event.listen(store._engine, "before_cursor_execute", count)
+        assert len(store.sample(1000, Random(0))) == store.counts()["measurements"] > 900
+        assert store.prune(keep_newest=10) == 990
+        assert [decision.trial for decision in store.decisions()] == list(range(990, 1000))
+        assert store.counts()["measurements"] < 10 + 1
+    assert max(numbers) < 999
 
 
 def test_old_and_surplus_decisions_leave_with_all_that_only_they_need(

@@ -159,6 +159,27 @@ def test_the_processes_of_one_cpu_become_one_device_when_an_older_log_is_opened(
         assert len(store.observations("cpu")) == 3
 
 
+def test_damaged_devices_do_not_keep_an_older_log_from_being_opened(url: str, graph: OpGraph) -> None:
+    LOGS_OF_OLD[3](url, graph, num_rows=4)
+    sound = json.dumps(asdict(CPU), sort_keys=True)
+    damaged = [sound[:20], '{"kind": "cpu", "id": "cpu"}', '["cpu"]', "3", "", None]
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for number, data in enumerate([*damaged, sound]):
+            connection.execute(
+                text("INSERT INTO devices (content_hash, device_id, data) VALUES (:key, 'cpu', :data)"),
+                {"key": str(number) * 64, "data": data},
+            )
+        connection.execute(text("UPDATE decisions SET device_hash = :key"), {"key": "0" * 64})
+    with MeasurementStore(url) as store:
+        assert [row.device_id for row in store.decisions()] == ["cpu"] * 4
+    with engine.connect() as connection:
+        rows = {row.content_hash: row.data for row in connection.execute(text("SELECT content_hash, data FROM devices"))}
+    engine.dispose()
+    assert [rows[str(number) * 64] for number in range(len(damaged))] == damaged, "they are left as they are"
+    assert str(len(damaged)) * 64 not in rows, "the sound one is not"
+
+
 def test_several_that_open_an_old_log_at_once_migrate_it_once(url: str, graph: OpGraph) -> None:
     LOGS_OF_OLD[1](url, graph, num_rows=500)
     counts: list[int] = []
