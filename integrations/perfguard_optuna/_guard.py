@@ -188,7 +188,7 @@ class OptunaGuard(Guard):
             return self._reject_again(study, trial, params, rejected)
         watched = WatchedParams(params)
         try:
-            workload = build_workload(build, watched)
+            workload = build_watched(build, watched)
         except Exception as error:
             if asks_for_missing(error, params):
                 self._missing[_key(study, trial)] = {error.args[0]}
@@ -636,20 +636,32 @@ class _Judged:
 
 
 class WatchedParams(dict[str, Any]):
-    """Parameters that remember which of them were looked at, and which were asked for, with a default, that are not there."""
+    """Parameters that remember which of them were looked at, and which were asked for that are not there.
+
+    ``build`` may take them out, as it may of any dict: what was given is kept beside.
+    """
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        super().__init__(params)
+        self._given = params.all() if isinstance(params, WatchedParams) else dict(params)
+        super().__init__(self._given)
         self.missing: set[str] = set()
         self._used: set[str] = set()
 
+    def refill(self) -> None:
+        """Be again as given, for another attempt; what was looked at stays remembered."""
+        self.clear()
+        self.update(self._given)
+
     def all(self) -> dict[str, Any]:
-        """All parameters, without looking at any."""
-        return dict(dict.items(self))
+        """All parameters that were given, without looking at any."""
+        return dict(self._given)
 
     def used(self) -> dict[str, Any]:
         """The parameters that were looked at."""
-        return {name: value for name, value in dict.items(self) if name in self._used}
+        return {name: value for name, value in self._given.items() if name in self._used}
+
+    def _look_at_all(self) -> None:
+        self._used.update(self._given)
 
     def __getitem__(self, key: str) -> Any:
         self._used.add(key)
@@ -660,29 +672,90 @@ class WatchedParams(dict[str, Any]):
         present = key in self
         return self[key] if present else default
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As of a dict."""
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        """As of a dict."""
+        self._look_at_all()
+        return super().popitem()
+
     def __contains__(self, key: object) -> bool:
         present = super().__contains__(key)
-        if not present:
+        if present:
+            self._used.add(str(key))
+        elif key not in self._given:
             self.missing.add(str(key))
         return present
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        self._look_at_all()
+        return super().__len__()
+
+    def __eq__(self, other: object) -> bool:
+        self._look_at_all()
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
     def keys(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.keys(self)
 
     def values(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.values(self)
 
     def items(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.items(self)
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict."""
+        self._look_at_all()
+        return dict(dict.items(self))
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self.keys()))
+
+
+def build_watched(build: Build, params: WatchedParams) -> Workload:
+    """``build_workload``, which may try twice: the second attempt finds all parameters, whatever the first took out."""
+
+    def attempt(watched: Mapping[str, Any]) -> Workload:
+        try:
+            return build(watched)
+        except BaseException:
+            params.refill()
+            raise
+
+    return build_workload(attempt, params)
 
 
 @contextmanager
