@@ -322,3 +322,46 @@ def test_the_sampler_is_wrapped_once_by_however_many_threads(monkeypatch: pytest
         create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
     assert len({id(sampler) for sampler in samplers}) <= 2
     assert not any(isinstance(sampler.inner, NewProposals) for sampler in samplers if isinstance(sampler, NewProposals))
+
+
+def test_a_rejection_repeated_before_the_first_launch_is_judged_again_after_it() -> None:
+    """Turned down from memory is not judged: the docs promise one more judgement once a trial ran."""
+
+    class Counting(ReplayPredictor):
+        num_judged = 0
+
+        def predict(self, *arguments: Any, **options: Any) -> Prediction:
+            self.num_judged += 1
+            exact = super().predict(*arguments, **options)
+            memory = Estimate(100 * exact.peak_memory.median, 0.01)
+            return Prediction(memory, exact.step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
+
+    predictor = Counting()
+    pruner = PerfGuardPruner(
+        BARE_A100, build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
+    )
+    study = create_study(pruner=pruner)
+    judged = []
+    for width in (512, 512, 1, 512, 512):
+        study.enqueue_trial({"width": width})
+    study.optimize(
+        lambda trial: float(trial.suggest_int("width", 1, 512)), n_trials=5, count="proposed",
+        callbacks=[lambda _study, _trial: judged.append(predictor.num_judged)],
+    )  # fmt: skip
+    assert judged == [1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])
+def test_values_of_different_kinds_are_different_points(bad: Any, good: Any) -> None:
+    """1 == True, so a trial that fits was pruned with what was remembered of the other."""
+
+    def build_by_kind(params: Mapping[str, Any]) -> Workload:
+        return build_of(2**17 if params["kind"] is bad else 8)
+
+    pruner = PerfGuardPruner(BARE_A100, build=build_by_kind, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    guard, study = pruner.guard, optuna.create_study()
+    for number, value in enumerate((bad, good)):
+        trial = study.ask()
+        decision = guard.judge(study, trial, {"kind": value}, guard.build)
+        assert decision is not None
+        assert decision.verdict.action == ("launch" if number else "prune")
