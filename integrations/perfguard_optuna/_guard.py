@@ -188,7 +188,7 @@ class OptunaGuard(Guard):
             return self._reject_again(study, trial, params, rejected)
         watched = WatchedParams(params)
         try:
-            workload = build_workload(build, watched)
+            workload = build_watched(build, watched)
         except Exception as error:
             if asks_for_missing(error, params):
                 self._missing[_key(study, trial)] = {error.args[0]}
@@ -241,8 +241,9 @@ class OptunaGuard(Guard):
         place = study.study_name, tuple(sorted(used))
         known = self._rejections.setdefault(place, {})
         values = _values(used, place[1])
-        num_before = known[values].num if values in known else 0
-        known[values] = _Rejection(place[1], verdict, self._num_launched, num_before + 1)
+        before = known.get(values)
+        num, num_judged = (0, 0) if before is None else (before.num, before.num_judged)
+        known[values] = _Rejection(place[1], verdict, self._num_launched, num + 1, num_judged + 1)
 
     def remembered(self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None) -> _Rejection | None:
         """What is remembered of these very parameters, if judging them again would come to the same.
@@ -340,21 +341,30 @@ class OptunaGuard(Guard):
         elif key not in self._unjudged:
             self._end_unjudged(study, trial, self.why_unjudged(build, self._missing.get(key, ()), trial.params))
 
-    def end_unasked(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """As :meth:`end_unjudged`, of a trial that has ended and of which the guard was never asked."""
+    def end_unasked(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
+        """As :meth:`end_unjudged`, of a trial that ended in ``state`` and of which the guard was never asked.
+
+        One that failed, pruned itself or was interrupted may have ended before it came to ask, and has its own reason to end:
+        that it ran without a verdict is written into it, and nothing is said or raised.
+        """
         key = _key(study, trial)
         if key in self._judged or key in self._unjudged or f"{PREFIX}:verdict" in trial.user_attrs:
             return
-        if self.build is None or key in self._missing or key in self._build_errors:
+        is_complete = state == TrialState.COMPLETE
+        if is_complete and (self.build is None or key in self._missing or key in self._build_errors):
             self.end_unjudged(study, trial, self.build)
-            return
-        self._end_unjudged(
-            study,
-            trial,
-            "PerfGuard was never asked about a trial, so it ran unguarded: the objective does not call trial.should_prune(), and "
-            "Optuna asks a pruner nowhere else. Make the study with `study = perfguard_optuna.create_study(...)`, or begin the "
-            "objective's work with `if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
-        )
+        elif is_complete:
+            self._end_unjudged(
+                study,
+                trial,
+                f"PerfGuard was never asked about a trial{self._and_so('it ran unguarded')}: the objective does not call "
+                "trial.should_prune(), and Optuna asks a pruner nowhere else. Make the study with "
+                "`study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
+                "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
+            )
+        else:
+            how = {TrialState.FAIL: "failed", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
+            self._write_unjudged(study, trial, f"it {how} before PerfGuard could judge it.")
 
     @contextmanager
     def _counted_if_unjudged(self, study: optuna.Study, trial: AnyTrial) -> Iterator[None]:
@@ -366,7 +376,7 @@ class OptunaGuard(Guard):
             self.write(study, trial, attributes_of_unjudged(str(error)))
             raise
 
-    def _end_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+    def _write_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
         self._unjudged.add(_key(study, trial))
         self.write(
             study,
@@ -374,6 +384,9 @@ class OptunaGuard(Guard):
             attributes_of_unjudged(why),
             lambda: dict.fromkeys(established_constraints(study, self.limited_quantities), 0.0),
         )
+
+    def _end_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        self._write_unjudged(study, trial, why)
         if self.strict:
             raise UnguardedTrialError(why)
         if not self._warned_about_build:
@@ -434,7 +447,7 @@ class OptunaGuard(Guard):
             self._warn_once(
                 UnguardedTrialWarning,
                 "PerfGuard repaired a trial, but its objective did not ask `repair_of(trial)` what to change, so it ran as "
-                "proposed and is not learnt from.",
+                "proposed, and PerfGuard learns nothing from it.",
             )
         else:
             self.learn(launched.decision, measurement)
@@ -482,15 +495,20 @@ class OptunaGuard(Guard):
         """Why a trial with ``params`` is launched without a verdict: its workload is not known, or ``missing`` keeps it so."""
         if missing:
             return (
-                f"{why_missing(missing, params or {})}, so trials run unguarded. Mend the name in build, or suggest all that "
-                "build needs before the first should_prune()."
+                f"{why_missing(missing, params or {})}{self._and_so('trials run unguarded')}. Correct the name in build, or "
+                "suggest all that build needs before the first should_prune()."
             )
         if self.build is None and build is None:
             return (
-                "PerfGuard does not know what the trials run, so they are launched unguarded. Give it "
+                f"PerfGuard does not know what the trials run{self._and_so('they are launched unguarded')}. Give it "
                 "`build=lambda params: Workload(...)`, or wrap the training in `with guard.trial(trial, model, batch): ...`."
             )
-        return "The objective suggested nothing that PerfGuard could judge by, so trials run unguarded. Suggest what build needs."
+        unguarded = self._and_so("trials run unguarded")
+        return f"The objective suggested nothing that PerfGuard could judge by{unguarded}. Suggest what build needs."
+
+    def _and_so(self, consequence: str) -> str:
+        """What follows, in a warning; where the guard is strict it does not, and the study ends."""
+        return "" if self.strict else f", so {consequence}"
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_launched": {}, "deadline": None}
@@ -507,10 +525,12 @@ class _Rejection:
     """Trials that the guard had launched when they were judged last."""
     num: int
     """How often they were proposed and turned down."""
+    num_judged: int
+    """How often of these they were judged, and not turned down from memory."""
 
     def is_final(self, num_launched: int) -> bool:
         """Whether judging them again would come to the same: nothing was launched since, or it was done before."""
-        return self.num > 1 or self.num_launched == num_launched
+        return self.num_judged > 1 or self.num_launched == num_launched
 
 
 @dataclass(slots=True)
@@ -573,7 +593,7 @@ class Search:
                 BudgetWarning,
                 f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
                 "trial that is more likely to fit than not (said once). More trials than `risk` says may break a budget. "
-                "Raise the budget, or the risk, to have this said no more.",
+                "Raise the budget, or the risk, to silence this warning.",
                 about="patience",
             )
         self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
@@ -636,20 +656,32 @@ class _Judged:
 
 
 class WatchedParams(dict[str, Any]):
-    """Parameters that remember which of them were looked at, and which were asked for, with a default, that are not there."""
+    """Parameters that remember which of them were looked at, and which were asked for that are not there.
+
+    ``build`` may take them out, as it may of any dict: what was given is kept beside.
+    """
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        super().__init__(params)
+        self._given = params.all() if isinstance(params, WatchedParams) else dict(params)
+        super().__init__(self._given)
         self.missing: set[str] = set()
         self._used: set[str] = set()
 
+    def refill(self) -> None:
+        """Be again as given, for another attempt; what was looked at stays remembered."""
+        self.clear()
+        self.update(self._given)
+
     def all(self) -> dict[str, Any]:
-        """All parameters, without looking at any."""
-        return dict(dict.items(self))
+        """All parameters that were given, without looking at any."""
+        return dict(self._given)
 
     def used(self) -> dict[str, Any]:
         """The parameters that were looked at."""
-        return {name: value for name, value in dict.items(self) if name in self._used}
+        return {name: value for name, value in self._given.items() if name in self._used}
+
+    def _look_at_all(self) -> None:
+        self._used.update(self._given)
 
     def __getitem__(self, key: str) -> Any:
         self._used.add(key)
@@ -660,29 +692,91 @@ class WatchedParams(dict[str, Any]):
         present = key in self
         return self[key] if present else default
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As of a dict."""
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        """As of a dict."""
+        self._look_at_all()
+        return super().popitem()
+
     def __contains__(self, key: object) -> bool:
         present = super().__contains__(key)
-        if not present:
+        if present:
+            self._used.add(str(key))
+        elif key not in self._given:
             self.missing.add(str(key))
         return present
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        self._look_at_all()
+        return super().__len__()
+
+    def __eq__(self, other: object) -> bool:
+        self._look_at_all()
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
     def keys(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.keys(self)
 
     def values(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.values(self)
 
     def items(self) -> Any:
         """As of a dict."""
-        self._used.update(dict.keys(self))
+        self._look_at_all()
         return dict.items(self)
+
+    def copy(self) -> dict[str, Any]:
+        """As of a dict."""
+        self._look_at_all()
+        return dict(dict.items(self))
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reversed__(self) -> Iterator[str]:
+        self._look_at_all()
+        return super().__reversed__()
+
+
+def build_watched(build: Build, params: WatchedParams) -> Workload:
+    """``build_workload``, which may try twice: the second attempt finds all parameters, whatever the first took out."""
+
+    def attempt(watched: Mapping[str, Any]) -> Workload:
+        try:
+            return build(watched)
+        except BaseException:
+            params.refill()
+            raise
+
+    return build_workload(attempt, params)
 
 
 @contextmanager
@@ -713,8 +807,9 @@ def free_memory() -> None:
 
 
 def _values(params: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
-    """The parameters called ``names`` as a key; a category may be anything, a list among others."""
-    return tuple(value if isinstance(value, (int, float, str)) else repr(value) for value in (params[name] for name in names))
+    """The parameters called ``names`` as a key; a category may be anything, a list among others, and 1 is not True."""
+    values = (params[name] for name in names)
+    return tuple((type(value).__name__, value if isinstance(value, (int, float, str)) else repr(value)) for value in values)
 
 
 def _key(study: optuna.Study | str, trial: AnyTrial) -> TrialKey:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.pruners import BasePruner
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.workload import Build, Workload
@@ -96,13 +96,13 @@ class PerfGuardPruner(WatchingPruner):
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 
-    def trial_ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Count a trial that ran to its end and was never judged. Called when Optuna is told of the end of a trial.
+    def trial_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
+        """Count a trial that was never judged. Called when Optuna is told of the end of a trial.
 
         Raises:
-            UnguardedTrialError: for such a trial, if the guard is strict.
+            UnguardedTrialError: for such a trial that ran to its end, if the guard is strict.
         """
-        self.guard.end_unasked(study, trial)
+        self.guard.end_unasked(study, trial, state)
 
     def trial(
         self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any

@@ -24,9 +24,9 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.guard import Verdict
-from perfguard.workload import Build, Workload, asks_for_missing, build_workload
+from perfguard.workload import Build, Workload, asks_for_missing
 from perfguard_optuna._attributes import PREFIX, attributes_of
-from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, Search, WatchedParams
+from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, Search, WatchedParams, build_watched
 from perfguard_optuna._pruner import PerfGuardPruner
 
 _GRID_KEYS = ("grid_id", "search_space")
@@ -211,7 +211,7 @@ class PerfGuardSampler(BaseSampler):
                     params[used]  # as build would look at it
                 return _Proposal(drawn, params, search_space, None, False, rejected.verdict)
             try:
-                workload = build_workload(self._build, params)
+                workload = build_watched(self._build, params)
                 wanted = params.missing
             except Exception as error:
                 if asks_for_missing(error, drawn | fixed):
@@ -349,7 +349,7 @@ class _Proposal:
         }
         watched = WatchedParams(self.watched.all() | params)
         try:
-            workload = build_workload(build, watched)
+            workload = build_watched(build, watched)
         except Exception:
             workload = None
         return _Proposal(params, watched, self.space, workload, self.is_fixed)
@@ -377,9 +377,10 @@ class NewProposals(PerfGuardSampler):
             if isinstance(self._base, GridSampler):
                 self._reject(study, trial, proposal, proposal.rejection)
             else:
-                self._search.rejected(proposal.rejection)
+                with self._lock:
+                    self._search.rejected(proposal.rejection)
                 num_repeats += 1
-            if num_repeats >= MOST_REJECTIONS_IN_A_ROW or _is_stopping(study):
+            if num_repeats >= MOST_REJECTIONS_IN_A_ROW or self._search.is_over or _is_stopping(study):
                 self._give_up(study, trial, proposal.rejection)
 
 

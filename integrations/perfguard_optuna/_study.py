@@ -131,12 +131,11 @@ class _GuardedObjective:
                 self.num_launched += 1
                 self.search.launched(None if decision is None else decision.verdict)
                 return
-            was_over = self.search.is_over
             self.search.rejected(decision.verdict)
-            if self.search.is_over and not was_over:
-                self.search.say_that_nothing_fits()
+            if self.search.is_over:
+                self.search.say_that_nothing_fits()  # once
                 trial.study.stop()
-        self.propose_nothing_again(trial.study)
+            self.propose_nothing_again(trial.study)
 
 
 class _GuardedTrial(optuna.Trial):

@@ -23,8 +23,8 @@ class WatchingPruner(HyperbandPruner):
     def __init__(self) -> None:
         super().__init__()
 
-    def trial_ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Called when ``trial`` ends, before its state is written. What it raises ends ``optimize``, as of a sampler."""
+    def trial_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
+        """Called when ``trial`` ends in ``state``, before that is written. What it raises ends ``optimize``, as of a sampler."""
 
     def _get_bracket_id(self, study: optuna.Study, trial: FrozenTrial) -> int:
         return 0
@@ -68,4 +68,4 @@ class _WatchedSampler:
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
         """As of the sampler."""
         self._sampler.after_trial(study, trial, state, values)
-        self._pruner.trial_ended(study, trial)
+        self._pruner.trial_ended(study, trial, state)

@@ -28,7 +28,9 @@ from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
+from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study
+from perfguard_optuna._guard import WatchedParams
+from perfguard_optuna._sampler import NewProposals
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
@@ -204,3 +206,162 @@ def test_a_machine_whose_times_scatter_does_not_end_a_study_that_has_trials_to_r
         study.optimize(of_width, n_trials=8)
     assert num_launched(study) >= 7
     assert not [warning for warning in caught if issubclass(warning.category, NothingFeasibleWarning)]
+
+
+WAYS_TO_LOOK: dict[str, Callable[[dict[str, Any]], int]] = {
+    "pop": lambda params: params.pop("width"),
+    "pop with a default": lambda params: params.pop("width", 1),
+    "popitem": lambda params: next(value for name, value in (params.popitem(), params.popitem()) if name == "width"),
+    "setdefault": lambda params: params.setdefault("width", 1),
+    "copy": lambda params: params.copy()["width"],
+    "or": lambda params: (params | {})["width"],
+    "or, on the right": lambda params: ({} | params)["width"],
+    "reversed": lambda params: next(params[name] for name in reversed(params) if name == "width"),
+    "assignment": lambda params: params.update(width=2 * params["width"]) or params["width"],
+}
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+@pytest.mark.parametrize("way", WAYS_TO_LOOK)
+def test_a_point_is_not_rejected_for_what_another_was_rejected_for(way: str, sampler: bool) -> None:
+    """`params.pop("width")` went unseen: a trial that fits was pruned with what was remembered of one that does not."""
+
+    def build_by_the_way(params: Any) -> Workload:
+        assert params["batch"] == 8
+        return build_of(WAYS_TO_LOOK[way](params))
+
+    pruner = PerfGuardPruner(BARE_A100, build=build_by_the_way, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    inner = RandomSampler(seed=0)
+    study = create_study(pruner=pruner, sampler=PerfGuardSampler(inner, pruner) if sampler else inner)
+    for width in (2**20, 8):
+        study.enqueue_trial({"width": width, "batch": 8})
+    study.optimize(
+        lambda trial: float(trial.suggest_int("batch", 8, 9) * trial.suggest_int("width", 1, 2**20)), n_trials=2, count="proposed"
+    )
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE]
+
+
+def test_parameters_know_who_looked_at_them() -> None:
+    for look, used in (
+        (lambda params: "a" in params, {"a"}),
+        (len, {"a", "b"}),
+        (bool, {"a", "b"}),
+        (lambda params: params != {}, {"a", "b"}),
+        (lambda params: params.pop("c", None), set()),
+    ):
+        params = WatchedParams({"a": 1, "b": 2})
+        look(params)
+        assert params.used().keys() == used
+    assert params.missing == {"c"}
+    params.setdefault("d", 4)
+    assert (params["d"], params.missing, params.all()) == (4, {"c", "d"}, {"a": 1, "b": 2})
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(params)
+
+
+def test_a_second_attempt_to_build_finds_what_the_first_took_out() -> None:
+    """The first is on the meta device, where a model that looks at its numbers cannot be built."""
+
+    def build_with_numbers(params: Any) -> Workload:
+        width = params.pop("width")
+        return build_of(width * int(torch.ones(1).item()))
+
+    pruner = PerfGuardPruner(BARE_A100, build=build_with_numbers, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    study = create_study(pruner=pruner)
+    for width in (2**20, 8):
+        study.enqueue_trial({"width": width})
+    study.optimize(lambda trial: float(trial.suggest_int("width", 1, 2**20)), n_trials=2, count="proposed")
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED, TrialState.COMPLETE]
+    assert "perfguard:verdict" in study.trials[1].user_attrs
+
+
+@pytest.mark.parametrize("most", [20, 21, 22, 23])
+def test_a_search_that_is_over_ends_the_study_whoever_counts_the_last_rejection(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
+    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", most)
+    pruner = PerfGuardPruner(
+        BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
+        log=False,
+    )  # fmt: skip
+    study = create_study(sampler=TPESampler(seed=0, n_startup_trials=5), pruner=pruner)
+
+    def of_width(trial: optuna.Trial) -> float:
+        assert trial.number <= 2 * most, "the study goes on"
+        return float(trial.suggest_int("width", 0, 60))
+
+    with pytest.warns(NothingFeasibleWarning) as caught:
+        study.optimize(of_width, n_trials=2)
+    assert len([warning for warning in caught if warning.category is NothingFeasibleWarning]) == 1
+    assert len(study.trials) <= most + 1
+
+
+def test_the_sampler_is_wrapped_once_by_however_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that both found a repeat put one wrapper around the other."""
+    has_rejected_again = OptunaGuard.has_rejected_again
+
+    def slowly(guard: OptunaGuard, study: optuna.Study) -> bool:
+        found = has_rejected_again(guard, study)
+        time.sleep(0.05)  # the other threads look as well
+        return found
+
+    monkeypatch.setattr(OptunaGuard, "has_rejected_again", slowly)
+    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", 12)
+    samplers = []
+
+    def two_widths(trial: optuna.Trial) -> float:
+        samplers.append(trial.study.sampler)
+        return float(trial.suggest_int("width", 0, 1))
+
+    pruner = PerfGuardPruner(
+        BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
+        log=False,
+    )  # fmt: skip
+    with pytest.warns(NothingFeasibleWarning):
+        create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
+    assert len({id(sampler) for sampler in samplers}) <= 2
+    assert not any(isinstance(sampler.inner, NewProposals) for sampler in samplers if isinstance(sampler, NewProposals))
+
+
+def test_a_rejection_repeated_before_the_first_launch_is_judged_again_after_it() -> None:
+    """Turned down from memory is not judged: the docs promise one more judgement once a trial ran."""
+
+    class Counting(ReplayPredictor):
+        num_judged = 0
+
+        def predict(self, *arguments: Any, **options: Any) -> Prediction:
+            self.num_judged += 1
+            exact = super().predict(*arguments, **options)
+            memory = Estimate(100 * exact.peak_memory.median, 0.01)
+            return Prediction(memory, exact.step_time, None, exact.predictor, exact.device_id, trained_on_device=True)
+
+    predictor = Counting()
+    pruner = PerfGuardPruner(
+        BARE_A100, build=lambda params: build_of(params["width"]), memory_budget="1MiB", predictor=predictor, log=False
+    )
+    study = create_study(pruner=pruner)
+    judged = []
+    for width in (512, 512, 1, 512, 512):
+        study.enqueue_trial({"width": width})
+    study.optimize(
+        lambda trial: float(trial.suggest_int("width", 1, 512)), n_trials=5, count="proposed",
+        callbacks=[lambda _study, _trial: judged.append(predictor.num_judged)],
+    )  # fmt: skip
+    assert judged == [1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])
+def test_values_of_different_kinds_are_different_points(bad: Any, good: Any) -> None:
+    """1 == True, so a trial that fits was pruned with what was remembered of the other."""
+
+    def build_by_kind(params: Mapping[str, Any]) -> Workload:
+        return build_of(2**17 if params["kind"] is bad else 8)
+
+    pruner = PerfGuardPruner(BARE_A100, build=build_by_kind, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    guard, study = pruner.guard, optuna.create_study()
+    for number, value in enumerate((bad, good)):
+        trial = study.ask()
+        decision = guard.judge(study, trial, {"kind": value}, guard.build)
+        assert decision is not None
+        assert decision.verdict.action == ("launch" if number else "prune")

@@ -97,10 +97,44 @@ def test_trials_that_fail_or_prune_themselves_unasked_count_too() -> None:
         raise (ValueError if trial.number else optuna.TrialPruned)
 
     study = optuna.create_study(pruner=make_pruner())
-    with pytest.warns(UnguardedTrialWarning, match="was never asked"):
-        study.optimize(objective, n_trials=2, catch=ValueError)
+    study.optimize(objective, n_trials=2, catch=ValueError)  # a warning would be an error here
     assert [trial.state for trial in study.trials] == [PRUNED, FAIL]
-    assert summarize(study).num_unjudged == 2
+    summary = summarize(study)
+    assert summary.num_unjudged == 2
+    assert summary.why_unjudged == "it pruned itself before PerfGuard could judge it."
+    with pytest.warns(UnguardedTrialWarning, match="was never asked"):  # the warning was not spent on those
+        study.optimize(never_asks, n_trials=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"build": None}])
+@pytest.mark.parametrize("new_study", [optuna.create_study, create_study])
+@pytest.mark.parametrize("error", [ValueError, optuna.TrialPruned, KeyboardInterrupt])
+def test_a_strict_guard_leaves_the_error_of_a_trial_as_it_is(
+    error: type[BaseException], new_study: Callable[..., optuna.Study], options: dict[str, Any]
+) -> None:
+    """It put its own in the place of a failure before the question, so catch= caught nothing, and Ctrl-C was an error."""
+
+    def objective(trial: optuna.Trial) -> float:
+        if not trial.number:
+            raise error("its own")
+        return asks(trial)
+
+    study = new_study(pruner=make_pruner(strict=True, **options))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="its own"):
+            study.optimize(objective, n_trials=1)
+    else:
+        study.optimize(objective, n_trials=1, catch=ValueError)
+    assert [trial.state for trial in study.trials] == [PRUNED if error is optuna.TrialPruned else FAIL]
+    assert summarize(study).num_unjudged == 1
+
+
+@pytest.mark.parametrize("options", [{"build": None}, {"build": typo}, {"build": build}])
+def test_an_error_of_a_strict_guard_does_not_say_that_trials_run(options: dict[str, Any]) -> None:
+    study = optuna.create_study(pruner=make_pruner(strict=True, **options))
+    with pytest.raises(UnguardedTrialError) as raised:
+        study.optimize(never_asks if options["build"] is build else asks, n_trials=1)
+    assert "unguarded" not in str(raised.value)
 
 
 def test_the_sampler_of_a_watched_study_is_asked_as_ever() -> None:
