@@ -111,7 +111,7 @@ def test_a_sample_of_a_long_log_comes_from_all_over_it(
 
 def test_no_statement_has_more_variables_than_an_old_sqlite_takes(url: str, graphs: list[OpGraph]) -> None:
     LOGS_OF_OLD[3](url, graphs[0], num_rows=1000)
-    numbers = []
+    numbers: list[int] = []
 
     def count(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
         numbers.extend(map(len, parameters if executemany else [parameters]))
