@@ -7,6 +7,7 @@
     perfguard:repair:<field>             what a repaired trial changed: micro_batch_size, accumulation, precision, checkpointing
     perfguard:<quantity>:predicted_<unit>, :low_<unit>, :high_<unit>, :limit_<unit>     memory in whole bytes; time, epoch_time,
                                          step_time and latency in seconds (s), energy in joules (j), to six digits
+    perfguard:memory:capacity_bytes      the device's own memory, of which a budget may be a part
     perfguard:<quantity>:measured_<unit> what it cost in the end
     perfguard:status                     ok, oom, timeout, failed or interrupted
     perfguard:not_measured               in the place of these two: why what ran says nothing of the guarded device
@@ -56,15 +57,18 @@ class TrialRecord:
     status: str | None
     not_measured: str = ""
     """Why a trial that ran was not measured; empty: it was, or did not run."""
+    capacity_bytes: float | None = None
+    """The device's own memory. None: not judged, or by an older PerfGuard."""
 
 
-def attributes_of(verdict: Verdict) -> dict[str, Any]:
-    """The user attributes that carry ``verdict``."""
+def attributes_of(verdict: Verdict, capacity_bytes: int) -> dict[str, Any]:
+    """The user attributes that carry ``verdict``, on a device of so much memory."""
     attributes: dict[str, Any] = {
         f"{PREFIX}:schema": SCHEMA_VERSION,
         f"{PREFIX}:verdict": verdict.action,
         f"{PREFIX}:reason": verdict.reason,
         f"{PREFIX}:p_violation": _rounded(verdict.p_violation, 4),
+        **_written("memory", "capacity", capacity_bytes),
     }
     if verdict.prediction is not None:
         prediction = verdict.prediction
@@ -164,6 +168,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
         measured=by_quantity("measured"),
         status=attributes.get(f"{PREFIX}:status"),
         not_measured=attributes.get(f"{PREFIX}:not_measured", ""),
+        capacity_bytes=by_quantity("capacity").get("memory"),
     )
 
 

@@ -277,7 +277,8 @@ class OptunaGuard(Guard):
 
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         self._judged[_key(study, trial)] = _Judged(decision, used)
-        self.write(study, trial, attributes_of(decision.verdict), lambda: self.constraints_of(study, decision.verdict))
+        attributes = attributes_of(decision.verdict, self.device.memory_bytes)
+        self.write(study, trial, attributes, lambda: self.constraints_of(study, decision.verdict))
         return decision
 
     def write(

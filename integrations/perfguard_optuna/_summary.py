@@ -59,10 +59,11 @@ class StudySummary:
     launched_s: float
     """Time that the launched trials took."""
     num_crashes_avoided: int
-    """Trials pruned for their memory: each would have failed in its first step, so no time is counted for them."""
+    """Pruned trials that need more memory than the device has: they would have ended in their first steps, so no time is counted
+    for them."""
     saved_s: float | None
-    """Time that the trials pruned for their time alone were predicted to take, had each run to its end. None: there is none
-    whose trial time was predicted."""
+    """Time that the other pruned trials were predicted to take, had each run to its end; one over a memory budget that is a part
+    of the device's memory would have run. None: there is none whose trial time was predicted."""
     first_error: float | None
     """Of the first five measured trials' predictions, memory and trial time together."""
     last_error: float | None
@@ -81,8 +82,8 @@ class StudySummary:
             "launched without a verdict": f"{self.num_unjudged}" + (f" ({self.why_unjudged})" if self.why_unjudged else ""),
             "budget violations among the launched": self._violations(),
             "time of the launched trials": format_seconds(self.launched_s),
-            "failures for memory avoided, in a first step": f"{self.num_crashes_avoided}",
-            "time saved by trials pruned for time (predicted)": "-" if self.saved_s is None else format_seconds(self.saved_s),
+            "would have run out of memory at their start": f"{self.num_crashes_avoided}",
+            "time of the other pruned trials (predicted)": "-" if self.saved_s is None else format_seconds(self.saved_s),
             f"prediction error, first {_FIRST} trials": _percent(self.first_error),
             f"prediction error, last {_LAST} trials": _percent(self.last_error),
         }
@@ -131,7 +132,7 @@ def summarize(study: optuna.Study) -> StudySummary:
 def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
     """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
 
-    A trial that was pruned for its memory would have failed in its first step, so no time is saved by it.
+    A trial that needs more memory than the device has would have failed in its first step, so no time is saved by it.
 
     Example:
         >>> rich.print(skipped_table(study))                                                        # doctest: +SKIP
@@ -186,15 +187,16 @@ def spent_s(trial: FrozenTrial, record: TrialRecord) -> float:
 
 
 def fails_at_once(record: TrialRecord) -> bool:
-    """Whether a pruned trial would have run out of memory in its first step, whatever its time."""
-    limit = record.limits.get("memory")
-    return broken_limit(record) == "memory" or (limit is not None and record.predicted.get("memory", 0.0) > limit)
+    """Whether a pruned trial would have run out of the device's own memory in its first step, whatever its budget."""
+    return record.capacity_bytes is not None and record.predicted.get("memory", 0.0) > record.capacity_bytes
 
 
 def saved_s(record: TrialRecord) -> float | None:
-    """Seconds that a trial that was pruned for its time alone was predicted to take; None for others, and where nobody knows."""
+    """Seconds that a pruned trial that would have run was predicted to take; None for others, and where nobody knows."""
     predicted = record.predicted.get("time", math.nan)
-    return None if fails_at_once(record) or not math.isfinite(predicted) else predicted
+    over_budget = record.predicted.get("memory", 0.0) > record.limits.get("memory", math.inf)
+    may_fail = fails_at_once(record) or (record.capacity_bytes is None and over_budget)  # an older trial does not say
+    return None if may_fail or not math.isfinite(predicted) else predicted
 
 
 def is_measured(record: TrialRecord) -> bool:

@@ -115,6 +115,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:memory:low_bytes": round(peak / spread),
         "perfguard:memory:high_bytes": round(peak * spread),
         "perfguard:memory:limit_bytes": 2**23,
+        "perfguard:memory:capacity_bytes": pruner.guard.device.memory_bytes,
         "perfguard:step_time:predicted_s": 0.01,
         "perfguard:step_time:low_s": pytest.approx(0.01 / spread, rel=1e-5),
         "perfguard:step_time:high_s": pytest.approx(0.01 * spread, rel=1e-5),

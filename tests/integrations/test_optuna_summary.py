@@ -10,10 +10,23 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
+from torch import nn
 
-from perfguard_optuna import TrialPrinter, TrialRecord, record_of, skipped_table, summarize
+from perfguard import Workload
+from perfguard_optuna import (
+    PerfGuardPruner,
+    PerfGuardSampler,
+    TrialPrinter,
+    TrialRecord,
+    create_study,
+    record_of,
+    skipped_table,
+    summarize,
+)
+from tests.doubles import BARE_A100, ReplayPredictor
 
 MIB = 2**20
 UNPREDICTED = {"perfguard:verdict": "launch", "perfguard:reason": "not judged: BuildError: ..."}
@@ -22,8 +35,11 @@ UNPREDICTED = {"perfguard:verdict": "launch", "perfguard:reason": "not judged: B
 def attributes(
     verdict: str, predicted: tuple[float, float], measured: tuple[float, float] | None = None, status: str = "ok"
 ) -> dict[str, Any]:
-    """What the pruner writes, for ``(memory, time)`` in MiB and seconds, under a budget of 100 MiB and 10 s."""
-    result: dict[str, Any] = {"perfguard:schema": 1, "perfguard:verdict": verdict, "perfguard:reason": "because"}
+    """What the pruner writes, for ``(memory, time)`` in MiB and seconds, under a budget of 100 MiB, of 200, and 10 s."""
+    result: dict[str, Any] = {
+        "perfguard:schema": 1, "perfguard:verdict": verdict, "perfguard:reason": "because",
+        "perfguard:memory:capacity_bytes": 200 * MIB,
+    }  # fmt: skip
     for quantity, scale, limit, index in (("memory", MIB, 100, 0), ("time", 1, 10, 1)):
         value = predicted[index] * scale
         result |= {
@@ -102,8 +118,46 @@ def test_the_hours_of_trials_that_would_have_crashed_at_once_are_not_saved() -> 
     over_the_card = [finished(attributes("prune", (4000, 14760)), state=TrialState.PRUNED) for _ in range(4)]
     summary = summarize(study_of(*over_the_card))
     assert (summary.num_crashes_avoided, summary.saved_s) == (4, None)
-    assert line_of(str(summary), "time saved") == "-"
+    assert line_of(str(summary), "time of the other pruned trials") == "-"
     assert "h" not in printed(skipped_table(study_of(*over_the_card))).splitlines()[-2]
+
+
+def test_a_trial_over_a_budget_that_is_a_part_of_the_card_would_have_run() -> None:
+    """With memory_budget below the card's memory "failures avoided" counted trials that would not have failed."""
+    study = study_of(
+        finished(attributes("prune", (199, 30)), state=TrialState.PRUNED),
+        finished(attributes("prune", (201, 30)), state=TrialState.PRUNED),
+    )
+    summary = summarize(study)
+    assert (summary.num_crashes_avoided, summary.saved_s, summary.pruned_for) == (1, 30, {"time": 2})
+    assert line_of(str(summary), "would have run out of memory at their start") == "1"
+
+
+def test_a_trial_of_an_older_perfguard_over_its_memory_budget_counts_for_nothing() -> None:
+    """It does not say how much memory its card had, so nobody knows whether it would have run."""
+    older = attributes("prune", (150, 30))
+    del older["perfguard:memory:capacity_bytes"]
+    summary = summarize(study_of(finished(older, state=TrialState.PRUNED)))
+    assert (summary.num_crashes_avoided, summary.saved_s) == (0, None)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("by_sampler", [False, True])
+@pytest.mark.parametrize(("width", "crashes"), [(2**18, 0), (2**36, 1)])
+def test_the_memory_of_the_card_is_written_with_the_verdict(width: int, crashes: int, by_sampler: bool) -> None:
+    def build(params: Mapping[str, Any]) -> Workload:
+        return Workload(nn.Linear(8, params["width"]), inputs=(8, 8), loss=torch.mean, steps=100)
+
+    pruner = PerfGuardPruner(BARE_A100, build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    inner = optuna.samplers.RandomSampler(seed=0)
+    study = create_study(pruner=pruner, sampler=PerfGuardSampler(inner, pruner) if by_sampler else inner)
+    study.enqueue_trial({"width": width})
+    study.optimize(lambda trial: float(trial.suggest_int("width", 1, 2**36)), n_trials=1, count="proposed")
+    record = record_of(study.trials[0])
+    assert (record.verdict, record.capacity_bytes) == ("prune", BARE_A100.memory_bytes)
+    summary = summarize(study)
+    assert summary.num_crashes_avoided == crashes
+    assert (summary.saved_s is None) == bool(crashes)
 
 
 def test_a_summary_gives_no_figure_where_nothing_was_measured() -> None:
@@ -150,8 +204,8 @@ def test_the_table_says_it_in_words(study: optuna.Study) -> None:
         ("launched without a verdict", "2 (BuildError: ...)"),
         ("budget violations among the launched", "2 (2 not measured)"),
         ("time of the launched trials", "25.0 s"),
-        ("failures for memory avoided, in a first step", "1"),
-        ("time saved by trials pruned for time (predicted)", "12.5 s"),
+        ("would have run out of memory at their start", "1"),
+        ("time of the other pruned trials (predicted)", "12.5 s"),
         ("prediction error, first 5 trials", "14.2%"),
         ("prediction error, last 10 trials", "14.2%"),
     ):
@@ -231,6 +285,7 @@ def test_a_record_is_what_was_written() -> None:
         limits={"memory": 100 * MIB, "time": 10},
         measured={"memory": 50 * MIB, "time": 5},
         status="ok",
+        capacity_bytes=200 * MIB,
     )
     assert record_of(finished({})) == TrialRecord(-1, None, "", {}, {}, {}, {}, None)
 
