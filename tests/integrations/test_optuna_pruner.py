@@ -446,7 +446,7 @@ def test_a_pruner_pickles() -> None:
     [
         ({"gpu": "a1000"}, UnknownDeviceError, "Did you mean 'a100'"),
         ({"build": 3}, ConfigurationError, "build must be a function of the hyperparameters, but got 3"),
-        ({"memory_budget": "41GiB"}, ConfigurationError, "is more than .*A100"),
+        ({"memory_budget": "60GiB"}, ConfigurationError, "is more than .*A100"),
         ({"memory_budget": "much"}, ConfigurationError, "memory_budget must look like"),
         ({"memory_budget": 0.0}, ConfigurationError, "as a fraction must lie in"),
         ({"time_budget": -1}, ConfigurationError, "time_budget must be positive"),
