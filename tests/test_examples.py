@@ -33,7 +33,7 @@ def test_the_quickstart_runs_and_draws(tmp_path: Path) -> None:
     assert verdicts.count("launched") == 4
     assert set(verdicts) <= {"launched", "pruned"}
     assert len(list(out.glob("log-*.db"))) == 1
-    for expected in ("trials launched", "trials pruned before launch", "trials pruned before launch", "prediction error"):
+    for expected in ("trials launched", "trials pruned before launch", "time of the other pruned", "prediction error"):
         assert expected in text
     assert (out / "quickstart.png").read_bytes().startswith(b"\x89PNG")
 
