@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,7 +89,8 @@ def error(predictor: GuardNet, pattern: Callable[[OpGraph, int], float]) -> floa
 def same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs are kept back follows the ids of decisions: with random ones a promotion is a matter of luck."""
     generator = random.Random(0)
-    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=generator.getrandbits(128)))
+    ids = SimpleNamespace(uuid4=lambda: uuid.UUID(int=generator.getrandbits(128)))
+    monkeypatch.setattr("perfguard.store._store.uuid", ids)
 
 
 @pytest.fixture
