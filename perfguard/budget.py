@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from perfguard.workload import Workload
 
 Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
+NOUNS: Mapping[Quantity, str] = {
+    "memory": "peak memory",
+    "time": "trial time",
+    "epoch_time": "epoch time",
+    "step_time": "step time",
+    "latency": "latency",
+    "energy": "energy",
+}
+"""What a person calls them."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1

@@ -14,18 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from perfguard.budget import Quantity
+from perfguard.budget import NOUNS, Quantity
 from perfguard.quantities import format_quantity, format_seconds
 from perfguard_optuna._attributes import QUANTITIES, TrialRecord, record_of
 
-NOUNS: Mapping[Quantity, str] = {
-    "memory": "peak memory",
-    "time": "trial time",
-    "epoch_time": "epoch time",
-    "step_time": "step time",
-    "latency": "latency",
-    "energy": "energy",
-}
 _RAN_OUT = {"memory": "oom", "time": "timeout"}
 _FIRST, _LAST = 5, 10
 _FACTOR = 10.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from perfguard.budget import Quantity
+from perfguard.budget import NOUNS, Quantity
 from perfguard.measure import Measurement
 from perfguard.quantities import format_seconds
 from perfguard_ray._ledger import Ledger, ledger_of
@@ -19,14 +19,6 @@ from perfguard_ray._ledger import Ledger, ledger_of
 if TYPE_CHECKING:
     from perfguard.store import LoggedDecision
 
-_NOUNS: Mapping[Quantity, str] = {
-    "memory": "peak memory",
-    "time": "trial time",
-    "epoch_time": "epoch time",
-    "step_time": "step time",
-    "latency": "latency",
-    "energy": "energy",
-}
 _ENDS: Mapping[str, Quantity] = {" an epoch (": "epoch_time", " a step (": "step_time", " a batch (": "latency"}
 _WIDTH = 100
 
@@ -80,7 +72,7 @@ class RunSummary:
         return table
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        rejected = ", ".join(f"{_NOUNS[quantity]} {count}" for quantity, count in self.rejected_for.items())
+        rejected = ", ".join(f"{NOUNS[quantity]} {count}" for quantity, count in self.rejected_for.items())
         yield "trials launched", f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
         yield "configurations turned down before launch", f"{self.num_rejected}" + (f" ({rejected})" if rejected else "")
         if self.num_repeated:

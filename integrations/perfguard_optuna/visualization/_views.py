@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.budget import Quantity
+from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import format_quantity, format_seconds
 from perfguard_optuna._attributes import TrialRecord
-from perfguard_optuna._summary import NOUNS, breaks, broken_limit, finished_trials, spent_s, violates
+from perfguard_optuna._summary import breaks, broken_limit, finished_trials, spent_s, violates
 
 Group = Literal["launched", "repaired", "over", "unmeasured", "pruned", "pruned_elsewhere"]
 GROUPS: tuple[Group, ...] = get_args(Group)
