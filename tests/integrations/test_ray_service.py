@@ -30,10 +30,10 @@ def measurement(seconds: float) -> Measurement:
     return Measurement("ok", A100.id, A100.name, 700 * 2**20, seconds, 30 * seconds, 30, "nvml", "torch")
 
 
-@pytest.fixture(scope="module")
-def shared(ray_on_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPredictor]:
-    """One service for this file: its process takes seconds to start."""
-    predictor = SharedPredictor(log=str(tmp_path_factory.mktemp("service") / "log.db"))
+@pytest.fixture
+def shared(local_ray: None, tmp_path: Path) -> Iterator[SharedPredictor]:
+    """A service that has learnt nothing yet."""
+    predictor = SharedPredictor(log=str(tmp_path / "log.db"))
     yield predictor
     predictor.stop()
 
