@@ -7,7 +7,6 @@ the call that the target would make instead, so that autograd keeps for the back
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,15 +50,7 @@ _FULL_PRECISION_RESULT = frozenset({"prod", "cumprod", "cumsum", "linalg_vector_
 _WIDEST = frozenset({"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put",
                      "tensordot", "scatter_add"})  # fmt: skip
 _OVERRIDABLE = ("torch.nn.functional", "torch.functional", "torch.autograd")
-_LOOKS = frozenset(vars(torch._C.TensorBase)[name].__get__ for name in ("dtype", "itemsize", "nbytes"))
-_ASKS = frozenset({"element_size", "type", "result_type", "can_cast", "promote_types"})
-"""Attributes and functions that say what a tensor's dtype is."""
 _SOFTMAX = {"softmax": torch.ops.aten._softmax, "log_softmax": torch.ops.aten._log_softmax}
-
-
-def _is_pytorch(frame: types.FrameType) -> bool:
-    """Whether PyTorch's own modules look: whether dtypes agree with each other, and whether a loss can have a gradient."""
-    return f"{frame.f_globals.get('__name__', '')}.".startswith(("torch.nn.", "torch.autograd."))
 
 
 class DevicePaths(TorchFunctionMode):
@@ -70,8 +61,6 @@ class DevicePaths(TorchFunctionMode):
         self._target = target
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
         self._expanding: set[Callable[..., Any]] = set()
-        self.reads_dtype = False
-        """Whether the user's code looked at a tensor's dtype, or at what depends on it."""
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -98,8 +87,6 @@ class DevicePaths(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if ((name == "__get__" and func in _LOOKS) or name in _ASKS) and not _is_pytorch(sys._getframe(1)):
-            self.reads_dtype = True
         if type(func) is types.FunctionType:
             if func is F.dropout and not self._target.is_cpu:
                 return self._dropout(func, *args, **kwargs)

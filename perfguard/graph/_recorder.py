@@ -27,27 +27,6 @@ class _Operator(NamedTuple):
     """Position and name of each argument that it writes to."""
 
 
-class Moved(NamedTuple):
-    """A tensor that an operator reads or writes."""
-
-    num_elements: int
-    """Those that are moved; an expanded dimension costs nothing."""
-    element_bytes: int
-    storage: int
-
-
-class Elements(NamedTuple):
-    """What a step's bytes are made of."""
-
-    read: tuple[tuple[Moved, ...], ...]
-    """By each operator."""
-    written: tuple[tuple[Moved, ...], ...]
-    element_bytes: tuple[int, ...]
-    """Of each storage."""
-    is_scalar: tuple[bool, ...]
-    """Whether each storage was made for a tensor without dimensions."""
-
-
 _operators: dict[torch._ops.OpOverload, _Operator] = {}
 
 
@@ -86,10 +65,6 @@ class Recorder(TorchDispatchMode):
         self._deaths: list[int | None] = []
         self._names: list[str] = []
         self._birth_phases: list[Phase] = []
-        self._read: list[tuple[Moved, ...]] = []
-        self._written: list[tuple[Moved, ...]] = []
-        self._element_bytes: list[int] = []
-        self._is_scalar: list[bool] = []
 
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
@@ -105,23 +80,6 @@ class Recorder(TorchDispatchMode):
                     index = self._storage_index(parameter.grad)
                     if self._kinds[index] is None:
                         self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
-
-    def leave_gap(self, op: Op) -> None:
-        """Write ``op`` down for something that will be put in its place."""
-        self._add(op, (), ())
-
-    def elements(self) -> Elements:
-        """What the bytes of the operators and storages are made of."""
-        return Elements(tuple(self._read), tuple(self._written), tuple(self._element_bytes), tuple(self._is_scalar))
-
-    @property
-    def num_storages(self) -> int:
-        """Of those recorded so far."""
-        return len(self._bytes)
-
-    def storage_of(self, tensor: torch.Tensor) -> int:
-        """The index of the storage of ``tensor``."""
-        return self._storage_index(tensor)
 
     def forget(self, tensor: Any) -> None:
         """Something that was adopted turned out not to be there."""
@@ -169,34 +127,23 @@ class Recorder(TorchDispatchMode):
             return out
         phase, module = self._where()
         first = outputs[0] if outputs else mutated[0] if mutated else None
-        moved_in, moved_out = self._moved(inputs), self._moved(outputs or mutated)
-        self._add(
+        self.ops.append(
             Op(
                 name=operator.name,
                 kind=operator.kind,
                 phase=phase,
                 flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
-                bytes_read=sum([count * size for count, size, _ in moved_in]),
-                bytes_written=sum([count * size for count, size, _ in moved_out]),
+                bytes_read=sum(map(_moved_bytes, inputs)),
+                bytes_written=sum(map(_moved_bytes, outputs or mutated)),
                 inputs=read,
                 outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
                 module=module,
                 shape=tuple(outputs[0].shape) if outputs else (),
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
                 attributes=attributes_of(operator.name, operator.kind, args),
-            ),
-            moved_in,
-            moved_out,
+            )
         )
         return out
-
-    def _add(self, op: Op, read: tuple[Moved, ...], written: tuple[Moved, ...]) -> None:
-        self.ops.append(op)
-        self._read.append(read)
-        self._written.append(written)
-
-    def _moved(self, tensors: Sequence[torch.Tensor]) -> tuple[Moved, ...]:
-        return tuple([Moved(_num_moved(tensor), tensor.element_size(), self._storage_index(tensor)) for tensor in tensors])
 
     def _where(self) -> tuple[Phase, str]:
         """The phase, and the path of the module: in the backward pass, of the one whose forward made autograd's node."""
@@ -223,8 +170,6 @@ class Recorder(TorchDispatchMode):
         phase, module = self._where()
         self._index_by_address[address] = index
         self._bytes.append(storage.nbytes())
-        self._element_bytes.append(tensor.element_size())
-        self._is_scalar.append(tensor.dim() == 0)
         self._kinds.append(kind)
         self._births.append(len(self.ops) if birth is None else birth)
         self._deaths.append(None)
@@ -250,6 +195,7 @@ def _meta_tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_meta]
 
 
-def _num_moved(tensor: torch.Tensor) -> int:
-    """Elements that a kernel reads or writes of ``tensor``; an expanded dimension costs nothing."""
-    return math.prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride])
+def _moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel reads or writes of ``tensor``; an expanded dimension costs nothing."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()

@@ -77,7 +77,7 @@ class SequenceTracer:
         structure = structure_of(workload, target_of(target))
         if structure is None:
             return None
-        key = structure.key, structure.precision, structure.sizes
+        key = structure
         if key not in self._parts:
             self._parts[key] = _traced(module, given, target)
             if len(self._parts) > _MOST_PARTS:

@@ -29,20 +29,17 @@ _HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
 """Between the tensors and the submodules of a module that nobody has changed: mostly hooks that it does not have."""
 _BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
-_APART = frozenset({"inputs", "targets", "optimizer", "precision"})
+_APART = frozenset({"inputs", "targets", "optimizer"})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
 _MOST_VALUES = 200_000
 
 
 class Structure(NamedTuple):
-    """What decides a workload's graph, in four parts."""
+    """What decides a workload's graph, in two parts."""
 
     key: Hashable
-    """All that is not in the others."""
-    precision: str
-    optimizer: Hashable
-    """None for an inference."""
+    """All but the sizes."""
     sizes: tuple[int, ...]
     """Of every dimension of every input and target, in order."""
 
@@ -63,8 +60,8 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
         for field in fields(workload):
             if field.name not in _APART and field.name not in _NOT_COST:
                 parts.append(describe(getattr(workload, field.name)))
-        optimizer = _optimizer(workload.optimizer, describe) if workload.mode == "train" else None
-        return Structure(tuple(parts), workload.precision, optimizer, sizes)
+        parts.append(_optimizer(workload.optimizer, describe) if workload.mode == "train" else None)
+        return Structure(tuple(parts), sizes)
     except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
         return None
 

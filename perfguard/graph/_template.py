@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap, joined
 from perfguard.graph._schema import OpGraph, are_sizes
 
 Sizes = tuple[int, ...]
@@ -39,10 +37,6 @@ _OF_TWO: tuple[tuple[_Term, ...], ...] = (
 """The polynomials that are tried, from few terms to many."""
 _TERMS = tuple((b, s) for b in range(4) for s in range(5))
 """Those that may be left out."""
-_NUMBERS_OF_GAP = 3
-"""FLOPs, bytes read and bytes written."""
-_MOST_FRAMES = 16
-"""Optimizers of a step that are kept."""
 _FEWEST = 3
 """Samples of the shortest polynomial, and one to spare."""
 LARGEST = 2**62
@@ -52,31 +46,18 @@ LARGEST = 2**62
 class Sample:
     """A step that was traced, ready to be compared with others."""
 
-    def __init__(self, step: StepWithGap) -> None:
-        self.step = step
-        self.frames = Frames(step)
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
 
     @cached_property
     def form(self) -> Hashable:
         """All of the step but its numbers."""
-        graph = self.step.graph
+        graph = self.graph
         ops = tuple(
             (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, form_of(op.attributes))
             for op in graph.ops
         )
-        elements = self.step.elements
-        moved = tuple([tensor[1:] for tensors in (*elements.read, *elements.written) for tensor in tensors])
-        storages = tuple(storage[1:] for storage in graph.storages)
-        return ops, storages, graph.unmodelled, self.step.gap, moved, elements[2:], self.step.reads_dtype
-
-    @cached_property
-    def numbers(self) -> _Numbers:
-        """Those of its graph, then the elements of each storage, and of what each operator reads and writes."""
-        graph, elements = self.step.graph, self.step.elements
-        counts = list(map(operator.floordiv, graph.storage_bytes.tolist(), elements.element_bytes))
-        for read, written in zip(elements.read, elements.written, strict=True):
-            counts += [tensor.num_elements for tensor in (*read, *written)]
-        return np.concatenate([graph.numbers, np.array(counts, dtype=graph.numbers.dtype)])
+        return ops, tuple(storage[1:] for storage in graph.storages), graph.unmodelled
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
@@ -157,15 +138,12 @@ class Template:
         self._points = list(samples)
         self._inverse = inverse([_values(point, terms) for point in basis])
         self._basis = basis
-        self._numbers = np.stack([samples[point].numbers for point in basis])
+        self._numbers = np.stack([samples[point].graph.numbers for point in basis])
         self._largest = int(self._numbers.max())
         self._strides = [math.gcd(*(value - values[0] for value in values)) for values in zip(*samples, strict=True)]
-        self.step = samples[basis[0]].step
-        """One of those that were traced."""
-        self._frames = samples[basis[0]].frames
-        self._num_own = len(self.step.graph.numbers)
+        self._graph = samples[basis[0]].graph
         further = [point for point in samples if point not in basis]
-        self.agrees = all(_equal(self._numbers_at(point), samples[point].numbers) for point in further)
+        self.agrees = all(_equal(self._numbers_at(point), samples[point].graph.numbers) for point in further)
         """With all that were traced."""
         left_out = [term for term in _TERMS if term not in terms]
         self._hidden = [
@@ -191,30 +169,10 @@ class Template:
         weights = self._weights_at(point)
         return all(self._foretells(term, point, weights) for term in self._hidden)
 
-    def at(self, sizes: Sizes, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph | None:
-        """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole.
-
-        Args:
-            sizes: of all inputs.
-            optimizer: whose part it is; one optimizer has one part.
-            part: what fills the gap. None: there is none.
-        """
-        numbers = self.numbers_at(sizes)
-        return None if numbers is None else self._frames.filled(numbers[: self._num_own], optimizer, part)
-
-    def numbers_at(self, sizes: Sizes) -> _Numbers | None:
-        """As :attr:`Sample.numbers`, of a trace for ``sizes``; None if they would not be whole."""
-        return self._numbers_at(_point(sizes, self._axes))
-
-    @property
-    def columns(self) -> _Numbers:
-        """These numbers in the traces that determine the polynomials. Shape: (num_terms, num_numbers)."""
-        return self._numbers
-
-    @cached_property
-    def is_constant(self) -> npt.NDArray[np.bool_]:
-        """Which of these numbers do not depend on the sizes."""
-        return np.asarray((self._numbers == self._numbers[0]).all(axis=0))
+    def at(self, sizes: Sizes) -> OpGraph | None:
+        """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole."""
+        numbers = self._numbers_at(_point(sizes, self._axes))
+        return None if numbers is None else OpGraph.alike(self._graph, numbers)
 
     def _weights_at(self, point: _Point) -> list[Fraction]:
         """How much each sample of the basis counts at ``point``."""
@@ -233,50 +191,6 @@ class Template:
         total = np.array(factors, dtype=samples.dtype) @ samples
         whole, rest = total // denominator, total % denominator
         return None if rest.any() else whole
-
-
-class Frames:
-    """A step with the parts of several optimizers."""
-
-    def __init__(self, step: StepWithGap) -> None:
-        self._step = step
-        self._frames: OrderedDict[Hashable, _Frame] = OrderedDict()
-
-    def filled(self, numbers: _Numbers, optimizer: Hashable, part: OptimizerPart | None) -> OpGraph:
-        """The graph with ``numbers`` of the step and the optimizer's part; see :meth:`Template.at`."""
-        if optimizer not in self._frames:
-            self._frames[optimizer] = _Frame(self._step, part)
-            if len(self._frames) > _MOST_FRAMES:
-                self._frames.popitem(last=False)
-        return self._frames[optimizer].filled(numbers)
-
-
-class _Frame:
-    """A step with its optimizer's part, whose other numbers are filled in."""
-
-    def __init__(self, step: StepWithGap, part: OptimizerPart | None) -> None:
-        gap, self._graph = step.gap, step.graph
-        self._given: _Numbers | None = None
-        """Which of the graph's numbers are filled in; None: all."""
-        if part is None or gap is None:
-            return
-        self._graph = joined(step, part)
-        starts, end = self._graph.op_starts, gap.before_step + len(part.states)
-        own = [(gap.before_state, gap.before_state + len(part.states)), (end, end + len(part.temporaries))]
-        own.append((starts[gap.place], starts[gap.place + len(part.ops)]))
-        self._given = np.ones(len(self._graph.numbers), dtype=np.bool_)
-        for first, last in own:
-            self._given[first:last] = False
-        start = step.graph.op_starts[gap.place]
-        self._of_gap = slice(start, start + _NUMBERS_OF_GAP)
-
-    def filled(self, numbers: _Numbers) -> OpGraph:
-        """The graph with ``numbers`` of the step without its optimizer."""
-        if self._given is not None:
-            given = np.delete(numbers, self._of_gap)
-            numbers = self._graph.numbers.astype(np.result_type(self._graph.numbers, given))
-            numbers[self._given] = given
-        return OpGraph.alike(self._graph, numbers)
 
 
 def _point(sizes: Sizes, axes: Sequence[tuple[int, ...]]) -> _Point:

@@ -23,7 +23,6 @@ from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
 from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
 from perfguard.graph._nest import tensors_in
-from perfguard.graph._optimizer_part import Gap, StepWithGap, leave_gap
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
@@ -84,21 +83,13 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
         TooLargeError: if a tensor of the step has more bytes than PyTorch can count.
         WorkloadError: if the description itself is wrong.
     """
-    step = traced_step(workload, target_of(target))
-    assert step is not None
-    return step.graph
-
-
-def traced_step(workload: Workload, target: Target, *, leaves_gap: bool = False) -> StepWithGap | None:
-    """As :func:`trace`, on request with a gap in the place of the optimizer's own step; None if it cannot be taken out."""
-    leaves_gap = leaves_gap and workload.mode == "train"
-    with tracing(target):
-        step = _Tracer(workload, target, leaves_gap=leaves_gap).run()
-    return step if step.gap or not leaves_gap else None
+    kind = target_of(target)
+    with _tracing(kind):
+        return _Tracer(workload, kind).run()
 
 
 @contextmanager
-def tracing(target: Target) -> Iterator[None]:
+def _tracing(target: Target) -> Iterator[None]:
     """Whatever contexts the caller is in, what runs inside is traced as if it were in none, on meta, and leaves no traces.
 
     PyTorch loads a part of itself on its way through the first operator; what is on the stack at that time would stay alive.
@@ -124,11 +115,9 @@ def tracing(target: Target) -> Iterator[None]:
 class _Tracer:
     """One trace: the model on meta, and the modes around its step."""
 
-    def __init__(self, workload: Workload, target: Target, *, leaves_gap: bool = False) -> None:
+    def __init__(self, workload: Workload, target: Target) -> None:
         self._workload = workload
         self._target = target
-        self._leaves_gap = leaves_gap
-        self.gap: Gap | None = None
         self._paths = DevicePaths(target)
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
@@ -137,7 +126,7 @@ class _Tracer:
         self._reached: set[int] = set()
         """Ids of the parameters that got a gradient."""
 
-    def run(self) -> StepWithGap:
+    def run(self) -> OpGraph:
         model = self._model
         modes = {module: module.training for module in model.modules()}
         model.train(self._workload.mode == "train")
@@ -151,7 +140,7 @@ class _Tracer:
             for module, training in modes.items():
                 module.training = training
         workload = self._workload
-        graph = OpGraph(
+        return OpGraph(
             ops=tuple(self._recorder.ops),
             storages=self._recorder.storages(),
             mode=workload.mode,
@@ -160,7 +149,6 @@ class _Tracer:
             options=workload.options,
             unmodelled=tuple(_unmodelled(workload, self._target, {op.name for op in self._recorder.ops})),
         )
-        return StepWithGap(graph, self.gap, self._recorder.elements(), self._paths.reads_dtype)
 
     def _inference(self) -> None:
         inputs, _ = self._batch()
@@ -171,10 +159,7 @@ class _Tracer:
     def _training_step(self) -> None:
         workload, model, recorder = self._workload, self._model, self._recorder
         inputs, targets = self._batch()
-        optimizers: dict[str, OptimizerOnMeta] = {}
-        before_state = recorder.num_storages
-        if not self._leaves_gap:
-            optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
+        optimizers = optimizers_on_meta(workload, model, self._target, around_step=self._optimizing)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for optimizer in optimizers.values():
             state = ((names[id(parameter)], value) for parameter, value in optimizer.state_tensors())
@@ -214,9 +199,6 @@ class _Tracer:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(()), scale.reciprocal())
             for optimizer in optimizers.values():
                 optimizer.step()
-            if self._leaves_gap:
-                with self._optimizing():
-                    self.gap = leave_gap(recorder, model, self._reached, before_state)
             if averages:
                 torch._foreach_lerp_(averages, list(trained), 1e-3)
             self._forget_the_untrained(optimizers)

@@ -12,12 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard.graph import TraceCache, trace
-from perfguard.graph._target import target_of
 from perfguard.graph._template import Sample, Template, templates_through
-from perfguard.graph._trace import traced_step
 from perfguard.workload import Workload
-
-TARGET = target_of("cuda")
 
 
 class Says(nn.Module):
@@ -36,8 +32,7 @@ def asked(model: nn.Module, *shape: int) -> Workload:
 
 
 def templates(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> list[Template]:
-    steps = {shape: traced_step(asked(model, *shape), TARGET) for shape in shapes}
-    return templates_through({shape: Sample(step) for shape, step in steps.items() if step is not None})
+    return templates_through({shape: Sample(trace(asked(model, *shape))) for shape in shapes})
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +53,7 @@ def test_a_batch_and_a_size_come_from_few_traces(function: Any) -> None:
     template = next(iter(templates(model, GRID[:6])))
     for shape in itertools.product((8, 12, 16, 20, 24), (16, 32, 48, 64), (4,)):
         if template.reaches(shape):
-            graph = template.at(shape, None, None)
+            graph = template.at(shape)
             assert graph is not None
             assert graph.to_bytes() == trace(asked(model, *shape)).to_bytes()
     assert template.reaches((16, 48, 4))
@@ -121,6 +116,6 @@ def test_large_numbers_stay_exact() -> None:
     shapes = [(2**18 * batch, 2**16 * size, 4) for batch, size in ((1, 1), (3, 5), (2, 2), (4, 3), (2, 5), (4, 5))]
     template = next(iter(templates(model, shapes)))
     shape = (2**18 * 3, 2**16 * 3, 4)
-    graph = template.at(shape, None, None)
+    graph = template.at(shape)
     assert graph is not None
     assert graph.to_bytes() == trace(asked(model, *shape)).to_bytes()
