@@ -4,7 +4,8 @@
 
 A ResNet-50's training step. Cold: nothing of its structure was seen before. Warm: the same network again with another learning
 rate; with a batch, or a batch and an image size, between those that were traced. Another optimizer or precision is traced. And
-`Guard.max_batch_size`, with nothing known before. Medians of wall clock and of processor time, which does not count what others take meanwhile.
+`Guard.max_batch_size`, with nothing known before. Medians of wall clock and of processor time, which does not count what others
+take meanwhile.
 
 Then whole studies from nothing: random batches, precisions, optimizers and learning rates, as a random search would ask.
 """

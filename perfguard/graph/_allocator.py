@@ -7,12 +7,16 @@ the driver sees is the segments. One stream is assumed, as in ordinary training.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
-from perfguard.graph._schema import OpGraph, Phase, StorageKind
+import numpy.typing as npt
+
+from perfguard.graph._op import Op, Phase, Storage, StorageKind
 
 MIN_BLOCK = 512
 SMALL_REQUEST = 2**20
@@ -24,6 +28,11 @@ LARGE_SEGMENT = 20 * 2**20
 MIN_LARGE_REQUEST = 10 * 2**20
 """kMinLargeAlloc: from here a segment is as large as its request, rounded up to 2 MiB."""
 ROUND_LARGE = 2 * 2**20
+_ADDRESS_BITS = 96
+"""Enough for any number of requests of 2^63 bytes, so that no size is too large."""
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+_LARGE_POOL = 1 << _ADDRESS_BITS - 1
+"""The first address of the large pool."""
 MOST_STEPS = 4
 """The first step makes the optimizer's state in the middle, the second finds the cache as it left it; a step that takes nothing
 more from the driver is the last."""
@@ -49,148 +58,135 @@ class AllocatorReplay(NamedTuple):
     """Most bytes in blocks at once, `torch.cuda.max_memory_allocated()`."""
 
 
-class Block:
-    """A piece of a segment, in use or free."""
-
-    __slots__ = ("address", "allocated", "next", "pool", "previous", "size")
-
-    def __init__(self, address: int, size: int, pool: _Pool) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.allocated = False
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-
-class _Pool:
-    """Free blocks, ordered by size and address, and the last block of an expandable segment."""
-
-    __slots__ = ("free", "is_small", "tail")
-
-    def __init__(self, *, is_small: bool) -> None:
-        self.is_small = is_small
-        self.free: list[tuple[int, int, Block]] = []
-        self.tail: Block | None = None
-
-    def add(self, block: Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
-
-
 class CachingAllocator:
-    """One device's allocator. ``malloc`` returns a handle for ``free``."""
+    """One device's allocator.
+
+    A free block is one integer, its size and then its address, so that sorted integers are in the order of the best fit. Between
+    two segments an address is left out, so that only neighbours in one segment are merged.
+    """
 
     def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
-        self._settings = settings
-        self._pools = _Pool(is_small=True), _Pool(is_small=False)
-        self._next_address = 0
+        self._expands = settings.expandable_segments
+        self._limit = settings.max_split_bytes
+        self._is_default = not self._expands and self._limit is None
+        self._kept_whole = 0, 0 if self._expands else SMALL_REQUEST
+        """A rest of up to so many bytes is not split off, by pool."""
+        self._split_below = math.inf, math.inf if self._expands or self._limit is None else self._limit
+        self._free: tuple[list[int], list[int]] = [], []
+        """The small and the large pool."""
+        self._size_from: dict[int, int] = {}
+        """Of the free block that begins at an address."""
+        self._size_to: dict[int, int] = {}
+        """Of the free block that ends at an address."""
+        self._ends = [1, _LARGE_POOL]
+        """Behind the last segment of each pool."""
         self.reserved_bytes = 0
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
 
-    def malloc(self, num_bytes: int) -> Block | None:
-        """A block of at least ``num_bytes``; None for none."""
-        if num_bytes <= 0:
-            return None
-        size = -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
-        pool = self._pools[0 if size <= SMALL_REQUEST else 1]
-        block = self._best_fit(pool, size) or self._new_block(pool, size)
-        if block.size != size and self._should_split(block, size):
-            self._split(block, size)
-        block.allocated = True
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        return block
+    def malloc(self, num_bytes: int) -> int | None:
+        """A block of at least ``num_bytes``, to be handed to :meth:`free`; None for none."""
+        blocks = [0]
+        self.run([0], [rounded(num_bytes)], blocks)
+        return blocks[0] or None
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: int | None) -> None:
         """Give ``block`` back; it is merged with free neighbours."""
-        if block is None:
-            return
-        self.allocated_bytes -= block.size
-        block.allocated = False
-        pool = block.pool
-        left, right = block.previous, block.next
-        if left is not None and not left.allocated:
-            pool.remove(left)
-            block.address = left.address
-            block.size += left.size
-            block.previous = left.previous
-            if left.previous is not None:
-                left.previous.next = block
-        if right is not None and not right.allocated:
-            pool.remove(right)
-            block.size += right.size
-            block.next = right.next
-            if right.next is not None:
-                right.next.previous = block
-            if pool.tail is right:
-                pool.tail = block
-        pool.add(block)
+        self.run([~0], [0], [block or 0])
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
-        index = bisect.bisect_left(pool.free, (size,))
-        if index == len(pool.free):
-            return None
-        if self._settings.expandable_segments and pool.free[index][2] is pool.tail and index + 1 < len(pool.free):
-            index += 1  # the tail can grow, so it counts as the largest
-        block = pool.free[index][2]
-        limit = self._settings.max_split_bytes
-        if limit is not None and not pool.is_small:
-            if size < limit <= block.size:
-                return None
-            if size >= limit and block.size >= size + LARGE_SEGMENT:
-                return None
-        del pool.free[index]
-        return block
+    def run(self, events: Iterable[int], sizes: Sequence[int], blocks: list[int]) -> None:
+        """Allocate and free in the order of ``events``, all in one loop: a step has thousands.
 
-    def _new_block(self, pool: _Pool, size: int) -> Block:
-        if self._settings.expandable_segments:
-            return self._expand(pool, size)
-        segment = segment_size(size)
-        block = Block(self._next_address, segment, pool)
-        self._next_address += segment
-        self.reserved_bytes += segment
-        return block
+        Args:
+            events: i allocates block i, ~i frees it if it is there.
+            sizes: of the blocks, from :func:`rounded`.
+            blocks: those that are there; 0: not there. They are changed in place.
+        """
+        both, size_from, size_to, is_default = self._free, self._size_from, self._size_to, self._is_default
+        kept_whole, split_below = self._kept_whole, self._split_below
+        allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
+        for event in events:
+            if event < 0:
+                block = blocks[~event]
+                if not block:
+                    continue
+                blocks[~event] = 0
+                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                allocated -= has
+                free = both[address >= _LARGE_POOL]
+                if left := size_to.pop(address, 0):
+                    address -= left
+                    del free[bisect_left(free, left << _ADDRESS_BITS | address)], size_from[address]
+                    has += left
+                if right := size_from.pop(address + has, 0):
+                    del free[bisect_left(free, right << _ADDRESS_BITS | address + has)], size_to[address + has + right]
+                    has += right
+                insort(free, has << _ADDRESS_BITS | address)
+                size_from[address] = size_to[address + has] = has
+                continue
+            size = sizes[event]
+            if not size:
+                continue
+            pool = size > SMALL_REQUEST
+            free = both[pool]
+            at = bisect_left(free, size << _ADDRESS_BITS)
+            if not is_default:
+                at = self._fitting(at, size, pool)
+            if at < len(free):
+                block = free.pop(at)
+                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                del size_from[address], size_to[address + has]
+            else:
+                has, address = self._new_block(size, pool)
+            rest = has - size
+            if rest > kept_whole[pool] and size < split_below[pool]:
+                start = address + size
+                insort(free, rest << _ADDRESS_BITS | start)
+                size_from[start] = size_to[start + rest] = rest
+                has = size
+            blocks[event] = has << _ADDRESS_BITS | address
+            allocated += has
+            if allocated > peak:
+                peak = allocated
+        self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
 
-    def _expand(self, pool: _Pool, size: int) -> Block:
-        page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
-        tail = pool.tail
-        have = tail.size if tail is not None and not tail.allocated else 0
+    def _fitting(self, at: int, size: int, pool: int) -> int:
+        """The index of the free block that is taken, where the one at ``at`` is the smallest that is large enough."""
+        free = self._free[pool]
+        if at == len(free):
+            return at
+        block = free[at]
+        has, end = block >> _ADDRESS_BITS, (block >> _ADDRESS_BITS) + (block & _ADDRESS)
+        if self._expands and end == self._ends[pool] and at + 1 < len(free):
+            at += 1  # the last block can grow, so it counts as the largest
+            has = free[at] >> _ADDRESS_BITS
+        if pool and self._limit is not None:
+            is_too_large = has >= self._limit if size < self._limit else has >= size + LARGE_SEGMENT
+            return len(free) if is_too_large else at
+        return at
+
+    def _new_block(self, size: int, pool: int) -> tuple[int, int]:
+        """The size and the address of a block from the driver."""
+        end = self._ends[pool]
+        if not self._expands:
+            segment = segment_size(size)
+            self._ends[pool] += segment + MIN_BLOCK
+            self.reserved_bytes += segment
+            return segment, end
+        page = LARGE_SEGMENT if pool else SMALL_SEGMENT
+        have = self._size_to.pop(end, 0)
+        if have:
+            free = self._free[pool]
+            del free[bisect_left(free, have << _ADDRESS_BITS | end - have)], self._size_from[end - have]
         mapped = -(-(size - have) // page) * page
+        self._ends[pool] += mapped
         self.reserved_bytes += mapped
-        if tail is not None and have:
-            pool.remove(tail)
-            tail.size += mapped
-            return tail
-        address = (1 << 60 if pool.is_small else 0) if tail is None else tail.address + tail.size
-        block = Block(address, mapped, pool)
-        block.previous = tail
-        if tail is not None:
-            tail.next = block
-        pool.tail = block
-        return block
+        return have + mapped, end - have
 
-    def _should_split(self, block: Block, size: int) -> bool:
-        remaining = block.size - size
-        if block.pool.is_small or self._settings.expandable_segments:
-            return remaining >= MIN_BLOCK
-        limit = self._settings.max_split_bytes
-        return (limit is None or size < limit) and remaining > SMALL_REQUEST
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool)
-        block.size = size
-        rest.previous, rest.next = block, block.next
-        if rest.next is not None:
-            rest.next.previous = rest
-        block.next = rest
-        if block.pool.tail is block:
-            block.pool.tail = rest
-        block.pool.add(rest)
+def rounded(num_bytes: int) -> int:
+    """The size of a block for ``num_bytes``, before anything is split off or kept whole."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK if num_bytes > 0 else 0
 
 
 def segment_size(size: int) -> int:
@@ -201,26 +197,44 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-class Plan(NamedTuple):
-    """When the storages of a step are made and freed, as indices; sizes are no part of it."""
+class Step(Protocol):
+    """What a replay reads of an :class:`OpGraph`."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]: ...
+    @property
+    def storages(self) -> tuple[Storage, ...]: ...
+    @property
+    def storage_bytes(self) -> npt.NDArray[Any]: ...
+    @property
+    def twin(self) -> Step | None: ...
+
+
+class Program(NamedTuple):
+    """What a step asks of the allocator, whatever its sizes: i allocates storage i, ~i frees it if it is there."""
 
     lasting: list[int]
+    first: list[int]
+    """The first step. Index len(storages) is cuBLAS's workspace."""
+    later: list[int]
+    """Any other; indices from len(storages) + 1 are the batch before."""
     inputs: list[int]
-    state: list[int]
-    leftover: list[int]
-    births: list[list[int]]
-    """Of each operator, and after the last one."""
-    deaths: list[list[int]]
-    dies_unused: frozenset[int]
-    """Freed before an operator used it."""
-    first_update: int
-    first_product: int | None
 
 
-def plan_of(graph: OpGraph) -> Plan:
-    """Of one step of ``graph``."""
-    storages = graph.storages
-    end = len(graph.ops)
+_programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
+
+
+def program_of(graph: Step) -> Program:
+    """Of one step of ``graph``; graphs that differ in their sizes alone share it."""
+    first = graph.twin or graph
+    known = _programs.get(first)
+    if known is None:
+        known = _programs[first] = _make_program(first.ops, first.storages)
+    return known
+
+
+def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
+    end, number = len(ops), len(storages)
     births: list[list[int]] = [[] for _ in range(end + 1)]
     deaths: list[list[int]] = [[] for _ in range(end + 1)]
     lasting: list[int] = []
@@ -238,54 +252,52 @@ def plan_of(graph: OpGraph) -> Plan:
             deaths[storage.death].append(index)
         elif storage.birth >= 0:
             leftover.append(index)
-    return Plan(
-        lasting,
-        inputs,
-        state,
-        leftover,
-        births,
-        deaths,
-        frozenset(index for index, storage in enumerate(storages) if storage.death < storage.birth),
-        next((i for i, op in enumerate(graph.ops) if op.phase is Phase.OPTIMIZER), end),
-        next((i for i, op in enumerate(graph.ops) if op.kind == "matmul"), None),
-    )
+    first_update = next((i for i, op in enumerate(ops) if op.phase is Phase.OPTIMIZER), end)
+    first_product = next((i for i, op in enumerate(ops) if op.kind == "matmul"), None)
+
+    def made(indices: Iterable[int]) -> list[int]:
+        """A storage that dies before an operator uses it is freed at once."""
+        dies = (storages[index].death < storages[index].birth for index in indices)
+        return [event for index, unused in zip(indices, dies, strict=True) for event in ((index, ~index) if unused else (index,))]
+
+    def freed(indices: Iterable[int]) -> list[int]:
+        return [~index for index in indices]
+
+    first = made(inputs)
+    # The next batch is there before the name of the last one is bound to it.
+    later = [*first, *freed(range(number + 1, number + 1 + len(inputs))), *freed(leftover)]
+    for i in range(end):
+        both = made(births[i]) + freed(deaths[i])
+        first += [number] * (i == first_product) + (made(state) if i == first_update else []) + both
+        later += both
+    last = made(births[end])
+    return Program(made(lasting), first + last, later + last, inputs)
 
 
-def replay_allocator(graph: OpGraph, settings: AllocatorSettings | None = None) -> AllocatorReplay:
-    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator."""
+def replay_allocator(graph: Step, settings: AllocatorSettings | None = None) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator.
+
+    Args:
+        graph: the traced step, an :class:`OpGraph`.
+        settings: of the allocator. None: PyTorch's default.
+    """
     settings = settings or AllocatorSettings()
-    plan, storages = plan_of(graph), graph.storages
+    return replay_program(program_of(graph), graph.storage_bytes.tolist(), settings)
+
+
+def replay_program(program: Program, storage_bytes: list[int], settings: AllocatorSettings) -> AllocatorReplay:
+    """:func:`replay_allocator` of a step whose storages have ``storage_bytes``."""
+    number, inputs = len(storage_bytes), program.inputs
+    sizes = [*map(rounded, storage_bytes), rounded(settings.cublas_workspace_bytes), *[0] * len(inputs)]
+    blocks = [0] * len(sizes)
     allocator = CachingAllocator(settings)
-    blocks: dict[int, Block | None] = {}
-    end = len(plan.births) - 1
-
-    def allocate(indices: Sequence[int]) -> None:
-        for index in indices:
-            blocks[index] = allocator.malloc(storages[index].num_bytes)
-            if index in plan.dies_unused:
-                allocator.free(blocks.pop(index))
-
-    def release(indices: Sequence[int]) -> None:
-        for index in indices:
-            if index in blocks:
-                allocator.free(blocks.pop(index))
-
-    allocate(plan.lasting)
-    for step in range(MOST_STEPS):
-        reserved = allocator.reserved_bytes
-        before = [blocks.pop(index) for index in plan.inputs if index in blocks]
-        allocate(plan.inputs)  # the next batch is there before the name of the last one is bound to it
-        for block in before:
-            allocator.free(block)
-        release(plan.leftover)
-        for i in range(end):
-            if step == 0 and i == plan.first_product:
-                allocator.malloc(settings.cublas_workspace_bytes)
-            if step == 0 and i == plan.first_update:
-                allocate(plan.state)
-            allocate(plan.births[i])
-            release(plan.deaths[i])
-        allocate(plan.births[end])
-        if step and allocator.reserved_bytes == reserved:
+    allocator.run(program.lasting, sizes, blocks)
+    allocator.run(program.first, sizes, blocks)
+    for _ in range(1, MOST_STEPS):
+        before = allocator.reserved_bytes
+        for at, index in enumerate(inputs, number + 1):
+            blocks[at], blocks[index] = blocks[index], 0
+        allocator.run(program.later, sizes, blocks)
+        if allocator.reserved_bytes == before:
             break
     return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)

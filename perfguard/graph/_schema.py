@@ -20,15 +20,16 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
+from perfguard.graph._allocator import replay_allocator
+from perfguard.graph._op import Op, Phase, Storage, StorageKind
 
 if TYPE_CHECKING:
     import os
@@ -42,28 +43,6 @@ _LARGEST = 2**62
 """Of the numbers, and of their sums, that are kept in 64 bits; larger ones are Python's own."""
 
 
-class Phase(IntEnum):
-    """The part of the step in which an operator runs."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    OPTIMIZER = 2
-
-
-class StorageKind(IntEnum):
-    """What a storage holds."""
-
-    PARAMETER = 0
-    BUFFER = 1
-    INPUT = 2
-    GRADIENT = 3
-    OPTIMIZER_STATE = 4
-    ACTIVATION = 5
-    """Made in the forward pass and kept for the backward pass."""
-    TEMPORARY = 6
-    """Made and freed within one phase, or passed along within the backward pass."""
-
-
 _LASTING = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -71,41 +50,6 @@ _LASTING = (
     StorageKind.GRADIENT,
     StorageKind.OPTIMIZER_STATE,
 )
-
-
-class Op(NamedTuple):
-    """One operator as it would be launched."""
-
-    name: str
-    """The aten operator, for instance "convolution"."""
-    kind: str
-    """Its kind, one of `perfguard.graph.OP_KINDS`."""
-    phase: Phase
-    flops: int
-    """Floating-point operations; a multiply-add counts as two."""
-    bytes_read: int
-    bytes_written: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    module: str
-    """Dotted path of the module whose forward launched it; empty in the backward and optimizer phases."""
-    shape: tuple[int, ...]
-    """Shape of the first output; empty for a scalar."""
-    dtype: str
-    attributes: Mapping[str, Any]
-    """Hyperparameters that decide the kernel: of a convolution its shapes, stride, padding, dilation, groups,
-    transposed, and whether the algorithms "winograd" and "fft" are possible; of a matrix product "product", (batch, m, n, k)."""
-
-
-class Storage(NamedTuple):
-    """One allocation."""
-
-    num_bytes: int
-    kind: StorageKind
-    birth: int
-    death: int
-    module: str
-    """Where it was made, or the name of the parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,9 +180,7 @@ class OpGraph:
     @cached_property
     def reserved_bytes(self) -> int:
         """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        from perfguard.graph._quick_replay import reserved_by_default
-
-        return reserved_by_default(self)
+        return replay_allocator(self).reserved_bytes
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
         """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
@@ -397,3 +339,6 @@ def _op_from_json(row: list[Any]) -> Op:
         dtype,
         {key: tuple(value) if isinstance(value, list) else value for key, value in attributes.items()},
     )
+
+
+__all__ = ["SCHEMA_VERSION", "Op", "OpGraph", "Phase", "Storage", "StorageKind", "are_sizes"]
