@@ -32,6 +32,7 @@ from torch import nn
 from perfguard import Device, Measurement, Observation, OpGraph, TensorSpec, Workload, load_predictor, resolve_device, trace
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import SizedGraphs
+from perfguard.onnx import graph_from_onnx
 from perfguard.predictor import ENTRY_POINT_GROUP, BatchPredictor, Prediction, Predictor
 
 TOLERANCE = 1e-6
@@ -258,7 +259,7 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"onnx {batch_size} {precision}",
             functools.partial(
-                lambda batch_size, precision, device: OpGraph.from_onnx(
+                lambda batch_size, precision, device: graph_from_onnx(
                     EXAMPLE_ONNX, batch_size=batch_size, precision=precision, target=device
                 ),
                 batch_size,

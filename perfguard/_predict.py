@@ -45,7 +45,7 @@ def predict(
         gpu: a catalog name such as "a100", "auto", "cpu", or a Device, such as `perfguard.devices.mig_instance` makes.
         mode: "infer" or "train". None: a Workload's own, else "infer".
         inputs: of a module, one batch as :class:`Workload` takes it.
-        batch_size: of an ONNX file, as :meth:`OpGraph.from_onnx` takes it; and so ``dims``.
+        batch_size: of an ONNX file, as :func:`perfguard.onnx.graph_from_onnx` takes it; and so ``dims``.
         dims: other sizes of an ONNX file.
         precision: instead of the workload's own, or of the one that an ONNX file is stored in.
         predictor: its name, or the object itself.
@@ -101,7 +101,9 @@ def _graph_of_file(
         raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(path)!r}.")
     if mode == "train":
         raise ConfigurationError("An ONNX file holds the forward pass alone: give mode='infer', or the network in PyTorch.")
-    return OpGraph.from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, target=device)  # type: ignore[arg-type]
+    from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
+
+    return graph_from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, target=device)  # type: ignore[arg-type]
 
 
 def most_energy(prediction: Prediction, device: Device) -> Estimate | None:

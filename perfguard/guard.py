@@ -31,7 +31,8 @@ from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
 from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
-from perfguard.workload import TracedWorkload, Workload
+from perfguard.traced_workload import TracedWorkload
+from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from perfguard.graph import OpGraph
-
     OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     Optimizers = OptimizerLike | Mapping[str, OptimizerLike]
     Step = Callable[[nn.Module, Any, Any, Any], object]
@@ -118,13 +116,6 @@ class Workload:
     def options(self) -> tuple[str, ...]:
         """The names of the switches that are on and that change what a step costs."""
         return tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TracedWorkload(Workload):
-    """A workload whose step was traced elsewhere, where the model's package is installed; its ``model`` is not looked at."""
-
-    graph: OpGraph
 
 
 Build = Callable[[Mapping[str, Any]], Workload]

@@ -12,7 +12,8 @@ from torch import nn
 from perfguard.devices import Device
 from perfguard.exceptions import BuildError
 from perfguard.graph import OpGraph
-from perfguard.workload import Build, TracedWorkload, Workload, build_workload
+from perfguard.traced_workload import TracedWorkload
+from perfguard.workload import Build, Workload, build_workload
 
 if TYPE_CHECKING:
     from perfguard.graph import TraceCache

@@ -1,7 +1,7 @@
 """Which operators ONNX Runtime fuses: labels for `fusion`, from the graph that it writes after optimising.
 
 An operator of the optimised graph stands for all operators of the original one that lie between its inputs and its outputs, whose
-names ONNX Runtime keeps. The graph is that of `OpGraph.from_onnx`; its operators are found in the file by the names of the values
+names ONNX Runtime keeps. The graph is that of `graph_from_onnx`; its operators are found in the file by the names of the values
 that they make.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from perfguard.graph import OpGraph
+from perfguard.onnx import graph_from_onnx
 
 _MOST_BYTES = 400 * 2**20
 """Of weights: they are really made and written."""
@@ -59,7 +60,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        graph = OpGraph.from_onnx(path, target="cpu")
+        graph = graph_from_onnx(path, target="cpu")
         before, after = onnx.load(path, load_external_data=False).graph, onnx.load(optimised, load_external_data=False).graph
     if graph.unmodelled:
         raise ValueError(f"the export is not understood: {graph.unmodelled[0]}")

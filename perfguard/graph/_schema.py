@@ -16,13 +16,15 @@ depend on numbers is worked out for the twin, once.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +35,6 @@ from perfguard.graph._op import Op, Phase, Storage, StorageKind
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
-
-    from perfguard.devices import Device
 
 SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
@@ -213,36 +212,15 @@ class OpGraph:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
     @staticmethod
-    def from_onnx(
-        path: str | os.PathLike[str],
-        *,
-        batch_size: int | None = None,
-        dims: Mapping[str, int | Sequence[int]] | None = None,
-        precision: Literal["fp32", "fp16", "bf16"] | None = None,
-        max_bytes: int = 2 * 2**30,
-        target: Device | Literal["cuda", "cpu"] = "cuda",
-    ) -> OpGraph:
-        """One inference of the network in an ONNX file, as PyTorch would launch it.
-
-        Only shapes are read: the values of weights stay on disk, and external data need not even be there. What other exporters
-        spell out (attention, GELU, linear layers) is put together again; operators that nobody knows keep their bytes and are
-        named in ``unmodelled``.
-
-        Args:
-            path: the file.
-            batch_size: first dimension of every input that leaves it open, or has another one.
-            dims: other sizes: of a named dimension (``{"sequence": 128}``), or all of an input (``{"x": (8, 3, 224, 224)}``).
-            precision: what its float32 tensors are run in. None: as they are stored.
-            max_bytes: larger files are refused.
-            target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
-
-        Raises:
-            OnnxError: if the file is damaged, too large, too new, cyclic, reaches outside its folder, or leaves sizes open.
-            ConfigurationError: for an argument that cannot be right.
-        """
-        from perfguard.onnx import graph_from_onnx
-
-        return graph_from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, max_bytes=max_bytes, target=target)
+    def from_onnx(path: str | os.PathLike[str], **options: Any) -> OpGraph:
+        """Deprecated: call :func:`perfguard.onnx.graph_from_onnx`, which takes the same arguments."""
+        warnings.warn(
+            "OpGraph.from_onnx is deprecated and goes in the next version. Call perfguard.onnx.graph_from_onnx instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        graph: OpGraph = importlib.import_module("perfguard.onnx").graph_from_onnx(path, **options)
+        return graph
 
     def to_bytes(self) -> bytes:
         """Compressed JSON; nothing in it but shapes, operators and module paths."""

@@ -9,20 +9,18 @@ a network may pad, and strides round), and only if no trace in between runs othe
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._polynomials import Polynomials, distinct, monomials
 from perfguard.graph._schema import OpGraph, are_sizes
 
 Sizes = tuple[int, ...]
-_Numbers = npt.NDArray[Any]
 _Point = tuple[int, int]
 """Batch and size, or one of them and 0."""
 _Term = tuple[int, int]
@@ -39,8 +37,6 @@ _TERMS = tuple((b, s) for b in range(4) for s in range(5))
 """Those that may be left out."""
 _FEWEST = 3
 """Samples of the shortest polynomial, and one to spare."""
-LARGEST = 2**62
-"""Of the products that fit 64 bits."""
 
 
 class Sample:
@@ -98,13 +94,12 @@ def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]], 
         return None
     if any(_is_between(sizes, samples) for sizes in strangers):
         return None
-    points = {_point(sizes, axes): sample for sizes, sample in samples.items()}
-    for terms in _OF_ONE if len(axes) == 1 else _OF_TWO:
-        basis = _independent(list(points), terms) if len(terms) < len(points) else None
-        if basis is not None:
-            template = Template(next(iter(samples)), axes, terms, points, basis)
-            if template.agrees:
-                return template
+    points = np.array([_point(sizes, axes) for sizes in samples], dtype=np.int64)
+    numbers, columns = distinct(np.stack([sample.graph.numbers for sample in samples.values()]))
+    for terms in map(np.array, _OF_ONE if len(axes) == 1 else _OF_TWO):
+        polynomials = Polynomials.through(points, terms, numbers) if len(terms) < len(points) else None
+        if polynomials is not None and polynomials.agree(points, numbers).all():
+            return Template(samples, axes, points, terms, polynomials, columns)
     return None
 
 
@@ -117,39 +112,36 @@ class Template:
     """A step whose numbers are polynomials of its sizes.
 
     Args:
-        sizes: of one of the samples.
-        axes: the positions of the sizes that vary; those of one axis are always equal.
-        terms: of the polynomials.
         samples: all that were traced.
-        basis: the points of those that determine the polynomials.
+        axes: the positions of the sizes that vary; those of one axis are always equal.
+        points: batch and size of each sample. Shape: (T, 2).
+        terms: of the polynomials. Shape: (p, 2).
+        polynomials: through all samples.
+        columns: where each number of the graph is among the polynomials.
     """
 
     def __init__(
         self,
-        sizes: Sizes,
+        samples: Mapping[Sizes, Sample],
         axes: Sequence[tuple[int, ...]],
-        terms: Sequence[_Term],
-        samples: Mapping[_Point, Sample],
-        basis: Sequence[_Point],
+        points: npt.NDArray[np.int64],
+        terms: npt.NDArray[np.int64],
+        polynomials: Polynomials,
+        columns: npt.NDArray[np.int64],
     ) -> None:
-        self._sizes = sizes
+        self._sizes, sample = next(iter(samples.items()))
+        self._graph = sample.graph
         self._axes = axes
-        self._terms = terms
-        self._points = list(samples)
-        self._inverse = inverse([_values(point, terms) for point in basis])
-        self._basis = basis
-        self._numbers = np.stack([samples[point].graph.numbers for point in basis])
-        self._largest = int(self._numbers.max())
-        self._strides = [math.gcd(*(value - values[0] for value in values)) for values in zip(*samples, strict=True)]
-        self._graph = samples[basis[0]].graph
-        further = [point for point in samples if point not in basis]
-        self.agrees = all(_equal(self._numbers_at(point), samples[point].graph.numbers) for point in further)
-        """With all that were traced."""
-        left_out = [term for term in _TERMS if term not in terms]
-        self._hidden = [
-            term for term in left_out if all(self._foretells(term, point, self._weights_at(point)) for point in further)
-        ]
-        """Terms that would not have shown."""
+        self._points = points.tolist()
+        self._strides = np.gcd.reduce(points - points[0]).tolist()
+        self._polynomials, self._columns = polynomials, columns
+        others = np.array([term for term in _TERMS if term not in set(map(tuple, terms.tolist()))])
+        expected = monomials(points.astype(object), others)
+        left_out = Polynomials.through(points, terms, expected)
+        assert left_out is not None
+        is_hidden = left_out.agree(points, expected)
+        self._hidden_terms, self._hidden = others[is_hidden], left_out.part(is_hidden)
+        """Terms that would not have shown, and the polynomials that stand in for them."""
 
     def reaches(self, sizes: Sizes) -> bool:
         """Whether the polynomials say what a trace would say for ``sizes``."""
@@ -166,84 +158,18 @@ class Template:
             return False
         if not _is_between(point, self._points):
             return False
-        weights = self._weights_at(point)
-        return all(self._foretells(term, point, weights) for term in self._hidden)
+        at = np.array([point])
+        return bool(self._hidden.agree(at, monomials(at.astype(object), self._hidden_terms)).all())
 
     def at(self, sizes: Sizes) -> OpGraph | None:
         """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole."""
-        numbers = self._numbers_at(_point(sizes, self._axes))
-        return None if numbers is None else OpGraph.alike(self._graph, numbers)
-
-    def _weights_at(self, point: _Point) -> list[Fraction]:
-        """How much each sample of the basis counts at ``point``."""
-        values = _values(point, self._terms)
-        return [sum((x * row[at] for x, row in zip(values, self._inverse, strict=True)), Fraction()) for at in range(len(values))]
-
-    def _foretells(self, term: _Term, point: _Point, weights: Sequence[Fraction]) -> bool:
-        return sum(w * _value(at, term) for w, at in zip(weights, self._basis, strict=True)) == _value(point, term)
-
-    def _numbers_at(self, point: _Point) -> _Numbers | None:
-        weights = self._weights_at(point)
-        denominator = math.lcm(*(weight.denominator for weight in weights))
-        factors = [int(weight * denominator) for weight in weights]
-        fits = self._largest * sum(map(abs, factors)) < LARGEST
-        samples = self._numbers if fits else self._numbers.astype(object)
-        total = np.array(factors, dtype=samples.dtype) @ samples
-        whole, rest = total // denominator, total % denominator
-        return None if rest.any() else whole
+        numbers, whole = self._polynomials.at(np.array([_point(sizes, self._axes)]))
+        return OpGraph.alike(self._graph, numbers[0, self._columns]) if whole[0] else None
 
 
 def _point(sizes: Sizes, axes: Sequence[tuple[int, ...]]) -> _Point:
     return sizes[axes[0][0]], sizes[axes[1][0]] if len(axes) > 1 else 0
 
 
-def _value(point: _Point, term: _Term) -> int:
-    return int(point[0] ** term[0] * point[1] ** term[1])
-
-
-def _values(point: _Point, terms: Sequence[_Term]) -> list[int]:
-    return [_value(point, term) for term in terms]
-
-
-def _equal(numbers: _Numbers | None, others: _Numbers) -> bool:
-    return numbers is not None and np.array_equal(numbers, others)
-
-
 def form_of(attributes: Mapping[str, Any]) -> Hashable:
     return tuple((key, len(value) if are_sizes(value) else value) for key, value in attributes.items())
-
-
-def _independent(points: Sequence[_Point], terms: Sequence[_Term]) -> list[_Point] | None:
-    """Points at which ``terms`` take linearly independent values, as many as there are terms; None if there are not so many."""
-    chosen: list[_Point] = []
-    kept: list[list[Fraction]] = []
-    for point in points:
-        row = reduced([Fraction(value) for value in _values(point, terms)], kept)
-        if any(row):
-            chosen.append(point)
-            kept.append(row)
-    return chosen if len(chosen) == len(terms) else None
-
-
-def reduced(row: list[Fraction], others: Sequence[list[Fraction]]) -> list[Fraction]:
-    """``row`` less the multiples of ``others`` that make it zero where each of them begins."""
-    for other in others:
-        at = next(index for index, value in enumerate(other) if value)
-        factor = row[at] / other[at]
-        row = [value - factor * mine for value, mine in zip(row, other, strict=True)]
-    return row
-
-
-def inverse(matrix: Sequence[Sequence[int]]) -> list[list[Fraction]]:
-    """Of a regular matrix, by Gauss and Jordan."""
-    size = len(matrix)
-    rows = [[Fraction(v) for v in row] + [Fraction(int(at == index)) for at in range(size)] for index, row in enumerate(matrix)]
-    for at in range(size):
-        pivot = next(index for index in range(at, size) if rows[index][at])
-        rows[at], rows[pivot] = rows[pivot], rows[at]
-        rows[at] = [value / rows[at][at] for value in rows[at]]
-        for index in range(size):
-            if index != at and rows[index][at]:
-                factor = rows[index][at]
-                rows[index] = [value - factor * mine for value, mine in zip(rows[index], rows[at], strict=True)]
-    return [row[size:] for row in rows]

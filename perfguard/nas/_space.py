@@ -31,9 +31,9 @@ class ElasticSpace:
     """All that ``build(**widths)`` makes, under one :class:`LatencyConstraint`. Made by :meth:`LatencyConstraint.elastic`.
 
     ``build`` is called and traced for a few dozen vectors; from then on a candidate's graph is computed, exactly, and the answer
-    is that of ``constraint(build(**widths))``. What cannot be computed exactly is built and traced when it is asked for (see
-    `perfguard/graph/_elastic.py` for how it is known); ``num_traces`` counts all traces, and ``why_traced`` says why nothing can
-    be computed, if that is so.
+    is that of ``constraint(build(**widths))``. What cannot be computed exactly is built and traced when it is asked for
+    (`perfguard/graph/_parametric.py` says how that is known); ``num_traces`` counts all traces, and ``why_traced`` says why
+    nothing can be computed, if that is so.
 
     .. note::
         ``build`` must depend on nothing but its arguments. A network that does something special at a few widths, for a reason
@@ -41,13 +41,13 @@ class ElasticSpace:
     """
 
     def __init__(self, constraint: LatencyConstraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
-        from perfguard.graph import ElasticGraph
+        from perfguard.graph import ParametricGraph
 
         self.constraint = constraint
         self.widths = _checked(widths)
         self._build = build
         self._allowed = [frozenset(values) for values in self.widths.values()]
-        self._graphs = ElasticGraph(list(self.widths.values()), self._traced)
+        self._graphs = ParametricGraph(list(self.widths.values()), self._traced)
 
     @property
     def num_traces(self) -> int:

@@ -49,7 +49,24 @@ def graph_from_onnx(
     max_bytes: int = DEFAULT_MAX_BYTES,
     target: Device | Literal["cuda", "cpu"] = "cuda",
 ) -> OpGraph:
-    """See :meth:`perfguard.graph.OpGraph.from_onnx`."""
+    """One inference of the network in an ONNX file, as PyTorch would launch it.
+
+    Only shapes are read: the values of weights stay on disk, and external data need not even be there. What other exporters
+    spell out (attention, GELU, linear layers) is put together again; operators that nobody knows keep their bytes and are
+    named in ``unmodelled``.
+
+    Args:
+        path: the file.
+        batch_size: first dimension of every input that leaves it open, or has another one.
+        dims: other sizes: of a named dimension (``{"sequence": 128}``), or all of an input (``{"x": (8, 3, 224, 224)}``).
+        precision: what its float32 tensors are run in. None: as they are stored.
+        max_bytes: larger files are refused.
+        target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
+
+    Raises:
+        OnnxError: if the file is damaged, too large, too new, cyclic, reaches outside its folder, or leaves sizes open.
+        ConfigurationError: for an argument that cannot be right.
+    """
     if precision not in (None, "fp32", *_HALF):
         raise ConfigurationError(f"An ONNX model runs in fp32, fp16 or bf16, or as it is stored (None), but got {precision!r}.")
     file, dims = Path(path), dims or {}

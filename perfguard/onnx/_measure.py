@@ -40,7 +40,7 @@ def measure_onnx(
     Its ``step_time_s`` is the median latency of a batch, its peak memory what the process held beyond its start.
 
     Args:
-        path, batch_size, dims, max_bytes: as :meth:`perfguard.OpGraph.from_onnx` takes them.
+        path, batch_size, dims, max_bytes: as :func:`graph_from_onnx` takes them.
 
     Raises:
         OnnxError: if the file is damaged or leaves sizes open, or ONNX Runtime does not run it.

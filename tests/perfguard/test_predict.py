@@ -11,10 +11,11 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from perfguard import OpGraph, Workload, predict, resolve_device, trace
+from perfguard import Workload, predict, resolve_device, trace
 from perfguard._predict import most_energy
 from perfguard.devices import mig_instance, mig_profiles, mps_share
 from perfguard.exceptions import ConfigurationError
+from perfguard.onnx import graph_from_onnx
 from tests.doubles import ReplayPredictor
 
 
@@ -61,7 +62,7 @@ def test_a_part_of_a_gpu_is_a_device_like_any_other(linear: Path) -> None:
     a100 = resolve_device("a100")
     part = mig_instance(a100, mig_profiles(a100)[0])
     assert predict(linear, gpu=part, batch_size=8).device_id == "a100-pcie-40gb:1g.5gb"
-    big = OpGraph.from_onnx(linear, batch_size=2**22)
+    big = graph_from_onnx(linear, batch_size=2**22)
     whole, half = (predict(big, gpu=device).step_time.median for device in (a100, mps_share(a100, 0.1)))
     assert half > whole
 

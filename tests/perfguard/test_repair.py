@@ -15,7 +15,7 @@ from perfguard import Guard, TensorSpec, Workload
 from perfguard.exceptions import BudgetWarning, ConfigurationError, WorkloadError
 from perfguard.graph import trace
 from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, largest_batch, with_batch_size
-from perfguard.workload import TracedWorkload
+from perfguard.traced_workload import TracedWorkload
 from tests import zoo
 from tests.doubles import BARE_A100, ReplayPredictor
 

@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from perfguard import OpGraph
 from perfguard.exceptions import OnnxError
+from perfguard.onnx import graph_from_onnx
 
 LONGEST_S = 10.0
 MOST_BYTES = 2**30
@@ -265,7 +265,7 @@ def read(path: Path) -> Iterator[object]:
     start = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, LONGEST_S)  # nobody handles SIGPROF, so it ends the process, C++ or not
     try:
-        graph = OpGraph.from_onnx(path)
+        graph = graph_from_onnx(path)
         outcome = f"read: {len(graph.ops)} operators, {len(graph.unmodelled)} notes"
     except OnnxError as error:
         outcome = f"refused: {error}"
@@ -287,7 +287,7 @@ def main(folder: Path, names: list[str]) -> None:
         os._exit(0)
     assert os.waitpid(writer, 0)[1] == 0
     (folder / "warm.onnx").write_bytes(_chain(2).SerializeToString())
-    OpGraph.from_onnx(folder / "warm.onnx")  # imports what there is to import
+    graph_from_onnx(folder / "warm.onnx")  # imports what there is to import
     used, mapped = (1024 * _memory_kib(key) for key in ("VmRSS", "VmSize"))
     for name, path in files.items():
         # What is mapped but not in memory does not count: libraries, and the file that is read, of which few pages are touched.

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from perfguard import OpGraph, load_predictor
+from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import OnnxError
+from perfguard.onnx import graph_from_onnx
 from tests.perfguard.onnx import hostile
 
 SCRIPT = Path(hostile.__file__)
@@ -79,7 +80,7 @@ def test_what_is_read_can_be_predicted(name: str, tmp_path: Path) -> None:
     """A hang in the replay or in the predictor would be a hang all the same."""
     path = tmp_path / "model.onnx"
     path.write_bytes(hostile.SMALL[name]().SerializeToString())
-    prediction = load_predictor().predict(OpGraph.from_onnx(path), resolve_device("a100"))
+    prediction = load_predictor().predict(graph_from_onnx(path), resolve_device("a100"))
     assert prediction.step_time.median > 0
 
 
@@ -90,6 +91,6 @@ def test_a_refusal_is_one_line_whatever_the_names(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(OnnxError) as caught:
-        OpGraph.from_onnx(path)
+        graph_from_onnx(path)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000

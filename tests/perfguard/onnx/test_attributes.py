@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from perfguard import OpGraph
 from perfguard.exceptions import OnnxError
+from perfguard.onnx import graph_from_onnx
 from tests.perfguard.onnx.hostile import convolution, integers, model_of
 
 
@@ -18,7 +18,7 @@ def refused(tmp_path: Path, model: onnx.ModelProto, match: str) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     with pytest.raises(OnnxError, match=match):
-        OpGraph.from_onnx(path)
+        graph_from_onnx(path)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_convolution_with_wrong_attributes_is_refused(tmp_path: Path, attribut
 def test_a_convolution_with_groups_that_fit_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(convolution(weight=(4, 1, 3, 3), group=4).SerializeToString())
-    assert OpGraph.from_onnx(path).ops[0].attributes["groups"] == 4
+    assert graph_from_onnx(path).ops[0].attributes["groups"] == 4
 
 
 @pytest.mark.parametrize(

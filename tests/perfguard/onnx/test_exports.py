@@ -14,6 +14,7 @@ from torch import nn
 
 from perfguard import OpGraph, TensorSpec, Workload, trace
 from perfguard.graph import StorageKind
+from perfguard.onnx import graph_from_onnx
 from tests import zoo
 
 pytestmark = [
@@ -73,7 +74,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor], Any]]] 
 def test_an_export_has_the_flops_and_weights_of_its_module(name: str, tmp_path: Path) -> None:
     model, example, inputs = MODELS[name]()
     traced = trace(Workload(_on_keywords(model, inputs), inputs, mode="infer"))
-    read = OpGraph.from_onnx(export(model, example, tmp_path / "model.onnx", fold=False), batch_size=4)
+    read = graph_from_onnx(export(model, example, tmp_path / "model.onnx", fold=False), batch_size=4)
     weights = {graph: weight_bytes(graph) for graph in (traced, read)}
     assert read.flops == pytest.approx(traced.flops, rel=0.01)
     assert weights[read] == pytest.approx(weights[traced], rel=0.01)
@@ -83,7 +84,7 @@ def test_an_export_has_the_flops_and_weights_of_its_module(name: str, tmp_path: 
 def test_batch_norms_that_the_exporter_folds_are_the_only_difference(tmp_path: Path) -> None:
     model, example, inputs = MODELS["mobilenetv3_small_100"]()
     traced = trace(Workload(_on_keywords(model, inputs), inputs, mode="infer"))
-    read = OpGraph.from_onnx(export(model, example, tmp_path / "model.onnx", fold=True), batch_size=4)
+    read = graph_from_onnx(export(model, example, tmp_path / "model.onnx", fold=True), batch_size=4)
     rest = sum(op.flops for op in traced.ops if op.name != "native_batch_norm")
     assert read.flops < 0.95 * traced.flops
     assert read.flops == pytest.approx(rest, rel=0.01)

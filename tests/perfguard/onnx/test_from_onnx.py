@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from perfguard import OpGraph
 from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.graph import StorageKind
+from perfguard.onnx import graph_from_onnx
 
 FLOAT = TensorProto.FLOAT
 
@@ -49,7 +50,7 @@ def save(
 
 
 def read(path: Path, **kwargs: Any) -> OpGraph:
-    return OpGraph.from_onnx(path, **kwargs)
+    return graph_from_onnx(path, **kwargs)
 
 
 def names(graph: OpGraph) -> list[str]:
@@ -385,3 +386,9 @@ def test_a_keras_model_comes_in_through_tf2onnx() -> None:
     assert sum(op.flops for op in graph.ops if op.kind == "conv") == convolutions
     assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (16 * 27 + 16 * 9 + 32 * 144 + 32 * 64 + 64 * 10)
     assert not graph.unmodelled
+
+
+def test_deprecated_alias_reads_the_same_graph(convolution: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"perfguard\.onnx\.graph_from_onnx"):
+        graph = OpGraph.from_onnx(convolution, batch_size=2)
+    assert graph.content_hash == read(convolution, batch_size=2).content_hash

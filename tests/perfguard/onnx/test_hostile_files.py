@@ -11,8 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from perfguard import OpGraph
 from perfguard.exceptions import ConfigurationError, OnnxError, PerfGuardError
+from perfguard.onnx import graph_from_onnx
 
 FLOAT = TensorProto.FLOAT
 
@@ -36,20 +36,20 @@ def refused(tmp_path: Path, model: onnx.ModelProto | bytes, match: str, **kwargs
     path = tmp_path / "model.onnx"
     path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
     with pytest.raises(OnnxError, match=match) as caught:
-        OpGraph.from_onnx(path, **kwargs)
+        graph_from_onnx(path, **kwargs)
     assert str(path) in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(OnnxError, match=r"absent\.onnx cannot be read: No such file"):
-        OpGraph.from_onnx(tmp_path / "absent.onnx")
+        graph_from_onnx(tmp_path / "absent.onnx")
 
 
 def test_a_folder_and_a_pipe_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.onnx")
     for path in (tmp_path, tmp_path / "pipe.onnx"):
         with pytest.raises(OnnxError, match="not a regular file"):
-            OpGraph.from_onnx(path)
+            graph_from_onnx(path)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_a_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(3 * 2**30)
     with pytest.raises(OnnxError, match=r"has 3\.00 GiB, more than the limit of 2\.00 GiB\. If you trust it, raise max_bytes"):
-        OpGraph.from_onnx(path)
+        graph_from_onnx(path)
     with pytest.raises(ConfigurationError, match="max_bytes must be a positive number"):
-        OpGraph.from_onnx(path, max_bytes=0)
+        graph_from_onnx(path, max_bytes=0)
 
 
 def test_weights_of_two_gigabytes_are_passed_over(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_weights_of_two_gigabytes_are_passed_over(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(head)
         file.truncate(len(head) + 4 * size)
-    graph_read = OpGraph.from_onnx(path)
+    graph_read = graph_from_onnx(path)
     assert graph_read.flops == 2 * 4 * size
 
 
@@ -133,7 +133,7 @@ def test_a_cycle_is_named(tmp_path: Path) -> None:
 def test_operators_out_of_order_are_sorted(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save(model_of([helper.make_node("Sqrt", ["a"], ["y"]), helper.make_node("Exp", ["x"], ["a"])]), path)
-    assert [op.name for op in OpGraph.from_onnx(path).ops] == ["exp", "sqrt"]
+    assert [op.name for op in graph_from_onnx(path).ops] == ["exp", "sqrt"]
 
 
 def test_values_that_are_missing_or_made_twice_are_named(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_subgraphs_nested_without_end_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(model_of([node], weights=[condition]).SerializeToString())
     with pytest.raises(PerfGuardError, match="nests subgraphs more than 20 deep"):
-        OpGraph.from_onnx(path)
+        graph_from_onnx(path)
 
 
 def test_a_million_fields_are_refused_before_they_are_parsed(tmp_path: Path) -> None:

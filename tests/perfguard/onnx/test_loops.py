@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from perfguard import OpGraph, load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import OnnxError
+from perfguard.onnx import graph_from_onnx
 from perfguard.predictor import Prediction
 from tests.perfguard.onnx.hostile import integers, loop, model_of
 
@@ -21,7 +22,7 @@ FLOAT = TensorProto.FLOAT
 def read(tmp_path: Path, model: onnx.ModelProto) -> OpGraph:
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    return OpGraph.from_onnx(path)
+    return graph_from_onnx(path)
 
 
 def names(graph: OpGraph) -> list[str]:

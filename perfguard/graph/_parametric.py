@@ -6,9 +6,9 @@ width at a time; then points are traced until every number lies exactly on a pol
 
 What a polynomial cannot show is a network that does something else at some widths: a shortcut where two sizes are equal, a pad
 up to a multiple of 8. Code decides such things by comparing sizes and by remainders. So a candidate is computed only if each of
-its *circumstances* (how any two sizes compare: less, equal, more; what each width leaves when divided by 16) was there in a
-trace that lies on the polynomials. A candidate with a new circumstance is traced, and so are all that share one with a trace
-that was different. If a trace is different without any new circumstance, nothing is computed from then on.
+its *branch conditions* (how any two sizes compare: less, equal, more; what each width leaves when divided by 16) was there in a
+trace that lies on the polynomials. A candidate with a new condition is traced, and so are all that share one with a trace
+that was different. If a trace is different without any new condition, nothing is computed from then on.
 
 Notation:
     K  widths      C  candidates      T  traces      U  different numbers      p  terms of a polynomial
@@ -21,15 +21,14 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from fractions import Fraction
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._polynomials import LARGEST, Bools, Polynomials, distinct
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._sized import Ints, SizedGraphs, dimensions_in, form_of, numbers_of
-from perfguard.graph._template import LARGEST, inverse, reduced
 
 Widths = tuple[int, ...]
 _SPARE = 2
@@ -51,11 +50,10 @@ _FEW = 24
 """Candidates of a whole space, which are traced when they are asked for."""
 _MOST_KEPT = 64
 """Graphs of candidates that had to be traced."""
-Bools = npt.NDArray[np.bool_]
 _T = TypeVar("_T")
 
 
-class ElasticGraph:
+class ParametricGraph:
     """Graphs for widths: computed where that is exact, else traced.
 
     Args:
@@ -78,10 +76,10 @@ class ElasticGraph:
         self._form: OpGraph
         self._key: Hashable
         self._columns: Ints
-        self._polynomials: Polynomials
+        self._polynomials: _Graphs
         self._low: Ints
         self._high: Ints
-        self._circumstances: _Circumstances
+        self._conditions: _BranchConditions
         self.num_ops = 1
         """Of the first graph that was traced."""
         if (number := math.prod(map(len, values))) <= _FEW:
@@ -149,7 +147,7 @@ class ElasticGraph:
         agrees = bool(whole[0]) and form_of(graph) == self._key and numbers_of(graph) == values[0, self._columns].tolist()
         if agrees:
             self._low, self._high = np.minimum(self._low, at[0]), np.maximum(self._high, at[0])
-            self._circumstances.know(at, values)
+            self._conditions.know(at, values)
             self._num_agreeing += 1
             self._check_different(self._different)
         elif point not in self._different:  # one that was forgotten and traced again teaches nothing
@@ -163,10 +161,10 @@ class ElasticGraph:
             self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
 
     def _unknown(self, points: Ints) -> Ints:
-        """How many circumstances of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
+        """How many branch conditions of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
         values, whole = self._polynomials.at(points)
         outside = (points < self._low) | (points > self._high)
-        unknown = self._circumstances.unknown(points, values) >= 0
+        unknown = self._conditions.unknown(points, values) >= 0
         return np.asarray(unknown.sum(axis=1) + outside.sum(axis=1) + ~whole)
 
     def _explore(self) -> None:
@@ -187,7 +185,7 @@ class ElasticGraph:
                 self.why_traced = "its numbers are too large"
                 return
             columns, fitted = _fitted(points, numbers, supports, self._values)
-            if isinstance(fitted, Polynomials) and len(points) >= at_least:
+            if isinstance(fitted, _Graphs) and len(points) >= at_least:
                 break
             wanted = _ROUND
             if fitted == 0 or self.num_traces >= _MOST_TO_FIT + 2 * len(self._values) or not self._fresh(1, points):
@@ -197,7 +195,7 @@ class ElasticGraph:
         at = np.array(points, dtype=np.int64)
         self._low, self._high = at.min(axis=0), at.max(axis=0)
         values, _ = fitted.at(at)
-        self._circumstances = _Circumstances(at, values, np.unique(columns[dimensions_in(self._form)]))
+        self._conditions = _BranchConditions(at, values, np.unique(columns[dimensions_in(self._form)]))
         self._check_different(self._different)
         self._probe()
 
@@ -232,7 +230,7 @@ class ElasticGraph:
         return list(dict.fromkeys(point for point in drawn if point not in {*seen, *self._different}))[:number]
 
     def _probe(self) -> None:
-        """Trace the points that show most circumstances at once."""
+        """Trace the points that show most branch conditions at once."""
         for _ in range(_MOST_PROBES):
             if self.why_traced is not None:
                 return
@@ -250,12 +248,12 @@ class ElasticGraph:
         """How much a trace of each of ``points`` is expected to teach. Shape: (C,).
 
         What was there in a trace that was different may be why, so points with little of that come first; what was found guilty,
-        because it was the only new circumstance of such a trace, is not tried again.
+        because it was the only new condition of such a trace, is not tried again.
         """
         values, _ = self._polynomials.at(points)
-        unknown = self._circumstances.unknown(points, values)
+        unknown = self._conditions.unknown(points, values)
         different = np.array(self._different, dtype=np.int64).reshape(-1, len(self._values))
-        suspected = self._circumstances.unknown(different, self._polynomials.at(different)[0])
+        suspected = self._conditions.unknown(different, self._polynomials.at(different)[0])
         found = [set(row[row >= 0].tolist()) for row in suspected]
         guilty = np.array(sorted(set().union(*(some for some in found if len(some) == 1))), dtype=np.int64)
         suspects = np.array(sorted(set().union(*found)), dtype=np.int64)
@@ -275,42 +273,21 @@ class ElasticGraph:
             )
 
 
-class _Group(NamedTuple):
-    """Numbers with the same terms."""
+class _Graphs:
+    """The numbers of the graph, each of the polynomials that has as few terms as possible."""
 
-    terms: Ints  # shape: (p, K), the powers of the widths
-    numerators: Ints  # shape: (p, m)
-    denominators: Ints  # shape: (m,)
-    columns: Ints  # shape: (m,), where they are among all
-
-
-class Polynomials:
-    """U numbers, each a polynomial in the widths with rational coefficients."""
-
-    def __init__(self, groups: Sequence[_Group]) -> None:
+    def __init__(self, groups: Sequence[tuple[Ints, Polynomials]]) -> None:
         self._groups = groups
-        self._number = sum(len(group.columns) for group in groups)
+        self._number = sum(len(columns) for columns, _ in groups)
 
     def at(self, points: Ints) -> tuple[Ints, Bools]:
-        """The numbers at ``points`` (C, K), and whether all of a point's are whole. Shapes: (C, U), (C,)."""
+        """The different numbers at ``points`` (C, K), and whether all of a point's are whole. Shapes: (C, U), (C,)."""
         values = np.empty((len(points), self._number), dtype=np.int64)
-        whole = np.ones(len(points), dtype=bool)
-        for terms, numerators, denominators, columns in self._groups:
-            total = _monomials(points, terms) @ numerators
-            if (denominators != 1).any():
-                whole &= ~(total % denominators).any(axis=1)
-                total //= denominators
-            values[:, columns] = total
-        return values, whole
-
-
-def _monomials(points: Ints, terms: Ints) -> Ints:
-    """Shape: (C, p)."""
-    out = np.ones((len(points), len(terms)), dtype=np.int64)
-    for at, powers in enumerate(terms.T):
-        if powers.any():
-            out *= points[:, at, None] ** powers
-    return out
+        are_whole = np.ones(len(points), dtype=bool)
+        for columns, polynomials in self._groups:
+            values[:, columns], whole = polynomials.at(points)
+            are_whole &= whole
+        return values, are_whole
 
 
 def _supports(points: Sequence[Widths], numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -326,45 +303,45 @@ def _fitted(
     numbers: Sequence[Sequence[int]],
     supports: Sequence[tuple[int, ...]],
     values: Sequence[Sequence[int]],
-) -> tuple[Ints, Polynomials | int]:
+) -> tuple[Ints, _Graphs | int]:
     """The polynomials through all points, and where each number is among them; else how many points are missing (0: none
     would help).
 
     A polynomial counts as found if it agrees with all points, and these show more combinations of the widths that it depends on
     than it has terms; or all that there are.
     """
-    rows = np.array(numbers, dtype=np.int64)
-    different, columns = np.unique(rows, axis=1, return_inverse=True)
-    columns = columns.reshape(-1)
+    at = np.array(points, dtype=np.int64)
+    different, columns = distinct(np.array(numbers, dtype=np.int64))
     by_support: dict[tuple[int, ...], list[int]] = {}
     support_of = dict(zip(columns.tolist(), supports, strict=True))
     for column, support in support_of.items():
         by_support.setdefault(support, []).append(column)
-    groups: list[_Group] = []
+    groups: list[tuple[Ints, Polynomials]] = []
     missing = 0
     for support, members in by_support.items():
         left = np.array(members, dtype=np.int64)
         seen = len({tuple(point[at] for at in support) for point in points})
         most = math.prod(len(values[at]) for at in support)
         for degree in _DEGREES:
+            if not len(left):
+                break
             terms = _terms(support, degree, values)
-            if len(left) and seen < min(len(terms) + _SPARE, most):
+            if seen < min(len(terms) + _SPARE, most):
                 missing = max(missing, len(terms) + _SPARE - seen)
                 break
-            basis = _independent(points, terms) if len(left) else None
-            if basis is None:
+            found = Polynomials.through(at, terms, different[:, left])
+            if found is None:
                 continue
-            group = _through(points, basis, terms, different, left)
-            found, _ = Polynomials([group._replace(columns=np.arange(len(left)))]).at(np.array(points))
-            fits = (found == different[:, left]).all(axis=0)
-            groups.append(_Group(terms, group.numerators[:, fits], group.denominators[fits], left[fits]))
+            fits = found.agree(at, different[:, left])
+            groups.append((left[fits], found.part(fits)))
             left = left[~fits]
         else:
             if len(left):
                 return columns, 0
-    if missing or any(_overflows(group, values) for group in groups):
+    largest = np.array([[allowed[-1] for allowed in values]], dtype=np.int64)
+    if missing or any(polynomials.largest_at(largest) >= LARGEST for _, polynomials in groups):
         return columns, missing
-    return columns, Polynomials([group for group in groups if len(group.columns)])
+    return columns, _Graphs([(members, polynomials) for members, polynomials in groups if len(members)])
 
 
 def _terms(support: Sequence[int], degree: int, values: Sequence[Sequence[int]]) -> Ints:
@@ -378,41 +355,7 @@ def _terms(support: Sequence[int], degree: int, values: Sequence[Sequence[int]])
     return out
 
 
-def _independent(points: Sequence[Widths], terms: Ints) -> list[int] | None:
-    """Indices of points at which ``terms`` take linearly independent values, as many as there are terms; None: there are not."""
-    chosen: list[int] = []
-    kept: list[list[Fraction]] = []
-    for index, row in enumerate(_monomials(np.array(points, dtype=np.int64), terms).tolist()):
-        rest = reduced([Fraction(value) for value in row], kept)
-        if any(rest):
-            chosen.append(index)
-            kept.append(rest)
-            if len(chosen) == len(terms):
-                return chosen
-    return None
-
-
-def _through(points: Sequence[Widths], basis: Sequence[int], terms: Ints, numbers: Ints, columns: Ints) -> _Group:
-    """The polynomials through the points of ``basis``."""
-    weights = inverse(_monomials(np.array([points[at] for at in basis], dtype=np.int64), terms).tolist())
-    denominator = math.lcm(*(weight.denominator for row in weights for weight in row))
-    whole = np.array([[int(weight * denominator) for weight in row] for row in weights], dtype=object)
-    numerators = whole @ numbers[np.array(basis)][:, columns].astype(object)
-    common = [math.gcd(denominator, *column) for column in numerators.T.tolist()]
-    numerators //= np.array(common, dtype=object)
-    denominators = [denominator // divisor for divisor in common]
-    fits = [max(map(abs, column)) < _LARGEST and rest < _LARGEST for column, rest in zip(numerators.T, denominators, strict=True)]
-    numerators[:, ~np.array(fits)] = 0  # it will not agree with the points
-    return _Group(terms, numerators.astype(np.int64), np.array([min(rest, _LARGEST) for rest in denominators]), columns)
-
-
-def _overflows(group: _Group, values: Sequence[Sequence[int]]) -> bool:
-    """Whether a sum of terms could leave 64 bits."""
-    largest = _monomials(np.array([[allowed[-1] for allowed in values]], dtype=np.int64), group.terms).astype(object)
-    return bool(len(group.columns)) and int((largest @ abs(group.numerators.astype(object))).max()) >= 2**62
-
-
-class _Circumstances:
+class _BranchConditions:
     """How the sizes compare, and the remainders of the widths.
 
     Args:
@@ -439,7 +382,7 @@ class _Circumstances:
         self._known[self._of(points, values)] = True
 
     def unknown(self, points: Ints, values: Ints) -> Ints:
-        """The circumstances of each of ``points`` that no trace on the polynomials had, by their numbers; -1 elsewhere.
+        """The conditions of each of ``points`` that no trace on the polynomials had, by their numbers; -1 elsewhere.
 
         Shape: (C, pairs + K).
         """
@@ -453,4 +396,4 @@ class _Circumstances:
         return np.concatenate([compared, points % _MODULUS + self._moduli], axis=1)
 
 
-__all__ = ["ElasticGraph", "Polynomials", "Widths"]
+__all__ = ["ParametricGraph", "Widths"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard import OpGraph, Workload, trace
-from perfguard.graph import ElasticGraph, SizedGraphs
+from perfguard.graph import ParametricGraph, SizedGraphs
 
 INPUTS = (2, 3, 12, 12)
 Widths = tuple[int, ...]
@@ -28,7 +28,7 @@ def tracer(build: Callable[..., nn.Module], inputs: tuple[int, ...] = INPUTS) ->
     return traced
 
 
-def graphs_at(elastic: ElasticGraph, points: Sequence[Widths]) -> tuple[list[OpGraph], int]:
+def graphs_at(elastic: ParametricGraph, points: Sequence[Widths]) -> tuple[list[OpGraph], int]:
     """The graphs in the order of ``points``, and how many of them were computed."""
     computed, rows, found = elastic.at(np.array(points, dtype=np.int64), lambda graph: graph)
     if computed is not None:
@@ -38,10 +38,10 @@ def graphs_at(elastic: ElasticGraph, points: Sequence[Widths]) -> tuple[list[OpG
 
 def assert_equal_to_traces(
     build: Callable[..., nn.Module], values: Sequence[Sequence[int]], *, number: int = 12, inputs: tuple[int, ...] = INPUTS
-) -> tuple[ElasticGraph, int]:
+) -> tuple[ParametricGraph, int]:
     """Of ``number`` random candidates; returns how many of them were computed."""
     traced = tracer(build, inputs)
-    elastic = ElasticGraph(values, traced)
+    elastic = ParametricGraph(values, traced)
     rng = random.Random(7)
     points = [tuple(rng.choice(allowed) for allowed in values) for _ in range(number)]
     graphs, computed = graphs_at(elastic, points)
@@ -208,7 +208,7 @@ def deeper_at_twenty(width: int, other: int) -> nn.Module:
 
 def test_a_trace_that_nothing_tells_from_the_rest_ends_the_computing() -> None:
     traced = tracer(deeper_at_twenty)
-    elastic = ElasticGraph([range(8, 41), range(50, 91)], traced)
+    elastic = ParametricGraph([range(8, 41), range(50, 91)], traced)
     graphs_at(elastic, [(36, other) for other in range(50, 91)])  # 36 and 20 leave the same by 16
     elastic._graph((20, 61))
     assert "nothing tells it from the rest" in str(elastic.why_traced)
@@ -288,7 +288,7 @@ def test_a_candidate_that_is_traced_again_is_remembered_once() -> None:
             known[widths] = tracer(build)(widths)
         return known[widths]
 
-    elastic = ElasticGraph([range(8, 200)] * 2, traced)
+    elastic = ParametricGraph([range(8, 200)] * 2, traced)
     equal = [(width, width) for width in range(8, 108)]
     for point in equal * 2:
         graphs_at(elastic, [point])
@@ -297,7 +297,7 @@ def test_a_candidate_that_is_traced_again_is_remembered_once() -> None:
 
 
 def test_candidates_that_were_computed_are_not_traced() -> None:
-    elastic = ElasticGraph([range(5, 41), range(4, 65), range(8, 129)], tracer(chain))
+    elastic = ParametricGraph([range(5, 41), range(4, 65), range(8, 129)], tracer(chain))
     rng = random.Random(0)
     points = [(rng.randint(5, 40), rng.randint(4, 64), rng.randint(8, 128)) for _ in range(300)]
     graphs_at(elastic, points)
