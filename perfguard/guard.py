@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._collector import collector_paused
+from perfguard._gc import gc_paused
 from perfguard._logging import say_once
 from perfguard._too_large import too_large_named
 from perfguard._warn import warn_user
@@ -279,7 +279,7 @@ class Guard:
         time_left_s: float | None = None,
     ) -> Verdict:
         """Launch or prune; ``threshold`` is the chance to accept, by default what the account has left."""
-        with collector_paused():
+        with gc_paused():
             try:
                 graph = graph or self.trace(workload)
                 least = LeastMemory.of(graph, self.device)

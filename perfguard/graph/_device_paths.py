@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from perfguard.graph._as_on_device import cast_weights
 from perfguard.graph._attention import attention
-from perfguard.graph._nest import is_meta, tensors_in
+from perfguard.graph._device_semantics import cast_weights
+from perfguard.graph._pytree import is_meta, tensors_in
 from perfguard.graph._rms_norm import fused_rms_norm
 from perfguard.graph._rnn import FUSED_RNNS, fused_rnn
 from perfguard.graph._target import Target

@@ -5,6 +5,8 @@ Each event of the step's program is run on arrays, in units of 512 bytes. A sear
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,24 +37,25 @@ _MANY = 128
 _ROOM = 12
 
 
-def reserved_bytes_of(form: Step, storage_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The reserved bytes of graphs of one form, from their sizes.
+def reserved_bytes_of(form: Step, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """As ``replay_allocator(graph).reserved_bytes`` for each of C graphs that differ in their sizes alone.
 
     Args:
         form: any graph of the form.
         storage_bytes: of each graph the bytes of its storages. Shape: (C, S).
 
     Returns:
-        Shape: (C,).
+        int64, or Python's integers where these would not fit. Shape: (C,).
     """
     program, settings = program_of(form), AllocatorSettings()
-    found = _reserved_units_of_many(program, _wanted(program, storage_bytes)) if len(storage_bytes) >= _MANY else None
-    if found is not None:
-        return found.astype(np.float64) * MIN_BLOCK
-    return np.array([float(replay_program(program, row, settings).reserved_bytes) for row in storage_bytes.tolist()])
+    units = _reserved_units(program, _wanted(program, storage_bytes)) if len(storage_bytes) >= _MANY else None
+    if units is not None:
+        return units * MIN_BLOCK
+    found = [replay_program(program, row, settings).reserved_bytes for row in storage_bytes.tolist()]
+    return np.array(found, dtype=np.int64 if max(found, default=0) < 2**63 else object)
 
 
-def _wanted(program: Program, storage_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _wanted(program: Program, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Units of the storages, of cuBLAS's workspace, and of the inputs once more. Shapes: (C, S) → (S + 1 + inputs, C)."""
     units = -(-storage_bytes // MIN_BLOCK)
     workspace = np.full((len(units), 1), AllocatorSettings().cublas_workspace_bytes // MIN_BLOCK)
@@ -91,7 +94,7 @@ class _FreeBlocks:
         self._codes = np.ascontiguousarray(self._codes[:, columns])
 
 
-def _reserved_units_of_many(program: Program, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+def _reserved_units(program: Program, sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
     """:func:`replay_program` on C allocators at once. Shapes: (sizes, C) → (C,).
 
     None: they need more than :class:`_FreeBlocks` can count (512 GiB), or a storage is empty in some of them alone.

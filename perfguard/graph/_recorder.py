@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
-from perfguard.graph._nest import tensors_in
+from perfguard.graph._pytree import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
 from perfguard.graph._shape_rules import outputs_of
 

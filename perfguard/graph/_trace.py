@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from perfguard._collector import collector_paused
+from perfguard._gc import gc_paused
 from perfguard._random import random_numbers_kept
 from perfguard._too_large import too_large_named
 from perfguard.exceptions import PerfGuardError, TraceError
-from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
+from perfguard.graph._device_semantics import device_semantics
 from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
-from perfguard.graph._nest import tensors_in
 from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
+from perfguard.graph._pytree import tensors_in
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
 from perfguard.graph._target import Target, target_of
@@ -98,7 +98,7 @@ def _tracing(target: Target) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept())  # a guard must not move the user's
-        stack.enter_context(collector_paused())
+        stack.enter_context(gc_paused())
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):
                 torch.set_autocast_enabled(device, False)
@@ -106,7 +106,7 @@ def _tracing(target: Target) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(as_on_device("cpu" if target.is_cpu else "cuda"))
+        stack.enter_context(device_semantics("cpu" if target.is_cpu else "cuda"))
         stack.enter_context(META)  # where a tensor belongs that forward makes without a device
         stack.enter_context(too_large_named())
         yield

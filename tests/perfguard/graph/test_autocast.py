@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from perfguard.graph._as_on_device import as_on_device
 from perfguard.graph._device_paths import DevicePaths
+from perfguard.graph._device_semantics import device_semantics
 from perfguard.graph._target import Target
 
 Tensor = torch.Tensor
@@ -117,6 +117,6 @@ def test_outputs_have_the_dtype_that_cuda_gives_them(name: str, dtype: torch.dty
     with FakeTensorMode(), real_autocast(dtype):
         real = CASES[name](torch.empty(8, 16, device="cuda", dtype=dtype)).dtype
     paths = DevicePaths(Target())
-    with torch.device("meta"), as_on_device("cuda"), paths.autocast(dtype), paths:
+    with torch.device("meta"), device_semantics("cuda"), paths.autocast(dtype), paths:
         traced = CASES[name](torch.empty(8, 16, dtype=dtype)).dtype
     assert traced is real

@@ -130,12 +130,12 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[OpGraph]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_two_hundred_random_networks_are_the_same_bytes_as_traced_anew(part: int, computed: list[OpGraph]) -> None:
+def test_cached_graphs_equal_traces_of_200_networks(part: int, computed: list[OpGraph]) -> None:
     assert_cached_are_the_same_bytes(range(20 * part, 20 * (part + 1)))
     assert len(computed) > 10  # otherwise it is no cache
 
 
-def test_random_networks_are_the_same_bytes_as_traced_anew(computed: list[OpGraph]) -> None:
+def test_cached_graphs_equal_traces(computed: list[OpGraph]) -> None:
     assert_cached_are_the_same_bytes(range(200, 210))
     assert computed
 
@@ -167,7 +167,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def test_a_network_made_anew_with_another_learning_rate_is_not_traced_again(count: list[Workload]) -> None:
+def test_another_learning_rate_is_not_traced(count: list[Workload]) -> None:
     cache = TraceCache()
     for lr in (0.1, 0.01, 0.001):
         cache.trace(
@@ -193,7 +193,7 @@ def test_parameters_that_share_memory_are_as_in_one_trace(share: str) -> None:
             assert cache.trace(workload).content_hash == trace(workload).content_hash
 
 
-def test_a_parameter_that_no_loss_reaches_has_no_state_with_any_optimizer() -> None:
+def test_parameter_without_gradient_has_no_state() -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -214,7 +214,7 @@ def cnn() -> nn.Module:
     )
 
 
-def test_batches_and_image_sizes_between_those_traced_are_not_traced(count: list[Workload]) -> None:
+def test_sizes_between_traced_ones_are_computed(count: list[Workload]) -> None:
     cache = TraceCache()
     traced = [(64, 224), (16, 64), (32, 160), (48, 128), (16, 192), (64, 96)]
     for batch, size in [*traced, (48, 160), (32, 192), (16, 160), (64, 192), (48, 96)]:
@@ -223,14 +223,14 @@ def test_batches_and_image_sizes_between_those_traced_are_not_traced(count: list
 
 
 @pytest.mark.parametrize("beyond", [(80, 160), (48, 256), (32, 161), (33, 160)])
-def test_sizes_that_are_not_between_or_not_congruent_are_traced(beyond: tuple[int, int], count: list[Workload]) -> None:
+def test_sizes_outside_or_not_congruent_are_traced(beyond: tuple[int, int], count: list[Workload]) -> None:
     cache = TraceCache()
     for batch, size in [(64, 224), (16, 64), (32, 160), (48, 128), (16, 192), (64, 96), beyond]:
         cache.trace(Workload(cnn(), (batch, 3, size, size), loss=total))
     assert len(count) == 7
 
 
-def test_after_three_batches_the_ones_between_and_congruent_to_them_are_not_traced(count: list[Workload]) -> None:
+def test_batches_are_computed_after_three_traces(count: list[Workload]) -> None:
     cache = TraceCache()
     for batch in (8, 64, 16, 32, 56, 8, 33, 72):
         cache.trace(Workload(mlp(), (batch, 8), TensorSpec((batch,), "int64"), F.cross_entropy))
@@ -296,14 +296,14 @@ class Pads(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Quadratic(), Branches(), Pads()])
-def test_what_is_not_affine_in_the_batch_is_traced_each_time(model: nn.Module) -> None:
+def test_step_not_affine_in_the_batch_is_traced(model: nn.Module) -> None:
     cache = TraceCache()
     for batch in (16, 64, 32, 48, 20, 40, 10, 19, 21):
         workload = Workload(model, (batch, 8), loss=total)
         assert cache.trace(workload).to_bytes() == trace(workload).to_bytes()
 
 
-def test_what_decides_the_step_in_roundabout_ways_is_seen(count: list[Workload]) -> None:
+def test_closures_and_class_attributes_are_compared(count: list[Workload]) -> None:
     class Flagged(nn.Linear):
         twice = False
 

@@ -141,7 +141,7 @@ def shortcut(first: int, second: int, third: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3), Block(16, first), Block(first, second), Block(second, third))
 
 
-def test_a_network_that_has_no_shortcut_where_channels_are_equal_is_traced_there() -> None:
+def test_missing_shortcut_at_equal_channels_is_traced() -> None:
     values = [range(8, 33)] * 3
     elastic, computed = assert_equal_to_traces(shortcut, values, number=30)
     assert elastic.why_traced is None
@@ -206,7 +206,7 @@ def deeper_at_twenty(width: int, other: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Conv2d(width, other, 1))
 
 
-def test_a_trace_that_nothing_tells_from_the_rest_ends_the_computing() -> None:
+def test_unexplained_trace_ends_the_computing() -> None:
     traced = tracer(deeper_at_twenty)
     elastic = ParametricGraph([range(8, 41), range(50, 91)], traced)
     graphs_at(elastic, [(36, other) for other in range(50, 91)])  # 36 and 20 leave the same by 16

@@ -76,14 +76,14 @@ def branching(x: torch.Tensor) -> torch.Tensor:
     return x.relu() if x.shape[1] < 40 else x.tanh()
 
 
-def test_nothing_is_computed_across_a_size_from_which_on_other_operators_run() -> None:
+def test_nothing_is_computed_across_a_branch() -> None:
     small = [(batch, size, 4) for batch in (8, 16) for size in (8, 16, 32)]
     found = templates(Says(branching), [*small, (8, 48, 4), (16, 64, 4)])
     assert any(template.reaches((16, 24, 4)) for template in found)
     assert not any(template.reaches((16, size, 4)) for template in found for size in (40, 56))
 
 
-def test_where_other_operators_run_in_between_nothing_is_computed() -> None:
+def test_nothing_is_computed_around_a_branch() -> None:
     def alternating(x: torch.Tensor) -> torch.Tensor:
         return x.relu() if x.shape[0] % 12 else x.tanh()
 
@@ -91,7 +91,7 @@ def test_where_other_operators_run_in_between_nothing_is_computed() -> None:
     assert not templates(Says(alternating), [(8, 4), (16, 4), (32, 4), (24, 4)])
 
 
-def test_a_batch_of_one_that_runs_other_operators_does_not_matter_to_larger_ones() -> None:
+def test_branch_below_all_sizes_does_not_matter() -> None:
     model = Says(lambda x: x.relu() if x.shape[0] == 1 else x.tanh())
     assert any(template.reaches((24, 4)) for template in templates(model, [(1, 4), (8, 4), (16, 4), (32, 4)]))
 
@@ -103,7 +103,7 @@ def test_rounding_is_seen(period: int) -> None:
         assert cache.trace(asked(model, *shape)).content_hash == trace(asked(model, *shape)).content_hash
 
 
-def test_height_and_width_may_vary_on_their_own_and_are_then_traced() -> None:
+def test_height_and_width_apart_are_traced() -> None:
     cache, model = TraceCache(), nn.Conv2d(3, 4, 3)
     for height, width in itertools.product((16, 32, 48), (16, 32, 48)):
         for batch in (4, 8, 12):

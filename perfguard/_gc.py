@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No cycles are looked for inside.
 
     A graph is thousands of small objects, none in cycles that matter, and to make them would set the collector off again and

@@ -14,7 +14,7 @@ import torch.cuda.amp.common
 import torch.nn.modules.transformer
 import torch.utils.checkpoint
 
-from perfguard.graph._nest import is_meta
+from perfguard.graph._pytree import is_meta
 
 _lock = threading.Lock()
 _of_thread = threading.local()
@@ -33,7 +33,7 @@ def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @contextmanager
-def as_on_device(device_type: str) -> Iterator[None]:
+def device_semantics(device_type: str) -> Iterator[None]:
     """Answer as on a GPU where the question is about meta tensors, or where this machine has no GPU to be asked about:
 
     - checkpointing asks which device's random state and autocast it must restore;
