@@ -26,6 +26,15 @@ NOUNS: Mapping[Quantity, str] = {
     "energy": "energy",
 }
 """What a person calls them."""
+_SENTENCES: Mapping[Quantity, tuple[str, str]] = {
+    "memory": ("needs", ""),
+    "time": ("takes", ""),
+    "epoch_time": ("takes", " an epoch"),
+    "step_time": ("takes", " a step"),
+    "latency": ("takes", " a batch"),
+    "energy": ("uses", " a batch"),
+}
+"""The verb before the number, and what follows it."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
@@ -55,6 +64,13 @@ class Limit:
     def format(self, value: float) -> str:
         """``value`` of this quantity in words."""
         return format_quantity(self.quantity, value)
+
+    @property
+    def sentence(self) -> str:
+        """The estimate beside the limit, for instance "needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 38.0 GiB"."""
+        low, high = map(self.format, self.estimate.interval())
+        verb, noun = _SENTENCES[self.quantity]
+        return f"{verb} {self.format(self.estimate.median)}{noun} ({low} to {high}), the budget is {self.format(self.limit)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
 from perfguard.predictor import (
     COVERAGE,
@@ -56,8 +57,6 @@ from perfguard.quantities import format_bytes, format_seconds
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
 
-NO_NUMBER = "{} was {}"
-"""How the log notes a reading that is NaN or infinite."""
 _GAMMA = 0.4
 """A scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many, of the twenty that 200 runs may have."""
 _NARROWEST, _WIDEST = math.log(0.25), math.log(30.0)
@@ -286,7 +285,7 @@ def why_impossible(observation: Observation, target: Target) -> str | None:
     if target == "time" and measurement.status != "ok":
         return None
     if read is None:
-        strange = [NO_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf")]
+        strange = [NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf")]
         return next((words for words in strange if target == "time" and words in measurement.note), None)
     value = observation.measured(target)
     if value is None:

@@ -31,9 +31,9 @@ from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.budget import Quantity
-from perfguard.guard import Verdict
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate
+from perfguard.verdict import Verdict
 
 SCHEMA_VERSION = 2
 PREFIX = "perfguard"

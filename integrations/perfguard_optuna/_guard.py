@@ -27,9 +27,10 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
 )
-from perfguard.guard import EVEN_CHANCE, Decision, Guard, Verdict, as_workload
+from perfguard.guard import Guard, as_workload
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload, why_missing
 from perfguard_optuna._attributes import (
     PREFIX,

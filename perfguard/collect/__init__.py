@@ -1,10 +1,10 @@
 """Rows of one's own: configurations in a balanced order, really run and measured on the device at hand."""
 
 from perfguard.collect._collect import CPU_MEMORY_BYTES, Summary, collect, collecting_device
-from perfguard.collect._networks import KINDS
-from perfguard.collect._recipe import OPTIMIZERS, SPACES, Recipe, Space
 from perfguard.collect._rows import COLUMNS
 from perfguard.collect._spaces import Draft, drafts, without_missing_packages
+from perfguard.tables._networks import KINDS
+from perfguard.tables._recipe import OPTIMIZERS, SPACES, Recipe, Space
 
 __all__ = [
     "COLUMNS",

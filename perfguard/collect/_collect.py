@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 from perfguard.collect._plan import Plan, planned
-from perfguard.collect._recipe import Space
 from perfguard.collect._rows import Journal, columns_of
 from perfguard.collect._run import Row
 from perfguard.collect._spaces import Draft, drafts, without_missing_packages
@@ -27,6 +26,7 @@ from perfguard.collect._worker import Worker, preload_libraries
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, MeasuringError
 from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_between
+from perfguard.tables._recipe import Space
 
 CPU_MEMORY_BYTES = 2**28
 """What configurations may take of a processor's memory, if nothing else is said: other work shares it."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
 from perfguard._predict import graph_of, most_energy
 from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError
-from perfguard.guard import Verdict
+from perfguard.nas._protocols import ConstrainedTrial, constrain
+from perfguard.nas._space import ElasticSpace
 from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Estimate, Observation, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
+from perfguard.verdict import Verdict
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -26,24 +28,9 @@ if TYPE_CHECKING:
     from perfguard._predict import Network
     from perfguard.devices import Device
     from perfguard.graph import OpGraph, SizedGraphs
-    from perfguard.nas._space import ElasticSpace
 
 _EVEN_CHANCE = 0.5
 _N = TypeVar("_N", bound="Network")
-
-
-class ConstrainedTrial(Protocol):
-    """What is asked of a tuner's trial: `optuna.trial.Trial` of Optuna 5 has it."""
-
-    def set_constraint(self, key: str, value: float) -> None:
-        """Tell the sampler how far the trial is from feasible; above zero: it is not."""
-
-
-def tell(trial: ConstrainedTrial, verdict: Verdict) -> Verdict:
-    """Tell the sampler of ``trial`` how far it is from each limit."""
-    for quantity, margin in verdict.margins.items():
-        trial.set_constraint(f"perfguard:{quantity}", margin)
-    return verdict
 
 
 class LatencyConstraint:
@@ -168,8 +155,6 @@ class LatencyConstraint:
             ConfigurationError: if there are no widths, or one has no values, or such that are no whole numbers.
             WorkloadError: if ``build`` raises, or what it makes cannot be traced.
         """
-        from perfguard.nas._space import ElasticSpace
-
         return ElasticSpace(self, build, widths)
 
     def graph_of(self, model: Network) -> OpGraph:
@@ -227,7 +212,7 @@ class LatencyConstraint:
         limit need not be trained (``raise optuna.TrialPruned(verdict.reason)``). In a study of accuracy against latency, the
         second objective is ``verdict.prediction.step_time.median``.
         """
-        return tell(trial, self(model))
+        return constrain(trial, self(model))
 
     def seconds_of(self, choices: Sequence[Network]) -> torch.Tensor:
         """The predicted latency of each of ``choices``, seconds. Shape: (len(choices),)."""
@@ -298,4 +283,4 @@ def _sentence(limit: Limit) -> str:
     return f"{verb} {median} ({low} to {high}), the limit is {most}"
 
 
-__all__ = ["ConstrainedTrial", "LatencyConstraint"]
+__all__ = ["LatencyConstraint"]

@@ -53,8 +53,8 @@ from perfguard.store._spool import find_spools, read_spool, write_spool
 if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
-    from perfguard.guard import Action
     from perfguard.measure import Measurement
+    from perfguard.verdict import Action
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ import perfguard_ray
 from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
 from perfguard.budget import Limit, Quantity
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Decision, Verdict, _sentence
 from perfguard.store import LoggedDecision
+from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
@@ -346,7 +346,7 @@ def test_trial_that_runs_against_a_remembered_rejection_is_logged_and_counted_as
 def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
     estimate = Estimate(1.0, 0.1)
     for quantity in get_args(Quantity):
-        assert quantity_of(_sentence(Limit(quantity, 0.5, estimate))) == quantity
+        assert quantity_of(Limit(quantity, 0.5, estimate).sentence) == quantity
     assert quantity_of("needs at least 510 TiB (parameters 1 TiB), the budget is 38.0 GiB") == "memory"
 
 
