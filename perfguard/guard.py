@@ -13,7 +13,6 @@ from perfguard._logging import say_once
 from perfguard._too_large import too_large_named
 from perfguard._warn import warn_user
 from perfguard.budget import Budget
-from perfguard.evidence import Evidence
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -25,7 +24,7 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
-from perfguard.online import LearnerProcess, Lessons
+from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
@@ -145,12 +144,12 @@ class Guard:
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._warned: set[tuple[type[Warning], str]] = set()
-        self._lessons = Lessons(self.predictor, self.log)
-        self._evidence = Evidence()
-        self._learner: LearnerProcess | None = None
+        self._sync = LogSync(self.predictor, self.log)
+        self._assessment = LogAssessment()
+        self._fine_tuning: FineTuneProcess | None = None
         is_wanted = self.device.kind == "cuda" if refine is None else refine
         if is_wanted and isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None:
-            self._learner = LearnerProcess(self.log.url, predictor)
+            self._fine_tuning = FineTuneProcess(self.log.url, predictor)
         self._learn_from_log(say=False)
         self._announce_log()
 
@@ -158,7 +157,7 @@ class Guard:
         """Say which log the verdicts depend on, and how many runs it brings. Once a log in each process."""
         if self.log.url is None:
             return
-        number = len(self._evidence.observations)
+        number = len(self._assessment.observations)
         runs = "1 run" if number == 1 else f"{number} runs"
         found = (
             f"brings {runs} of {self.device.name}, from which predictions learn"
@@ -258,7 +257,7 @@ class Guard:
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
                 can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
-                prediction = prediction.at_least(*can_be_read).widened(self._evidence.widening)
+                prediction = prediction.at_least(*can_be_read).widened(self._assessment.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
@@ -481,8 +480,8 @@ class Guard:
             return
         self._learn_from_log()
         try:
-            if self._learner is not None:
-                self._learner.wake()
+            if self._fine_tuning is not None:
+                self._fine_tuning.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
             self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
 
@@ -500,17 +499,17 @@ class Guard:
     def _learn_from_log(self, *, say: bool = True) -> None:
         try:
             with self._lock:
-                before, after = self._evidence, self._lessons.teach(self.device)
+                before, after = self._assessment, self._sync.update(self.device)
                 if not after.observations:
                     after = before  # the log is away; what is known goes on
-                self._evidence = after
+                self._assessment = after
         except Exception as error:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
         if say and before.observations:  # else what the log held before is no news
             self._say_what_changed(before, after)
 
-    def _say_what_changed(self, before: Evidence, after: Evidence) -> None:
+    def _say_what_changed(self, before: LogAssessment, after: LogAssessment) -> None:
         known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:

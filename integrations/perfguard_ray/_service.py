@@ -17,7 +17,7 @@ import perfguard
 from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, PredictorError, ServiceWarning
 from perfguard.graph import OpGraph
-from perfguard.online import Lessons
+from perfguard.learning import LogSync
 from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
 from perfguard.store import MeasurementStore
 
@@ -215,7 +215,7 @@ class PredictorServer:
         self._log = MeasurementStore(log)
         self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
         self._answers: OrderedDict[Any, asyncio.Task[Prediction | str]] = OrderedDict()
-        self._lessons = Lessons(self._predictor, self._log)
+        self._sync = LogSync(self._predictor, self._log)
         self._thread = ThreadPoolExecutor(1)
         self._to_learn: set[str] = set()
         self._learning: asyncio.Task[None] | None = None
@@ -279,7 +279,7 @@ class PredictorServer:
 
     def _fine_tune(self, device_id: str) -> None:
         try:
-            observations = self._lessons.teach(device_id).observations
+            observations = self._sync.update(device_id).observations
         except Exception as error:  # a service that cannot learn still predicts
             warnings.warn(f"The predictor service could not learn: {type(error).__name__}: {error}", ServiceWarning, stacklevel=2)
             return

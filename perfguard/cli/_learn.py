@@ -22,7 +22,7 @@ from perfguard.quantities import parse_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perfguard.online import OnlineTrainer
+    from perfguard.learning import OnlineTrainer
     from perfguard.store import LoggedWeights, MeasurementStore
 
 _LEASE_S = 120.0
@@ -51,7 +51,7 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
     """
-    from perfguard.online import LEASE
+    from perfguard.learning import LEASE
 
     every_s = parse_seconds(arguments.every, what="--every")
     if own_process:
@@ -77,7 +77,7 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
 
 
 def _trainer(log: MeasurementStore, arguments: argparse.Namespace) -> OnlineTrainer:
-    from perfguard.online import OnlineTrainer
+    from perfguard.learning import OnlineTrainer
 
     return OnlineTrainer(log, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
 

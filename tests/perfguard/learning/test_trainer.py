@@ -23,7 +23,7 @@ from torch import nn
 
 from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
-from perfguard.online import LEASE, LearnerProcess, Lessons, OnlineTrainer
+from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer
 from perfguard.store import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
@@ -100,15 +100,15 @@ def log(tmp_path: Path) -> MeasurementStore:
 
 def test_weights_that_learn_a_pattern_are_promoted_and_taken_up_by_those_who_read_the_log(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
-    lessons = Lessons(net, log)
-    lessons.teach("cpu")
+    sync = LogSync(net, log)
+    sync.update("cpu")
     before = error(net, by_norm)
     generation = OnlineTrainer(log).update()
     assert generation is not None
     assert generation.promoted
     assert generation.metrics["recent time after"] < 0.9 * generation.metrics["recent time before"]
     assert "promoted" in str(generation)
-    lessons.teach("cpu")
+    sync.update("cpu")
     assert net.name == f"{net.lineage}+"
     assert error(net, by_norm) < 0.8 * before
     assert OnlineTrainer(log).update() is None  # nothing is new
@@ -126,7 +126,7 @@ def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None
 
 def test_weights_that_forget_what_the_shipped_ones_knew_are_rejected(log: MeasurementStore) -> None:
     class Forgetful(GuardNet):
-        strays = 0.05
+        shift_on_reference = 0.05
 
     fill(log, by_norm)
     generation = OnlineTrainer(log, predictor=lambda: Forgetful(guardnet.load()._engines)).update()
@@ -143,14 +143,14 @@ def test_a_promotion_is_rolled_back_to_the_one_before(log: MeasurementStore) -> 
     second = OnlineTrainer(log).update()
     assert first is not None and first.promoted  # noqa: PT018
     assert second is not None and second.promoted  # noqa: PT018
-    lessons = Lessons(net, log)
-    lessons.teach("cpu")
+    sync = LogSync(net, log)
+    sync.update("cpu")
     assert log.promoted_weights(net.lineage) == second.weights_id
     assert log.roll_back_weights(second.weights_id) == first.weights_id
     assert log.roll_back_weights(first.weights_id) is None
     with pytest.raises(LogError, match="is rolled back"):
         log.roll_back_weights(first.weights_id)
-    lessons.teach("cpu")
+    sync.update("cpu")
     assert net.name == net.lineage
     assert [weights.state for weights in log.weights()] == ["rolled back", "rolled back"]
 
@@ -160,7 +160,7 @@ def test_what_is_learnt_of_one_device_leaves_the_others_as_they_were(log: Measur
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
     before = [net.predict(graph, other) for graph in graphs()]
     OnlineTrainer(log).update()
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     after = [net.predict(graph, other) for graph in graphs()]
     assert [one.step_time for one in before] == [one.step_time for one in after]
     assert [one.peak_memory for one in before] == [one.peak_memory for one in after]
@@ -188,25 +188,25 @@ def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: Mea
         OnlineTrainer(log, min_new=0)
     fill(log, by_norm, repeats=1)
     replay = ReplayPredictor()
-    Lessons(replay, log).teach("cpu")
+    LogSync(replay, log).update("cpu")
     assert len(replay.learnt) == 40
 
 
 @pytest.mark.parametrize("data", [b"", b"no weights", b"\xff" * 200])
 def test_promoted_weights_that_are_damaged_are_refused_once_and_the_old_stay(log: MeasurementStore, data: bytes) -> None:
     net = fill(log, by_norm, repeats=1)
-    lessons = Lessons(net, log)
+    sync = LogSync(net, log)
     log.set_weights_state(log.record_weights(predictor=net.lineage, data=data or b"\0"), "promoted")
     with pytest.warns(LogWarning, match="are not used"):
-        lessons.teach("cpu")
-    lessons.teach("cpu")  # said once
+        sync.update("cpu")
+    sync.update("cpu")  # said once
     assert net.name == net.lineage
 
 
 def test_weights_of_another_lineage_are_not_looked_at(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     log.set_weights_state(log.record_weights(predictor="guardnet-0", data=b"x"), "promoted")
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     assert net.name == net.lineage
 
 
@@ -241,8 +241,8 @@ def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> N
         prediction = decision.verdict.prediction
         assert prediction is not None
         guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
-    assert len(guard._evidence.drifts) == 1
-    assert len(guard._evidence.observations) == len(rows) + 3
+    assert len(guard._assessment.drifts) == 1
+    assert len(guard._assessment.observations) == len(rows) + 3
 
 
 def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore) -> None:
@@ -267,7 +267,7 @@ def test_a_lease_is_given_to_one_of_many_who_ask_at_once(postgres_url: str) -> N
 def test_the_process_beside_a_study_starts_when_there_is_enough_that_is_new(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     assert log.url is not None
-    process = LearnerProcess(log.url, "guardnet", every=2)
+    process = FineTuneProcess(log.url, "guardnet", every=2)
     process.wake()
     assert process._child is None
     process.wake()
@@ -311,9 +311,9 @@ def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path
 def test_a_lesson_is_the_same_whoever_gives_it(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     OnlineTrainer(log).update()
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     again = guardnet.load()
-    Lessons(again, log).teach("cpu")
+    LogSync(again, log).update("cpu")
     ours, theirs = ([one.predict(graph, CPU).step_time for graph in graphs()[:5]] for one in (net, again))
     assert ours == theirs
 
@@ -391,7 +391,7 @@ def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementS
     assert OnlineTrainer(log).update() is None
 
 
-def test_damaged_weights_in_use_do_not_stop_the_learner(log: MeasurementStore) -> None:
+def test_damaged_weights_in_use_do_not_stop_the_fine_tuning(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     damaged = log.record_weights(predictor=net.lineage, data=b"no weights")
     log.set_weights_state(damaged, "promoted")
@@ -409,11 +409,11 @@ def test_a_guard_whose_log_is_away_keeps_its_intervals(monkeypatch: pytest.Monke
     prediction = decision.verdict.prediction
     assert prediction is not None
     guard.learn(decision, measurement(int(prediction.peak_memory.median), 4.0 * prediction.step_time.median))
-    widening = dict(guard._evidence.widening)
+    widening = dict(guard._assessment.widening)
     assert widening["memory"] != 1.0
     monkeypatch.setattr(guard.log, "observations", lambda *_: [])  # what a log that is away answers
     guard.learn(guard.decide(lambda: workload), measurement(2**20, 0.1))
-    assert guard._evidence.widening == widening
+    assert guard._assessment.widening == widening
     guard.log.close()
 
 
@@ -421,8 +421,8 @@ def test_a_learner_that_cannot_be_started_stops_no_trial(log: MeasurementStore, 
     guard = Guard(CPU, log=log, refine=True)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert guard._learner is not None
-    guard._learner._every = 1
+    assert guard._fine_tuning is not None
+    guard._fine_tuning._every = 1
     decision = guard.decide(lambda: workload)
     prediction = decision.verdict.prediction
     assert prediction is not None
