@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
 from perfguard._predict import graph_of, most_energy
-from perfguard.budget import Limit
+from perfguard.budget import Budget
 from perfguard.exceptions import ConfigurationError
 from perfguard.nas._protocols import ConstrainedTrial, constrain
 from perfguard.nas._space import ElasticSpace
 from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Estimate, Observation, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
-from perfguard.verdict import Verdict
+from perfguard.quantities import parse_bytes
+from perfguard.verdict import EVEN_CHANCE, Verdict, check_risk
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph, SizedGraphs
 
-_EVEN_CHANCE = 0.5
 _N = TypeVar("_N", bound="Network")
 
 
 class LatencyConstraint:
     """Whether a network runs fast enough, on little enough energy and memory, on a given device.
+
+    It judges a candidate as :class:`perfguard.Guard` judges a trial: by a budget of latency, energy and memory, at an accepted
+    risk. It keeps no account of risks and no log, because a candidate is not launched.
 
     Example:
         >>> from torch import nn
@@ -68,28 +70,26 @@ class LatencyConstraint:
         max_energy_j: float | None = None,
         max_memory: int | str | None = None,
         inputs: Any = None,
-        risk: float = _EVEN_CHANCE,
+        risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import SequenceTracer, TraceCache
 
         self.device = resolve_device(gpu)
-        self.max_latency_s = _positive("max_latency_ms", max_latency_ms, 1e-3)
-        self.max_energy_j = _positive("max_energy_j", max_energy_j, 1.0)
-        self.max_memory_bytes = self.device.memory_bytes
-        if max_memory is not None:
-            self.max_memory_bytes = min(parse_bytes(max_memory, what="max_memory"), self.device.memory_bytes)
-        if self.max_latency_s is self.max_energy_j is max_memory is None:
+        self.budget = Budget(
+            memory_bytes=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
+            latency_s=_positive("max_latency_ms", max_latency_ms, 1e-3),
+            energy_j=_positive("max_energy_j", max_energy_j, 1.0),
+        )
+        if self.budget == Budget():
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
-        if self.max_energy_j is not None and self.device.tdp_w <= 0:
+        if self.budget.energy_j is not None and self.device.tdp_w <= 0:
             raise ConfigurationError(
                 f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
             )
-        if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
-            raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.5, but got {risk!r}.")
         self.inputs = inputs
-        self.risk = float(risk)
+        self.risk = check_risk(risk)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
         self._blocks = SequenceTracer()
@@ -109,10 +109,11 @@ class LatencyConstraint:
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
         """The same for what :meth:`predict` said."""
-        limits = tuple(self._limits(prediction))
-        margins: dict[str, float] = {limit.quantity: limit.margin(self.risk) for limit in limits}
-        worst = max(limits, key=lambda limit: margins[limit.quantity])
-        return Verdict("prune" if margins[worst.quantity] > 0 else "launch", _sentence(worst), prediction, limits, margins)
+        bounded = prediction
+        if self.budget.energy_j is not None:
+            bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
+        verdict = Verdict.of(bounded, self.budget.limits(bounded, self.device, infers=True), accepted=self.risk)
+        return verdict if bounded is prediction else dataclasses.replace(verdict, prediction=prediction)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
         """Those of ``models`` that pass, in their order."""
@@ -242,18 +243,10 @@ class LatencyConstraint:
         """
         import torch
 
-        if self.max_latency_s is None:
+        if self.budget.latency_s is None:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
         expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
-        return torch.relu(torch.log(expected / self.max_latency_s))
-
-    def _limits(self, prediction: Prediction) -> Iterable[Limit]:
-        yield Limit("memory", self.max_memory_bytes, prediction.peak_memory)
-        if self.max_latency_s is not None:
-            yield Limit("latency", self.max_latency_s, prediction.step_time)
-        energy = most_energy(prediction, self.device)
-        if self.max_energy_j is not None and energy is not None:
-            yield Limit("energy", self.max_energy_j, energy)
+        return torch.relu(torch.log(expected / self.budget.latency_s))
 
 
 def _told(prediction: Prediction, step_time: Estimate | None) -> Prediction:
@@ -269,18 +262,6 @@ def _positive(name: str, value: float | None, unit: float) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number, but got {value!r}.")
     return float(value) * unit
-
-
-def _format(quantity: str, value: float) -> str:
-    words: Mapping[str, Any] = {"memory": format_bytes, "latency": format_seconds, "energy": format_joules}
-    return str(words[quantity](value))
-
-
-def _sentence(limit: Limit) -> str:
-    estimate: Estimate = limit.estimate
-    median, low, high, most = (_format(limit.quantity, value) for value in (estimate.median, *estimate.interval(), limit.limit))
-    verb = {"memory": "needs", "latency": "takes", "energy": "uses up to"}[limit.quantity]
-    return f"{verb} {median} ({low} to {high}), the limit is {most}"
 
 
 __all__ = ["LatencyConstraint"]
