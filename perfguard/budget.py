@@ -243,6 +243,14 @@ class Budget:
             yield Limit("energy", self.energy_j, prediction.energy)
 
 
+def quantity_of(sentence: str) -> Quantity:
+    """Return the quantity that :attr:`Limit.sentence` speaks of: the log keeps a verdict's sentence, not its limit."""
+    verb = sentence.partition(" ")[0]
+    of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
+    named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)
+    return next(named, of_verb[0])
+
+
 def _check_unit(memory: int | float | str | None) -> None:
     """Refuse ``memory_budget=40``: hardly anybody means 40 bytes."""
     try:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard._warn import warn_user
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -28,6 +27,7 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
 )
 from perfguard.guard import Guard, as_workload
+from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
