@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "perfguard.predictors"
 DEFAULT_PREDICTOR = "guardnet"
 Target = Literal["memory", "time"]
-"""What runs teach: the peak of memory, and the time of a step."""
+"""What is learnt from runs: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 COVERAGE = 0.9
 """Of the intervals that are spoken of."""

@@ -219,7 +219,7 @@ class PredictorServer:
         self._thread = ThreadPoolExecutor(1)
         self._to_learn: set[str] = set()
         self._learning: asyncio.Task[None] | None = None
-        self._counts = {"questions": 0, "predictions": 0, "lessons": 0, "observations": 0}
+        self._counts = {"questions": 0, "predictions": 0, "updates": 0, "observations": 0}
         for device_id in self._log.device_ids():
             self._fine_tune(device_id)
 
@@ -228,7 +228,7 @@ class PredictorServer:
         return {**self._greeting, "name": self._predictor.name}
 
     async def status(self) -> dict[str, Any]:
-        """Counts since the start of this process: questions, predictions made for them, lessons, observations learnt from."""
+        """Counts since the start of this process: questions, predictions made for them, updates, observations learnt from."""
         return dict(self._counts)
 
     async def predict(self, questions: Sequence[_Question]) -> list[Prediction | str | None]:
@@ -283,7 +283,7 @@ class PredictorServer:
         except Exception as error:  # a service that cannot learn still predicts
             warnings.warn(f"The predictor service could not learn: {type(error).__name__}: {error}", ServiceWarning, stacklevel=2)
             return
-        self._counts["lessons"] += 1
+        self._counts["updates"] += 1
         self._counts["observations"] = len(observations)
 
 

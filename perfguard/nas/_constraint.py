@@ -1,7 +1,7 @@
 """Limits of a deployed network as a part of any search: a filter, a constraint of a tuner, a penalty with a gradient.
 
-A candidate is traced and predicted, never run. What a few of them really take on the device at hand can be told to
-:meth:`LatencyConstraint.learn`, and the predictions move towards it.
+A candidate is traced and predicted, never run. :meth:`LatencyConstraint.learn` takes what a few of them really cost on the device
+at hand, and the predictions move towards it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
+from perfguard._kind_rates import RateCorrection
 from perfguard._predict import graph_of, most_energy
 from perfguard.budget import Budget
 from perfguard.exceptions import ConfigurationError
 from perfguard.nas._protocols import ConstrainedTrial, constrain
 from perfguard.nas._space import ElasticSpace
-from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Estimate, Observation, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Observation, Prediction, Predictor, load_predictor
 from perfguard.quantities import parse_bytes
 from perfguard.verdict import EVEN_CHANCE, Verdict, check_risk
 from perfguard.workload import TensorSpec, Workload
@@ -94,10 +94,7 @@ class LatencyConstraint:
         self._traces = TraceCache()
         self._blocks = SequenceTracer()
         self._observations: list[Observation] = []
-        self._told: list[tuple[Sums, float]] = []
-        self._surprises: list[float] = []
-        """log(measured / predicted) of each candidate just before it was told."""
-        self._rates: KindRates | None = None
+        self._rates = RateCorrection()
 
     def __call__(self, model: Network) -> Verdict:
         """ "launch" if ``model`` keeps all limits with enough certainty, else "prune", with the numbers and a sentence.
@@ -122,8 +119,7 @@ class LatencyConstraint:
     def predict(self, model: Network) -> Prediction:
         """What one inference of ``model`` costs."""
         graph = self.graph_of(model)
-        prediction = self.predictor.predict(graph, self.device)
-        return prediction if self._rates is None else _told(prediction, self._rates.seconds_of(sums_by_kind(graph, self.device)))
+        return self._rates.apply(self.predictor.predict(graph, self.device), graph, self.device)
 
     def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
         """What :meth:`predict` says of each of ``graphs``."""
@@ -131,9 +127,7 @@ class LatencyConstraint:
             predictions = self.predictor.predict_all(graphs, self.device)
         else:
             predictions = [self.predictor.predict(graph, self.device) for graph in graphs]
-        if self._rates is None:
-            return predictions
-        return list(map(_told, predictions, self._rates.seconds_of_all(graphs, self.device)))
+        return self._rates.apply_all(predictions, graphs, self.device)
 
     def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
         """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.
@@ -180,10 +174,10 @@ class LatencyConstraint:
         return is_shape or isinstance(self.inputs, TensorSpec)
 
     def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
-        """Tell what one batch of ``model`` really took on this device; every later answer takes it into account.
+        """Learn what one batch of ``model`` took on this device. Every later prediction takes it into account.
 
-        The predictor is fine-tuned. From the eighth on, two rates are fitted to each kind of operator besides; they answer for
-        the latency as long as they do better on networks that were left out than the predictor did on those told next.
+        The predictor is conditioned on it. From the eighth candidate on, two rates are fitted to each kind of operator besides.
+        They give the latency as long as they do better than the predictor, see `perfguard/_kind_rates.py`.
 
         Args:
             model: a candidate that was run.
@@ -195,19 +189,16 @@ class LatencyConstraint:
         if isinstance(measured_s, bool) or not (math.isfinite(measured_s) and measured_s > 0):
             raise ConfigurationError(f"measured_s must be positive seconds, but got {measured_s!r}.")
         measurement = Measurement(
-            "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="told", framework=""
+            "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="given", framework=""
         )
         graph = self.graph_of(model)
-        self._surprises.append(math.log(measured_s / self.predictor.predict(graph, self.device).step_time.median))
+        predicted_s = self.predictor.predict(graph, self.device).step_time.median
+        self._rates.observe(graph, self.device, measured_s=measured_s, predicted_s=predicted_s)
         self._observations.append(Observation(graph, self.device, measurement))
-        self._told.append((sums_by_kind(graph, self.device), measured_s))
         self.predictor.fine_tune(self._observations)
-        if len(self._told) >= FEWEST:
-            rates = KindRates(self._told)
-            self._rates = rates if rates.log_sigma < robust_spread(self._surprises[len(self._surprises) // 2 :]) else None
 
     def constrain(self, trial: ConstrainedTrial, model: Network) -> Verdict:
-        """The verdict, after the trial was told how far it is from each limit, so that the sampler learns where not to look.
+        """Return the verdict, and write into the trial how far it is from each limit, so that its sampler learns it.
 
         With Optuna: ``constraint.constrain(trial, model)`` inside the objective, before training; a candidate that breaks a
         limit need not be trained (``raise optuna.TrialPruned(verdict.reason)``). In a study of accuracy against latency, the
@@ -247,13 +238,6 @@ class LatencyConstraint:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
         expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
         return torch.relu(torch.log(expected / self.budget.latency_s))
-
-
-def _told(prediction: Prediction, step_time: Estimate | None) -> Prediction:
-    """With the latency by rates, where they say anything."""
-    if step_time is None:
-        return prediction
-    return dataclasses.replace(prediction, step_time=step_time, predictor=f"{prediction.predictor}, rates of what was told")
 
 
 def _positive(name: str, value: float | None, unit: float) -> float | None:
