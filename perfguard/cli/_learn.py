@@ -41,12 +41,12 @@ def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
 
 
-def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
+def learn(arguments: argparse.Namespace) -> None:
     """One update of the log's weights, or with --watch one whenever there are new runs, until SIGTERM or Ctrl-C.
 
     Args:
-        arguments: the words.
-        own_process: whether the process is here for nothing else; then it stays in the background of the machine.
+        arguments: the words, and ``own_process``: whether the process is here for nothing else. Then it stays in the background
+            of the machine.
 
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
@@ -54,7 +54,7 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
     from perfguard.learning import LEASE
 
     every_s = parse_seconds(arguments.every, what="--every")
-    if own_process:
+    if arguments.own_process:
         _stay_in_the_background()
     holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     lease_s = max(_LEASE_S, 3 * every_s) if arguments.watch else _LEASE_S

@@ -1,4 +1,4 @@
-"""Lessons from the log, weights that are better before they are used, and the way back."""
+"""A predictor that follows the log, weights that are better before they are used, and the way back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def log(tmp_path: Path) -> MeasurementStore:
     return MeasurementStore(tmp_path / "log.db")
 
 
-def test_weights_that_learn_a_pattern_are_promoted_and_taken_up_by_those_who_read_the_log(log: MeasurementStore) -> None:
+def test_better_weights_are_promoted_and_synced(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     sync = LogSync(net, log)
     sync.update("cpu")
@@ -114,7 +114,7 @@ def test_weights_that_learn_a_pattern_are_promoted_and_taken_up_by_those_who_rea
     assert OnlineTrainer(log).update() is None  # nothing is new
 
 
-def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None:
+def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
     net = fill(log, by_chance)
     generation = OnlineTrainer(log).update()
     assert generation is not None
@@ -124,7 +124,7 @@ def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None
     assert log.weights_data(generation.weights_id) is None
 
 
-def test_weights_that_forget_what_the_shipped_ones_knew_are_rejected(log: MeasurementStore) -> None:
+def test_weights_far_from_shipped_are_rejected(log: MeasurementStore) -> None:
     class Forgetful(GuardNet):
         shift_on_reference = 0.05
 
@@ -136,7 +136,7 @@ def test_weights_that_forget_what_the_shipped_ones_knew_are_rejected(log: Measur
     assert not generation.promoted
 
 
-def test_a_promotion_is_rolled_back_to_the_one_before(log: MeasurementStore) -> None:
+def test_rollback_to_parent(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     first = OnlineTrainer(log).update()
     fill(log, lambda graph, index: by_norm(graph, index) ** 2, repeats=6, framework="torch, a later one")
@@ -155,7 +155,7 @@ def test_a_promotion_is_rolled_back_to_the_one_before(log: MeasurementStore) -> 
     assert [weights.state for weights in log.weights()] == ["rolled back", "rolled back"]
 
 
-def test_what_is_learnt_of_one_device_leaves_the_others_as_they_were(log: MeasurementStore) -> None:
+def test_sync_of_one_device_leaves_others(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
     before = [net.predict(graph, other) for graph in graphs()]
@@ -173,7 +173,7 @@ def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
     assert log.weights() == []
 
 
-def test_without_anything_new_no_run_is_read(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_without_new_runs_reads_nothing(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(log, by_norm)
     trainer = OnlineTrainer(log)
     assert trainer.update() is not None
@@ -181,7 +181,7 @@ def test_without_anything_new_no_run_is_read(log: MeasurementStore, monkeypatch:
     assert trainer.update() is None
 
 
-def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: MeasurementStore) -> None:
+def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
         OnlineTrainer(log, predictor=ReplayPredictor)
     with pytest.raises(ConfigurationError, match="min_new"):
@@ -193,7 +193,7 @@ def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: Mea
 
 
 @pytest.mark.parametrize("data", [b"", b"no weights", b"\xff" * 200])
-def test_promoted_weights_that_are_damaged_are_refused_once_and_the_old_stay(log: MeasurementStore, data: bytes) -> None:
+def test_damaged_weights_are_refused_once(log: MeasurementStore, data: bytes) -> None:
     net = fill(log, by_norm, repeats=1)
     sync = LogSync(net, log)
     log.set_weights_state(log.record_weights(predictor=net.lineage, data=data or b"\0"), "promoted")
@@ -203,14 +203,14 @@ def test_promoted_weights_that_are_damaged_are_refused_once_and_the_old_stay(log
     assert net.name == net.lineage
 
 
-def test_weights_of_another_lineage_are_not_looked_at(log: MeasurementStore) -> None:
+def test_weights_of_other_lineage_are_ignored(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     log.set_weights_state(log.record_weights(predictor="guardnet-0", data=b"x"), "promoted")
     LogSync(net, log).update("cpu")
     assert net.name == net.lineage
 
 
-def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed() -> None:
+def test_guard_warns_of_drift_and_quarantine() -> None:
     guard = Guard(CPU, log=False)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
 
@@ -230,7 +230,7 @@ def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed(
     guard.log.close()
 
 
-def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> None:
+def test_known_drift_is_not_warned_again(log: MeasurementStore) -> None:
     fill(log, by_norm, repeats=1, framework="torch 2.13")
     fill(log, by_norm, repeats=1, framework="torch 2.14")
     guard = Guard(CPU, log=log)
@@ -245,7 +245,7 @@ def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> N
     assert len(guard._assessment.observations) == len(rows) + 3
 
 
-def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore) -> None:
+def test_lease_is_exclusive_and_expires(log: MeasurementStore) -> None:
     assert log.lease(LEASE, "first", seconds=60)
     assert not log.lease(LEASE, "second", seconds=60)
     assert log.lease(LEASE, "first", seconds=0.2)  # renewed
@@ -257,14 +257,14 @@ def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore)
     assert log.lease(LEASE, "first", seconds=60)
 
 
-def test_a_lease_is_given_to_one_of_many_who_ask_at_once(postgres_url: str) -> None:
+def test_lease_under_contention(postgres_url: str) -> None:
     stores = [MeasurementStore(postgres_url) for _ in range(4)]
     assert sum(store.lease(LEASE, str(index), seconds=60) for index, store in enumerate(stores)) == 1
     for store in stores:
         store.close()
 
 
-def test_the_process_beside_a_study_starts_when_there_is_enough_that_is_new(log: MeasurementStore) -> None:
+def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     assert log.url is not None
     process = FineTuneProcess(log.url, "guardnet", every=2)
@@ -290,7 +290,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path) -> None:
+def test_kill_during_promotion(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     for round_ in range(8):  # a hundred kills of writers, promotions among them, are in store/test_faults.py
         child = subprocess.Popen([sys.executable, "-c", _PROMOTE_FOR_EVER, str(path)], stdout=subprocess.PIPE, text=True)
@@ -308,7 +308,7 @@ def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path
                 assert store.weights_data(str(store.promoted_weights("p"))) == b"w" * 5000
 
 
-def test_a_lesson_is_the_same_whoever_gives_it(log: MeasurementStore) -> None:
+def test_sync_is_the_same_in_every_order(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     OnlineTrainer(log).update()
     LogSync(net, log).update("cpu")
@@ -318,7 +318,7 @@ def test_a_lesson_is_the_same_whoever_gives_it(log: MeasurementStore) -> None:
     assert ours == theirs
 
 
-def test_refining_learns_from_the_rows_of_all_devices() -> None:
+def test_refine_learns_from_all_devices() -> None:
     net = guardnet.load()
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
 
@@ -337,7 +337,7 @@ def test_refining_learns_from_the_rows_of_all_devices() -> None:
     assert net.name == net.lineage
 
 
-def test_a_learner_that_lost_its_lease_on_the_way_promotes_nothing(log: MeasurementStore) -> None:
+def test_lost_lease_promotes_nothing(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     generation = OnlineTrainer(log).update(may_promote=lambda: False)
     assert generation is not None
@@ -345,7 +345,7 @@ def test_a_learner_that_lost_its_lease_on_the_way_promotes_nothing(log: Measurem
     assert log.promoted_weights(net.lineage) is None
 
 
-def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: MeasurementStore) -> None:
+def test_candidate_of_replaced_parent_is_rejected(log: MeasurementStore) -> None:
     first, second = (log.record_weights(predictor="p", data=bytes([index])) for index in range(2))
     assert log.promote_candidate(first)
     assert not log.promote_candidate(second)  # judged against the shipped ones
@@ -358,7 +358,7 @@ def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: Meas
         log.promote_candidate(child)
 
 
-def test_weights_in_use_elsewhere_that_an_import_brought_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
+def test_imported_weights_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
     with MeasurementStore(tmp_path / "elsewhere.db") as elsewhere:
         assert elsewhere.promote_candidate(elsewhere.record_weights(predictor="p", data=b"theirs"))
         export_log(elsewhere, tmp_path / "export")
@@ -369,7 +369,7 @@ def test_weights_in_use_elsewhere_that_an_import_brought_do_not_stop_promotions(
     assert [weights.weights_id for weights in log.weights("p") if weights.state == "promoted"] == [child]
 
 
-def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
+def test_promotion_under_contention(postgres_url: str) -> None:
     stores = [MeasurementStore(postgres_url) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
@@ -382,7 +382,7 @@ def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
         store.close()
 
 
-def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementStore) -> None:
+def test_rollback_is_not_undone_by_same_runs(log: MeasurementStore) -> None:
     fill(log, by_norm)
     first = OnlineTrainer(log).update()
     fill(log, by_norm)
@@ -391,7 +391,7 @@ def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementS
     assert OnlineTrainer(log).update() is None
 
 
-def test_damaged_weights_in_use_do_not_stop_the_fine_tuning(log: MeasurementStore) -> None:
+def test_damaged_weights_do_not_stop_trainer(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     damaged = log.record_weights(predictor=net.lineage, data=b"no weights")
     log.set_weights_state(damaged, "promoted")
@@ -402,7 +402,7 @@ def test_damaged_weights_in_use_do_not_stop_the_fine_tuning(log: MeasurementStor
     assert log.promoted_weights(net.lineage) == generation.weights_id
 
 
-def test_a_guard_whose_log_is_away_keeps_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=False)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     decision = guard.decide(lambda: workload)
@@ -417,7 +417,7 @@ def test_a_guard_whose_log_is_away_keeps_its_intervals(monkeypatch: pytest.Monke
     guard.log.close()
 
 
-def test_a_learner_that_cannot_be_started_stops_no_trial(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tune_process_that_cannot_start(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=log, refine=True)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
