@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from perfguard import Guard, Measurement, MeasurementStore, TensorSpec, Workload, resolve_device, trace
-from perfguard.online import Lessons
+from perfguard.learning import LogSync
 from perfguard_models import guardnet
 
 _UPDATE = """
@@ -33,7 +33,7 @@ import resource, sys, time
 import torch
 torch.set_num_threads(1)
 from perfguard import MeasurementStore
-from perfguard.online import OnlineTrainer
+from perfguard.learning import OnlineTrainer
 trainer = OnlineTrainer(MeasurementStore(sys.argv[1]), min_new=1)
 begun = time.process_time()
 generation = trainer.update()
@@ -90,11 +90,11 @@ def main() -> None:
         fill(path, 600)
         print(f"{datetime.date.today()}, {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f} at the start")
         with MeasurementStore(path) as log:
-            lessons = Lessons(guardnet.load(), log)
-            lessons.teach("cpu")
+            sync = LogSync(guardnet.load(), log)
+            sync.update("cpu")
             begun = time.process_time(), time.perf_counter()
             for _ in range(10):
-                lessons.teach("cpu")
+                sync.update("cpu")
             cpu_ms, wall_ms = (
                 1e2 * (now - then) for now, then in zip((time.process_time(), time.perf_counter()), begun, strict=True)
             )

@@ -4,7 +4,7 @@
 
 For each scenario GuardNet is trained without the rows in question (three minutes, kept in the cache). What it then answers for
 their graphs, as it would be served, is streamed through the product's own loop: predict, widen, log, teach
-(`perfguard.online.Lessons`), and every 25 rows an update by `OnlineTrainer`. Each row is predicted before it is learnt; beside
+(`perfguard.learning.LogSync`), and every 25 rows an update by `OnlineTrainer`. Each row is predicted before it is learnt; beside
 the stream a fixed set of other rows, from anywhere in the table, is judged now and then. "Weights that know the like" have
 learnt from four fifths of all rows (the random split). The intervals' widths before anything was learnt are those of the
 shipped calibration, less the groups that were left out.
@@ -32,10 +32,9 @@ import torch
 from rich.progress import track
 
 from perfguard.devices import Device, resolve_device
-from perfguard.evidence import Evidence
 from perfguard.graph import OpGraph, SizedGraphs, Storage, StorageKind
+from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
 from perfguard.measure import Measurement
-from perfguard.online import Lessons, OnlineTrainer
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
 from perfguard_models._engines import Answer, Answers, GpuEngine
@@ -197,14 +196,14 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     net, errors, of_same, hits, teach_s, update_s = make(), {}, {}, [], [], [0.0]
     came: list[tuple[float, float]] = []
     with MeasurementStore(":memory:") as log:
-        lessons, trainer = Lessons(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
-        evidence = Evidence()
+        sync, trainer = LogSync(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
+        assessment = LogAssessment()
         before = judge(net, target, rows, known_before, graphs, device)[0]
         for count, index in enumerate(fed):
             if count in CHECKPOINTS:
                 errors[count] = judge(net, target, rows, judged, graphs, device)
                 of_same[count] = judge(net, target, rows, seen_by_all, graphs, device)[0]
-            prediction = net.predict(graphs[index], device).widened(evidence.widening)
+            prediction = net.predict(graphs[index], device).widened(assessment.widening)
             is_poisoned = generator.random() < poison
             if not is_poisoned:
                 hits.append(is_inside(prediction, target, rows[index].run))
@@ -216,13 +215,13 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
             )  # fmt: skip
             log.record_measurement(decision_id, measurement_of(rows[index].run, device, generator if is_poisoned else None))
             begun = time.process_time()
-            evidence = lessons.teach(device.id)
+            assessment = sync.update(device.id)
             teach_s.append(time.process_time() - begun)
             if (count + 1) % UPDATE_EVERY == 0:
                 begun = time.process_time()
                 trainer.update()
                 update_s.append(time.process_time() - begun)
-        lessons.teach(device.id)
+        sync.update(device.id)
         errors[len(fed)] = judge(net, target, rows, judged, graphs, device)
         of_same[len(fed)] = judge(net, target, rows, seen_by_all, graphs, device)[0]
         of_known = before, judge(net, target, rows, known_before, graphs, device)[0]
@@ -235,7 +234,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     }
     return Curve(
         errors, statistics.fmean(of_all) if of_all else math.nan, of_same, stretches, of_known, windows, promoted,
-        len(evidence.quarantined), len(evidence.drifts), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
+        len(assessment.quarantined), len(assessment.drifts), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
 

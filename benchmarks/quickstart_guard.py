@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfguard import Run, resolve_device
 from perfguard.quantities import parse_bytes, parse_seconds
+from perfguard.summary import mean_error
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
-from perfguard_optuna._summary import prediction_error, records_of, violates
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import quickstart
@@ -112,13 +112,14 @@ def study_of(seed: int, trials: int) -> Outcome:
     study.optimize(quickstart.objective, n_trials=trials, pruner=pruner, count="proposed")
     study_s = time.perf_counter() - start
     summary = summarize(study)
-    errors = [error for record in records_of(study) if (error := prediction_error(record)) is not None]
+    records = [record_of(trial) for trial in study.trials if trial.state.is_finished()]
+    errors = [error for record in records if (error := mean_error(record)) is not None]
     pruned = [trial for trial in study.get_trials() if record_of(trial).verdict == "prune"]
     truths = [breaks_budget(trial.params) for trial in pruned]
     return Outcome(
         seed=seed,
         launched=summary.num_launched,
-        violations=sum(violates(record) for record in records_of(study)),
+        violations=sum(record.violates for record in records),
         rightly_pruned=sum(truths),
         wrongly_pruned=len(truths) - sum(truths),
         first_error=summary.first_error or 0.0,

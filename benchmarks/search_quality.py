@@ -37,7 +37,7 @@ from rich.progress import track
 from rich.table import Table
 
 from perfguard import Estimate, Prediction, Workload
-from perfguard.guard import Decision, Verdict
+from perfguard.verdict import Decision, Verdict
 from perfguard_models.sums import SUMS
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from perfguard_training.dataset import Run

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 
 from perfguard import MeasurementStore
-from perfguard.evidence import Evidence
-from perfguard.online import Lessons
+from perfguard.learning import LogAssessment, LogSync
 from perfguard.predictor import HALF_INTERVAL, Estimate, Observation
 from perfguard_models import guardnet
 
@@ -66,13 +65,13 @@ class Played(NamedTuple):
 
 def play(runs: Sequence[Observation], *, factor: float, at: int) -> Played:
     """Stream ``runs``, of which those from ``at`` on took ``factor`` times as long."""
-    net, device, evidence = guardnet.load(), runs[0].device, Evidence()
+    net, device, assessment = guardnet.load(), runs[0].device, LogAssessment()
     scores: list[float] = []
     predicted: list[Estimate] = []
     with MeasurementStore(":memory:") as log:
-        lessons = Lessons(net, log)
+        sync = LogSync(net, log)
         for trial, run in enumerate(runs):
-            prediction = net.predict(run.graph, device).widened(evidence.widening)
+            prediction = net.predict(run.graph, device).widened(assessment.widening)
             measurement, step_time_s = run.measurement, run.measured("time")
             assert step_time_s is not None
             if trial >= at:
@@ -83,11 +82,11 @@ def play(runs: Sequence[Observation], *, factor: float, at: int) -> Played:
                 params={},
             )  # fmt: skip
             log.record_measurement(decision_id, measurement)
-            evidence = lessons.teach(device.id)
+            assessment = sync.update(device.id)
             scores.append(math.log(step_time_s / prediction.step_time.median))
             predicted.append(prediction.step_time)
-    number = {observation.decision_id: trial for trial, observation in enumerate(evidence.observations)}
-    said = [number[drift.noticed.decision_id] for drift in evidence.drifts if drift.reason.startswith("step times")]
+    number = {observation.decision_id: trial for trial, observation in enumerate(assessment.observations)}
+    said = [number[drift.noticed.decision_id] for drift in assessment.drifts if drift.reason.startswith("step times")]
     seen_at = None if factor == 1 else next((trial for trial in said if trial >= at), None)
     return Played(scores, predicted, seen_at, len(said) - (seen_at is not None))
 

@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from perfguard.budget import Budget, Limit
     from perfguard.devices import Device, resolve_device
     from perfguard.graph import OpGraph, opaque, trace
-    from perfguard.guard import Decision, Guard, Verdict
+    from perfguard.guard import Guard
     from perfguard.measure import Measurement, Run
     from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor
     from perfguard.store import MeasurementStore
+    from perfguard.verdict import Decision, Verdict
     from perfguard.workload import TensorSpec, Workload
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Budget": "budget",
-    "Decision": "guard",
+    "Decision": "verdict",
     "Device": "devices",
     "Estimate": "predictor",
     "Guard": "guard",
@@ -33,7 +34,7 @@ _HOMES = {
     "Predictor": "predictor",
     "Run": "measure",
     "TensorSpec": "workload",
-    "Verdict": "guard",
+    "Verdict": "verdict",
     "Workload": "workload",
     "load_predictor": "predictor",
     "opaque": "graph",

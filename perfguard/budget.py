@@ -26,6 +26,15 @@ NOUNS: Mapping[Quantity, str] = {
     "energy": "energy",
 }
 """What a person calls them."""
+_SENTENCES: Mapping[Quantity, tuple[str, str]] = {
+    "memory": ("needs", ""),
+    "time": ("takes", ""),
+    "epoch_time": ("takes", " an epoch"),
+    "step_time": ("takes", " a step"),
+    "latency": ("takes", " a batch"),
+    "energy": ("uses", " a batch"),
+}
+"""The verb before the number, and what follows it."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
@@ -55,6 +64,13 @@ class Limit:
     def format(self, value: float) -> str:
         """``value`` of this quantity in words."""
         return format_quantity(self.quantity, value)
+
+    @property
+    def sentence(self) -> str:
+        """The estimate beside the limit, for instance "needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 38.0 GiB"."""
+        low, high = map(self.format, self.estimate.interval())
+        verb, noun = _SENTENCES[self.quantity]
+        return f"{verb} {self.format(self.estimate.median)}{noun} ({low} to {high}), the budget is {self.format(self.limit)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +241,14 @@ class Budget:
             yield Limit("latency", self.latency_s, prediction.step_time)
         if self.energy_j is not None and infers and prediction.energy is not None:
             yield Limit("energy", self.energy_j, prediction.energy)
+
+
+def quantity_of(sentence: str) -> Quantity:
+    """Return the quantity that :attr:`Limit.sentence` speaks of: the log keeps a verdict's sentence, not its limit."""
+    verb = sentence.partition(" ")[0]
+    of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
+    named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)
+    return next(named, of_verb[0])
 
 
 def _check_unit(memory: int | float | str | None) -> None:

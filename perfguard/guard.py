@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._gc import gc_paused
 from perfguard._logging import say_once
 from perfguard._too_large import too_large_named
 from perfguard._warn import warn_user
-from perfguard.budget import Budget, Limit
-from perfguard.evidence import Evidence
+from perfguard.budget import Budget
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -25,13 +24,14 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
-from perfguard.online import LearnerProcess, Lessons
+from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
-from perfguard.repair import AS_PROPOSED, Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
+from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload
+from perfguard.verdict import EVEN_CHANCE, Action, Decision, Verdict, check_risk
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -61,40 +61,9 @@ if TYPE_CHECKING:
         strict: bool
 
 
-Action = Literal["launch", "prune", "repair"]
 OnViolation = Literal["prune", "repair", "warn"]
 DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
-EVEN_CHANCE = 0.5
-_WORDS = {
-    "memory": ("needs", ""),
-    "time": ("takes", ""),
-    "epoch_time": ("takes", " an epoch"),
-    "step_time": ("takes", " a step"),
-    "latency": ("takes", " a batch"),
-    "energy": ("uses", " a batch"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What to do with a trial, and why."""
-
-    action: Action
-    reason: str
-    """A sentence that a person can act on."""
-    prediction: Prediction | None = None
-    """None: the guard could not predict, so the trial is launched unguarded."""
-    limits: tuple[Limit, ...] = ()
-    margins: Mapping[str, float] = field(default_factory=dict)
-    """For each limit how far the trial is from feasible, as a logarithm; positive: it does not hold with the required chance."""
-    repair: Repair = AS_PROPOSED
-    """What the trial has to change, where ``action`` is "repair"; the prediction is the repaired trial's."""
-
-    @property
-    def p_violation(self) -> float:
-        """The largest chance, over the limits, that the trial breaks one; 0 where nothing was predicted."""
-        return max((limit.p_violation for limit in self.limits), default=0.0)
 
 
 class Guard:
@@ -155,15 +124,13 @@ class Guard:
         from perfguard.devices import resolve_device
         from perfguard.graph import TraceCache
 
-        if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
-            raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.05, but got {risk!r}.")
+        self.risk = check_risk(risk)
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
         self.on_violation = on_violation
         self.remedies = check_remedies(remedies)
         self.budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
         self.device = resolve_device(gpu)
-        self.risk = float(risk)
         self.budget.check_device(self.device)
         self.strict = bool(strict)
         if self.budget.energy_j is not None and self.device.kind == "cpu":
@@ -178,12 +145,12 @@ class Guard:
         self._lock = threading.RLock()
         self._traces = TraceCache()
         self._warned: set[tuple[type[Warning], str]] = set()
-        self._lessons = Lessons(self.predictor, self.log)
-        self._evidence = Evidence()
-        self._learner: LearnerProcess | None = None
+        self._sync = LogSync(self.predictor, self.log)
+        self._assessment = LogAssessment()
+        self._fine_tuning: FineTuneProcess | None = None
         is_wanted = self.device.kind == "cuda" if refine is None else refine
         if is_wanted and isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None:
-            self._learner = LearnerProcess(self.log.url, predictor)
+            self._fine_tuning = FineTuneProcess(self.log.url, predictor)
         self._learn_from_log(say=False)
         self._announce_log()
 
@@ -191,7 +158,7 @@ class Guard:
         """Say which log the verdicts depend on, and how many runs it brings. Once a log in each process."""
         if self.log.url is None:
             return
-        number = len(self._evidence.observations)
+        number = len(self._assessment.observations)
         runs = "1 run" if number == 1 else f"{number} runs"
         found = (
             f"brings {runs} of {self.device.name}, from which predictions learn"
@@ -291,19 +258,17 @@ class Guard:
             with self._lock:
                 prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
                 can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
-                prediction = prediction.at_least(*can_be_read).widened(self._evidence.widening)
+                prediction = prediction.at_least(*can_be_read).widened(self._assessment.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
                 f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
                 "its intervals are wider until it has.",
             )
-        limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
-        worst = max(limits, key=lambda limit: margins[limit.quantity])
-        action: Action = "prune" if margins[worst.quantity] > 0 else "launch"
-        if action == "launch" and least.num_bytes > capacity_bytes:  # the predictor is wrong
+        verdict = self._verdict_on(prediction, workload, threshold, time_left_s)
+        if verdict.action == "launch" and least.num_bytes > capacity_bytes:  # the predictor is wrong
             return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
-        return Verdict(action, _sentence(worst), prediction, limits, margins)
+        return verdict
 
     def _hopeless(
         self,
@@ -315,25 +280,22 @@ class Guard:
     ) -> Verdict:
         """The verdict on what needs more memory than the budget whatever a predictor says; a workload of None cannot be built."""
         prediction = least.prediction(self.device, steps=None if workload is None else workload.steps)
-        limits, margins = self._weighed(prediction, workload, threshold, time_left_s)
+        verdict = self._verdict_on(prediction, workload, threshold, time_left_s)
         capacity = format_bytes(self.budget.capacity_bytes(self.device))
-        return Verdict("prune", f"needs {least}, the budget is {capacity}", prediction, limits, margins)
+        return replace(verdict, action="prune", reason=f"needs {least}, the budget is {capacity}")
 
-    def _weighed(
+    def _verdict_on(
         self, prediction: Prediction, workload: Workload | None, threshold: float | None, time_left_s: float | None
-    ) -> tuple[tuple[Limit, ...], dict[str, float]]:
-        """The limits beside what is predicted, and their margins; for the arguments see :meth:`_judge`."""
-        limits = tuple(
-            self.budget.limits(
-                prediction,
-                self.device,
-                infers=workload is not None and workload.mode == "infer",
-                steps_per_epoch=None if workload is None else workload.steps_per_epoch,
-                time_left_s=time_left_s,
-            )
+    ) -> Verdict:
+        """The verdict by the limits alone; for the arguments see :meth:`_judge`."""
+        limits = self.budget.limits(
+            prediction,
+            self.device,
+            infers=workload is not None and workload.mode == "infer",
+            steps_per_epoch=None if workload is None else workload.steps_per_epoch,
+            time_left_s=time_left_s,
         )
-        accepted = self.threshold if threshold is None else threshold
-        return limits, {limit.quantity: limit.margin(accepted) for limit in limits}
+        return Verdict.of(prediction, limits, accepted=self.threshold if threshold is None else threshold)
 
     def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
         """What ``on_violation`` makes of a trial that would break a limit."""
@@ -519,8 +481,8 @@ class Guard:
             return
         self._learn_from_log()
         try:
-            if self._learner is not None:
-                self._learner.wake()
+            if self._fine_tuning is not None:
+                self._fine_tuning.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
             self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
 
@@ -538,17 +500,17 @@ class Guard:
     def _learn_from_log(self, *, say: bool = True) -> None:
         try:
             with self._lock:
-                before, after = self._evidence, self._lessons.teach(self.device)
+                before, after = self._assessment, self._sync.update(self.device)
                 if not after.observations:
                     after = before  # the log is away; what is known goes on
-                self._evidence = after
+                self._assessment = after
         except Exception as error:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
         if say and before.observations:  # else what the log held before is no news
             self._say_what_changed(before, after)
 
-    def _say_what_changed(self, before: Evidence, after: Evidence) -> None:
+    def _say_what_changed(self, before: LogAssessment, after: LogAssessment) -> None:
         known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:
@@ -588,17 +550,6 @@ class Guard:
         self._traces = TraceCache()
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A verdict that was written to the measurement log."""
-
-    id: str
-    """Its key in the log; empty if it could not be logged."""
-    verdict: Verdict
-    steps: int | None = None
-    """Of the whole trial. None: unknown."""
-
-
 def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Workload:
     """``model`` if it is a Workload, else the Workload of a model, an example batch and the other fields.
 
@@ -623,12 +574,6 @@ def _open_log(log: str | MeasurementStore | Literal[False] | None) -> Measuremen
     if isinstance(log, MeasurementStore):
         return log
     return MeasurementStore.default() if log is None else MeasurementStore(log)
-
-
-def _sentence(limit: Limit) -> str:
-    low, high = map(limit.format, limit.estimate.interval())
-    verb, noun = _WORDS[limit.quantity]
-    return f"{verb} {limit.format(limit.estimate.median)}{noun} ({low} to {high}), the budget is {limit.format(limit.limit)}"
 
 
 __all__ = ["DEFAULT_RISK", "Action", "Decision", "Guard", "OnViolation", "Verdict", "as_workload"]

@@ -1,18 +1,5 @@
 """Deprecated: packing is a package of its own, `perfguard_packing`."""
 
-from __future__ import annotations
+from perfguard._deprecated import moved
 
-import importlib
-import warnings
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    warnings.warn(
-        f"perfguard.packing is deprecated and goes in the next version. Import {name} from perfguard_packing instead.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return getattr(importlib.import_module("perfguard_packing"), name)
+__getattr__ = moved("perfguard.packing", "perfguard_packing")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "perfguard.predictors"
 DEFAULT_PREDICTOR = "guardnet"
 Target = Literal["memory", "time"]
-"""What runs teach: the peak of memory, and the time of a step."""
+"""What is learnt from runs: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 COVERAGE = 0.9
 """Of the intervals that are spoken of."""
@@ -158,7 +158,7 @@ class Observation:
     """The predictor that ``predicted``: name and version; empty: nobody knows."""
     regime: int = 0
     """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
-    has the highest. See :func:`perfguard.evidence.weigh`."""
+    has the highest. See :func:`perfguard.learning.assess_log`."""
     decision_id: str = ""
     """Its key in the measurement log; empty: it is in none."""
     recorded_at_ns: int = 0
@@ -201,14 +201,14 @@ class BatchPredictor(Protocol):
 
 @runtime_checkable
 class Refinable(Protocol):
-    """A predictor whose weights can be fine-tuned: what :class:`perfguard.online.OnlineTrainer` works on."""
+    """A predictor whose weights can be fine-tuned: what :class:`perfguard.learning.OnlineTrainer` works on."""
 
     @property
     def lineage(self) -> str:
         """Name and version of the weights that it shipped with; refined weights are good for these alone."""
 
     @property
-    def strays(self) -> float:
+    def shift_on_reference(self) -> float:
         """How far the refinement in use is from the shipped weights on a summary of what these were fitted to: mean |logarithm|.
         0: there is no refinement, or no summary."""
 

@@ -1,6 +1,6 @@
 """PerfGuard for Optuna: trials that cannot run are pruned before they start."""
 
-from perfguard._optional import why_not_imported as _why_not_imported
+from perfguard.integration import why_not_imported as _why_not_imported
 
 try:
     import optuna as _optuna  # noqa: F401
@@ -9,7 +9,8 @@ except ImportError as error:
         _why_not_imported(error, "optuna", "perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.")
     ) from error
 
-from perfguard_optuna._attributes import TrialRecord, record_of
+from perfguard.summary import TrialRecord
+from perfguard_optuna._attributes import record_of
 from perfguard_optuna._guard import GuardedRun, OptunaGuard
 from perfguard_optuna._pruner import PerfGuardPruner
 from perfguard_optuna._sampler import PerfGuardSampler

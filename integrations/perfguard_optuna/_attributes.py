@@ -23,42 +23,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from dataclasses import asdict
+from typing import Any
 
 import optuna
 from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard.budget import Quantity
-from perfguard.guard import Verdict
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate
+from perfguard.summary import QUANTITIES, TrialRecord
+from perfguard.verdict import Verdict
 
 SCHEMA_VERSION = 2
 PREFIX = "perfguard"
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _UNITS = {"memory": "bytes", "energy": "j"}
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRecord:
-    """What PerfGuard knows of one trial, read back from its attributes. None: not predicted, or not measured."""
-
-    number: int
-    verdict: str | None
-    reason: str
-    predicted: Mapping[str, float]
-    """By quantity: "memory" in bytes, times in seconds, "energy" in joules."""
-    intervals: Mapping[str, tuple[float, float]]
-    """The central 90% of each predicted quantity."""
-    limits: Mapping[str, float]
-    measured: Mapping[str, float]
-    status: str | None
-    not_measured: str = ""
-    """Why a trial that ran was not measured; empty: it was, or did not run."""
-    capacity_bytes: float | None = None
-    """The device's own memory. None: not judged, or by an older PerfGuard."""
 
 
 def attributes_of(verdict: Verdict, capacity_bytes: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from perfguard._warn import warn_user
 from perfguard.exceptions import (
     BudgetWarning,
     ConfigurationError,
@@ -27,9 +26,11 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
 )
-from perfguard.guard import EVEN_CHANCE, Decision, Guard, Verdict, as_workload
+from perfguard.guard import Guard, as_workload
+from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
 from perfguard.workload import Build, Workload, asks_for_missing, build_workload, why_missing
 from perfguard_optuna._attributes import (
     PREFIX,

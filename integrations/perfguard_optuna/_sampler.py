@@ -23,7 +23,7 @@ from optuna.samplers import BaseSampler, BruteForceSampler, GPSampler, GridSampl
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Verdict
+from perfguard.verdict import Verdict
 from perfguard.workload import Build, Workload, asks_for_missing
 from perfguard_optuna._attributes import PREFIX, attributes_of
 from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, Search, WatchedParams, build_watched

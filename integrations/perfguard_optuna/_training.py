@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 from torch.utils.data import DataLoader, IterableDataset
 
-from perfguard._random import random_numbers_kept
 from perfguard.exceptions import ConfigurationError, WorkloadError
+from perfguard.integration import random_numbers_kept
 from perfguard.workload import Workload
 from perfguard_optuna._guard import GuardedRun, OptunaGuard
 

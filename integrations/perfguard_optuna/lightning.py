@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perfguard._optional import why_not_imported
+from perfguard.integration import why_not_imported
 
 try:
     import lightning.pytorch as pl
@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from perfguard._random import random_numbers_kept
 from perfguard.exceptions import WorkloadError
+from perfguard.integration import random_numbers_kept
 from perfguard.workload import Precision, Workload
 from perfguard_optuna._guard import OptunaGuard
 from perfguard_optuna._training import GuardedTraining, first_batch

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-from perfguard._optional import why_not_imported
 from perfguard.exceptions import ConfigurationError
+from perfguard.integration import why_not_imported
 from perfguard.quantities import format_bytes
 
 Method = Literal["best", "exact", "longest-first"]

@@ -13,12 +13,13 @@ from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
-from perfguard._warn import warn_user
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Decision, Guard, Verdict
+from perfguard.guard import Guard
+from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import Decision, Verdict
 from perfguard.workload import Build, Workload
 from perfguard_ray._elsewhere import build_here_or_on_a_worker
 

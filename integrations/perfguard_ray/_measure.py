@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ray.tune import Trainable
 from ray.tune.result import RESULT_DUPLICATE
 
-from perfguard.devices import Device, visible_gpu
-from perfguard.devices._cpu import _model_name
+from perfguard.devices import Device, cpu_name, visible_gpu
 from perfguard.measure import Measurement, Run, status_of
 from perfguard.pace import Pace
 
@@ -43,7 +42,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
             device that the trial really used.
     """
     # The rates of the CPU are not asked for here: measuring them would cost each new actor a quarter of a second.
-    run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", _model_name())))
+    run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
     _carry_with_reports(run)
     run.start()
     try:
@@ -103,7 +102,7 @@ class _Cpu(NamedTuple):
 
 
 def _new_run() -> Run:
-    return Run(visible_gpu() or cast(Device, _Cpu("cpu", _model_name()))).start()
+    return Run(visible_gpu() or cast(Device, _Cpu("cpu", cpu_name()))).start()
 
 
 def metrics_of(run: Run) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import perfguard
 from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, PredictorError, ServiceWarning
 from perfguard.graph import OpGraph
-from perfguard.online import Lessons
+from perfguard.learning import LogSync
 from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
 from perfguard.store import MeasurementStore
 
@@ -215,11 +215,11 @@ class PredictorServer:
         self._log = MeasurementStore(log)
         self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
         self._answers: OrderedDict[Any, asyncio.Task[Prediction | str]] = OrderedDict()
-        self._lessons = Lessons(self._predictor, self._log)
+        self._sync = LogSync(self._predictor, self._log)
         self._thread = ThreadPoolExecutor(1)
         self._to_learn: set[str] = set()
         self._learning: asyncio.Task[None] | None = None
-        self._counts = {"questions": 0, "predictions": 0, "lessons": 0, "observations": 0}
+        self._counts = {"questions": 0, "predictions": 0, "updates": 0, "observations": 0}
         for device_id in self._log.device_ids():
             self._fine_tune(device_id)
 
@@ -228,7 +228,7 @@ class PredictorServer:
         return {**self._greeting, "name": self._predictor.name}
 
     async def status(self) -> dict[str, Any]:
-        """Counts since the start of this process: questions, predictions made for them, lessons, observations learnt from."""
+        """Counts since the start of this process: questions, predictions made for them, updates, observations learnt from."""
         return dict(self._counts)
 
     async def predict(self, questions: Sequence[_Question]) -> list[Prediction | str | None]:
@@ -279,11 +279,11 @@ class PredictorServer:
 
     def _fine_tune(self, device_id: str) -> None:
         try:
-            observations = self._lessons.teach(device_id).observations
+            observations = self._sync.update(device_id).observations
         except Exception as error:  # a service that cannot learn still predicts
             warnings.warn(f"The predictor service could not learn: {type(error).__name__}: {error}", ServiceWarning, stacklevel=2)
             return
-        self._counts["lessons"] += 1
+        self._counts["updates"] += 1
         self._counts["observations"] = len(observations)
 
 

@@ -263,7 +263,7 @@ class GuardNet:
         self._posteriors.clear()
 
     @property
-    def strays(self) -> float:
+    def shift_on_reference(self) -> float:
         """See :class:`perfguard.predictor.Refinable`."""
         return 0.0 if self._refinement is None else self._refinement.strays
 

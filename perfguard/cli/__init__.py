@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -11,7 +12,6 @@ from typing import get_args
 from perfguard.cli._collect import add_arguments as add_collect_arguments
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
-from perfguard.cli._log import run_log_command
 from perfguard.exceptions import ConfigurationError, PerfGuardError
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
@@ -25,6 +25,17 @@ _ELSEWHERE = {
     "leaderboard": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
 }
 """Our own commands that are no part of the main distribution, and how to install them."""
+_RUN_BY = {
+    "predict": ("_predict", "show_prediction"),
+    "rank": ("_rank", "show_ranking"),
+    "evaluate": ("_evaluate", "evaluate_table"),
+    "collect": ("_collect", "collect_rows"),
+    "gpus": ("_gpus", "show_gpus"),
+    "log": ("_log", "run_log_command"),
+    "learn": ("_learn", "learn"),
+    "weights": ("_learn", "run_weights_command"),
+}
+"""The module and the function that run a command. A module is imported when its command runs: some load torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,36 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in _ELSEWHERE:
             raise ConfigurationError(f"`perfguard {words[0]}` is not installed. It comes with {_ELSEWHERE[words[0]]}.")
         arguments = _parser(installed.values()).parse_args(words)
-        if arguments.command == "evaluate":
-            from perfguard.cli._evaluate import evaluate_table
-
-            evaluate_table(arguments)
-        elif arguments.command == "collect":
-            from perfguard.cli._collect import collect_rows
-
-            collect_rows(arguments)
-        elif arguments.command == "gpus":
-            from perfguard.cli._gpus import show_gpus
-
-            show_gpus(as_json=arguments.json)
-        elif arguments.command == "rank":
-            from perfguard.cli._rank import show_ranking
-
-            show_ranking(arguments)
-        elif arguments.command == "log":
-            run_log_command(arguments)
-        elif arguments.command == "learn":
-            from perfguard.cli._learn import learn
-
-            learn(arguments, own_process=argv is None)
-        elif arguments.command == "weights":
-            from perfguard.cli._learn import run_weights_command
-
-            run_weights_command(arguments)
-        else:
-            from perfguard.cli._predict import show_prediction
-
-            show_prediction(arguments)
+        arguments.own_process = argv is None
+        module, function = _RUN_BY[arguments.command]
+        getattr(importlib.import_module(f"perfguard.cli.{module}"), function)(arguments)
     except PerfGuardError as error:
         print(f"perfguard: {error}", file=sys.stderr)
         return 1

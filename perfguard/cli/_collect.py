@@ -13,7 +13,7 @@ from perfguard.quantities import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from perfguard.collect import Space, Summary
+    from perfguard.collect import CollectReport, Space
 
 _STATUSES = ("ok", "oom", "timeout", "failed")
 _MOST_REASONS = 5
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="auto", help='"auto", the name of the GPU that is here, or "cpu" (default: auto)')
     parser.add_argument("--space", default="all", metavar="mlp,ops", help="of vision, text, mlp, rnn, nas, ops (default: all)")
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no further configuration after M minutes")
-    parser.add_argument("--rows", type=int, metavar="N", help="stop after N rows of this sitting")
+    parser.add_argument("--rows", type=int, metavar="N", help="stop after N rows of this session")
     parser.add_argument("--resume", action="store_true", help="go on with a table that is there")
     parser.add_argument(
         "--memory-limit", metavar="16GiB", help="what a run may take (default: all of a card, 256MiB of a processor)"
@@ -85,8 +85,8 @@ def spaces_of(text: str) -> list[Space]:
     return [space for space in SPACES if space in names]
 
 
-def show_summary(summary: Summary, out: Path, console: Console) -> None:
-    """Print what a sitting brought."""
+def show_summary(summary: CollectReport, out: Path, console: Console) -> None:
+    """Print what a session brought."""
     from rich.table import Table
 
     pace = summary.num_rows / max(summary.seconds, 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 
@@ -16,9 +17,9 @@ _FULL_WIDTH = 240
 _LEAST_FULL_WIDTH = 120
 
 
-def show_gpus(as_json: bool) -> None:
+def show_gpus(arguments: argparse.Namespace) -> None:
     """Print every GPU of the catalog to stdout: a table, or ``{"devices": [...], "aliases": {...}}`` in SI units."""
-    if as_json:
+    if arguments.json:
         print(json.dumps({"devices": [asdict(device) for device in catalog().values()], "aliases": dict(aliases())}, indent=2))
         return
     console = Console()

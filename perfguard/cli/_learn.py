@@ -22,7 +22,7 @@ from perfguard.quantities import parse_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from perfguard.online import OnlineTrainer
+    from perfguard.learning import OnlineTrainer
     from perfguard.store import LoggedWeights, MeasurementStore
 
 _LEASE_S = 120.0
@@ -41,20 +41,20 @@ def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
 
 
-def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
+def learn(arguments: argparse.Namespace) -> None:
     """One update of the log's weights, or with --watch one whenever there are new runs, until SIGTERM or Ctrl-C.
 
     Args:
-        arguments: the words.
-        own_process: whether the process is here for nothing else; then it stays in the background of the machine.
+        arguments: the words, and ``own_process``: whether the process is here for nothing else. Then it stays in the background
+            of the machine.
 
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. Watching, an outage of the log is waited for.
     """
-    from perfguard.online import LEASE
+    from perfguard.learning import LEASE
 
     every_s = parse_seconds(arguments.every, what="--every")
-    if own_process:
+    if arguments.own_process:
         _stay_in_the_background()
     holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     lease_s = max(_LEASE_S, 3 * every_s) if arguments.watch else _LEASE_S
@@ -77,7 +77,7 @@ def learn(arguments: argparse.Namespace, *, own_process: bool) -> None:
 
 
 def _trainer(log: MeasurementStore, arguments: argparse.Namespace) -> OnlineTrainer:
-    from perfguard.online import OnlineTrainer
+    from perfguard.learning import OnlineTrainer
 
     return OnlineTrainer(log, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
 

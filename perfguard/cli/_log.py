@@ -206,9 +206,9 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    from perfguard.evidence import weigh
+    from perfguard.learning import assess_log
 
-    found = [refused for device_id in store.device_ids() for refused in weigh(store.observations(device_id)).quarantined]
+    found = [refused for device_id in store.device_ids() for refused in assess_log(store.observations(device_id)).quarantined]
     rows: list[dict[str, Any]] = [
         {
             "decision_id": refused.observation.decision_id,

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 from perfguard.collect._plan import Plan, planned
-from perfguard.collect._recipe import Space
 from perfguard.collect._rows import Journal, columns_of
 from perfguard.collect._run import Row
 from perfguard.collect._spaces import Draft, drafts, without_missing_packages
@@ -27,6 +26,7 @@ from perfguard.collect._worker import Worker, preload_libraries
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, MeasuringError
 from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_between
+from perfguard.tables._recipe import Space
 
 CPU_MEMORY_BYTES = 2**28
 """What configurations may take of a processor's memory, if nothing else is said: other work shares it."""
@@ -41,15 +41,15 @@ _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_
 
 
 @dataclass(slots=True)
-class Summary:
-    """What a sitting brought."""
+class CollectReport:
+    """What one session of collecting brought."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Of this sitting, by space and status."""
+    """Of this session, by space and status."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Configurations that were not run, by reason."""
     trouble: Counter[str] = field(default_factory=Counter)
-    """Rows that are marked, by what befell the card."""
+    """Rows that are marked, by the error event of the card."""
     earlier_rows: int = 0
     processes: int = 0
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class Summary:
 
     @property
     def num_rows(self) -> int:
-        """Of this sitting."""
+        """Of this session."""
         return self.rows.total()
 
 
@@ -95,7 +95,7 @@ def collect(
     row_limit_s: float = 60.0,
     on_row: Callable[[Row], None] = lambda row: None,
     on_note: Callable[[str], None] = lambda text: None,
-) -> Summary:
+) -> CollectReport:
     """Measure configurations until the time is over, there are enough rows, or a signal says so.
 
     Args:
@@ -103,7 +103,7 @@ def collect(
         device: as :func:`collecting_device` gives it.
         spaces: what kinds of networks take turns.
         minutes: after which no further configuration is begun. None: no limit.
-        max_rows: of this sitting. None: no limit.
+        max_rows: of this session. None: no limit.
         resume: go on with a table that is there; configurations that it has are not measured again.
         memory_limit: bytes that a run may take. None: all of a card's, CPU_MEMORY_BYTES of a processor's.
         seed: of the order.
@@ -127,7 +127,7 @@ def collect(
     if memory_limit is None and device.kind == "cpu":
         memory_limit = CPU_MEMORY_BYTES
     order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
-    summary = Summary()
+    summary = CollectReport()
     journal = Journal(out, resume=resume)
     summary.earlier_rows = len(journal.earlier)
     done = {int(row["index"]) for row in journal.earlier if row["order"] == order}
@@ -281,18 +281,18 @@ def _prepare_planner() -> None:
 @contextmanager
 def _stopped_by_signals() -> Iterator[Callable[[], str]]:
     """A function that says which signal asked to stop; empty: none. A lost connection sends SIGHUP."""
-    heard: list[str] = []
+    received: list[str] = []
 
-    def hear(number: int, _: FrameType | None) -> None:
-        heard.append(f"{signal.Signals(number).name} asked for it")
+    def receive(number: int, _: FrameType | None) -> None:
+        received.append(f"{signal.Signals(number).name} asked for it")
 
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread
         yield lambda: ""
         return
-    before = {number: signal.signal(number, hear) for number in numbers}
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
-        yield lambda: heard[0] if heard else ""
+        yield lambda: received[0] if received else ""
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

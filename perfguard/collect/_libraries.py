@@ -6,7 +6,7 @@ import importlib
 import os
 from contextlib import suppress
 
-from perfguard.collect._networks import ARCHITECTURES
+from perfguard.tables._networks import ARCHITECTURES
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 with suppress(Exception):  # what is missing or broken was said by whoever chose the spaces

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from perfguard.collect._recipe import Recipe
 from perfguard.devices import Device
 from perfguard.measure import CpuProbe, DriverWindow, GpuProbe, Probe
+from perfguard.tables._recipe import Recipe
 
 _LEFTOVER_BYTES = 2**20
 _CUDA = torch.device("cuda")

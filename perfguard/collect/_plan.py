@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from perfguard.collect._recipe import Recipe
 from perfguard.collect._spaces import Draft
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import roofline_s, trace
+from perfguard.tables._recipe import Recipe
 
 _PROBED_BATCHES = 2, 8
 """Where the search begins; one is too few for a batch norm."""

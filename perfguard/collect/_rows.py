@@ -62,7 +62,7 @@ class Journal:
 
     Args:
         path: of the table, ``.csv`` or ``.csv.gz``.
-        resume: keep the rows of an earlier sitting; otherwise there must be none.
+        resume: keep the rows of an earlier session; otherwise there must be none.
 
     Raises:
         ConfigurationError: if the table is there and ``resume`` is False, or it cannot be written.
@@ -75,7 +75,7 @@ class Journal:
         there = [file for file in (path, self._partial) if file.exists()]
         if there and not resume:
             raise ConfigurationError(f"{there[0]} is there already. Continue it with --resume, or give --out another name.")
-        # A sitting that was killed leaves the rows before it in both files.
+        # A session that was killed leaves the rows before it in both files.
         rows = {(row["order"], row["index"]): row for file in there for row in _complete_rows(file)}
         self.earlier = list(rows.values())
         with _as_our_errors(path):

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from perfguard.collect._place import Place
-from perfguard.collect._recipe import OPTIMIZERS, Recipe
 from perfguard.devices import Device
 from perfguard.measure import Measurement, Run, status_of
+from perfguard.tables._recipe import OPTIMIZERS, Recipe
 from perfguard.workload import TensorSpec, Workload
 
 _WARM_UP_STEPS = 3

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from perfguard.collect._networks import ARCHITECTURES, EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
-from perfguard.collect._recipe import Recipe, Space, Tf32
+from perfguard.tables._networks import ARCHITECTURES, EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
+from perfguard.tables._recipe import Recipe, Space, Tf32
 from perfguard.workload import Layout, Mode, Precision
 
 T = TypeVar("T")

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from perfguard.collect._place import Card, Place, Processor
-from perfguard.collect._recipe import Recipe
 from perfguard.collect._run import Row, run_recipe
 from perfguard.devices import Device
 from perfguard.exceptions import MeasuringError
+from perfguard.tables._recipe import Recipe
 
 _ROW_LIMIT_S = 60.0
 _COMPILED_LIMIT_S = 240.0

@@ -1,7 +1,7 @@
 """Devices: the catalog of GPUs, and what this machine has."""
 
 from perfguard.devices._catalog import catalog
-from perfguard.devices._cpu import cpu
+from perfguard.devices._cpu import cpu, cpu_name
 from perfguard.devices._detect import detect_gpu, resolve_device, visible_gpu
 from perfguard.devices._mig import MigProfile, mig_profiles, smallest_profile
 from perfguard.devices._partition import mig_instance, mps_share
@@ -12,6 +12,7 @@ __all__ = [
     "MigProfile",
     "catalog",
     "cpu",
+    "cpu_name",
     "detect_gpu",
     "mig_instance",
     "mig_profiles",

@@ -33,7 +33,7 @@ def cpu() -> Device:
     frequency = psutil.cpu_freq()
     return Device(
         id="cpu",
-        name=_model_name(),
+        name=cpu_name(),
         kind="cpu",
         memory_bytes=_memory_limit_bytes(),
         bandwidth_bytes_per_s=2 * _COPY_BYTES / copy_s,
@@ -58,7 +58,8 @@ def _best_time(call: Callable[[], object]) -> float:
     return min(once() for _ in range(_REPEATS))
 
 
-def _model_name() -> str:
+def cpu_name() -> str:
+    """Return the name of this machine's processor, for instance "AMD EPYC 7763"."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

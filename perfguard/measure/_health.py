@@ -1,4 +1,4 @@
-"""What befalls a GPU beside our own work: other processes, memory errors, Xid events, a card that falls off the bus."""
+"""Error events of a GPU beside our own work: other processes, memory errors, Xid events, a card that falls off the bus."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ Status = Literal["ok", "oom", "timeout", "failed", "interrupted"]
 the trial: it is logged, never learnt, and counts neither as ok nor as a violation. A trial that a scheduler stops early is "ok":
 it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
+NOT_A_NUMBER = "{} was {}"
+"""How the note of a measurement says that a reading was NaN or infinite: the field's name, and the value."""
 
 
 @dataclass(frozen=True, slots=True)

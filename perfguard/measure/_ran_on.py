@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from perfguard.devices import Device, catalog
 from perfguard.devices._catalog import look_up, same_name
-from perfguard.devices._cpu import _model_name
+from perfguard.devices._cpu import cpu_name
 from perfguard.devices._detect import id_of
 from perfguard.devices._spec import DeviceKind
 
@@ -47,7 +47,7 @@ class RanOn:
             return cls("cuda", "Apple GPU (MPS)")
         if torch.xpu.is_initialized():
             return cls("cuda", torch.xpu.get_device_name())
-        return cls("cpu", _model_name())
+        return cls("cpu", cpu_name())
 
     @property
     def id(self) -> str:

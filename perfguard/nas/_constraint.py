@@ -1,7 +1,7 @@
 """Limits of a deployed network as a part of any search: a filter, a constraint of a tuner, a penalty with a gradient.
 
-A candidate is traced and predicted, never run. What a few of them really take on the device at hand can be told to
-:meth:`LatencyConstraint.learn`, and the predictions move towards it.
+A candidate is traced and predicted, never run. :meth:`LatencyConstraint.learn` takes what a few of them really cost on the device
+at hand, and the predictions move towards it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from perfguard._kind_rates import FEWEST, KindRates, Sums, robust_spread, sums_by_kind
+from perfguard._kind_rates import RateCorrection
 from perfguard._predict import graph_of, most_energy
-from perfguard.budget import Limit
+from perfguard.budget import Budget
 from perfguard.exceptions import ConfigurationError
-from perfguard.guard import Verdict
-from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Estimate, Observation, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes
+from perfguard.nas._protocols import ConstrainedTrial, constrain
+from perfguard.nas._space import ElasticSpace
+from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Observation, Prediction, Predictor, load_predictor
+from perfguard.quantities import parse_bytes
+from perfguard.verdict import EVEN_CHANCE, Verdict, check_risk
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -26,28 +28,15 @@ if TYPE_CHECKING:
     from perfguard._predict import Network
     from perfguard.devices import Device
     from perfguard.graph import OpGraph, SizedGraphs
-    from perfguard.nas._space import ElasticSpace
 
-_EVEN_CHANCE = 0.5
 _N = TypeVar("_N", bound="Network")
-
-
-class ConstrainedTrial(Protocol):
-    """What is asked of a tuner's trial: `optuna.trial.Trial` of Optuna 5 has it."""
-
-    def set_constraint(self, key: str, value: float) -> None:
-        """Tell the sampler how far the trial is from feasible; above zero: it is not."""
-
-
-def tell(trial: ConstrainedTrial, verdict: Verdict) -> Verdict:
-    """Tell the sampler of ``trial`` how far it is from each limit."""
-    for quantity, margin in verdict.margins.items():
-        trial.set_constraint(f"perfguard:{quantity}", margin)
-    return verdict
 
 
 class LatencyConstraint:
     """Whether a network runs fast enough, on little enough energy and memory, on a given device.
+
+    It judges a candidate as :class:`perfguard.Guard` judges a trial: by a budget of latency, energy and memory, at an accepted
+    risk. It keeps no account of risks and no log, because a candidate is not launched.
 
     Example:
         >>> from torch import nn
@@ -81,36 +70,31 @@ class LatencyConstraint:
         max_energy_j: float | None = None,
         max_memory: int | str | None = None,
         inputs: Any = None,
-        risk: float = _EVEN_CHANCE,
+        risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
         from perfguard.devices import resolve_device
         from perfguard.graph import SequenceTracer, TraceCache
 
         self.device = resolve_device(gpu)
-        self.max_latency_s = _positive("max_latency_ms", max_latency_ms, 1e-3)
-        self.max_energy_j = _positive("max_energy_j", max_energy_j, 1.0)
-        self.max_memory_bytes = self.device.memory_bytes
-        if max_memory is not None:
-            self.max_memory_bytes = min(parse_bytes(max_memory, what="max_memory"), self.device.memory_bytes)
-        if self.max_latency_s is self.max_energy_j is max_memory is None:
+        self.budget = Budget(
+            memory_bytes=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
+            latency_s=_positive("max_latency_ms", max_latency_ms, 1e-3),
+            energy_j=_positive("max_energy_j", max_energy_j, 1.0),
+        )
+        if self.budget == Budget():
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
-        if self.max_energy_j is not None and self.device.tdp_w <= 0:
+        if self.budget.energy_j is not None and self.device.tdp_w <= 0:
             raise ConfigurationError(
                 f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
             )
-        if isinstance(risk, bool) or not isinstance(risk, (int, float)) or not 0 < risk < 1:
-            raise ConfigurationError(f"risk must lie in (0, 1), for instance 0.5, but got {risk!r}.")
         self.inputs = inputs
-        self.risk = float(risk)
+        self.risk = check_risk(risk)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
         self._blocks = SequenceTracer()
         self._observations: list[Observation] = []
-        self._told: list[tuple[Sums, float]] = []
-        self._surprises: list[float] = []
-        """log(measured / predicted) of each candidate just before it was told."""
-        self._rates: KindRates | None = None
+        self._rates = RateCorrection()
 
     def __call__(self, model: Network) -> Verdict:
         """ "launch" if ``model`` keeps all limits with enough certainty, else "prune", with the numbers and a sentence.
@@ -122,10 +106,11 @@ class LatencyConstraint:
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
         """The same for what :meth:`predict` said."""
-        limits = tuple(self._limits(prediction))
-        margins: dict[str, float] = {limit.quantity: limit.margin(self.risk) for limit in limits}
-        worst = max(limits, key=lambda limit: margins[limit.quantity])
-        return Verdict("prune" if margins[worst.quantity] > 0 else "launch", _sentence(worst), prediction, limits, margins)
+        bounded = prediction
+        if self.budget.energy_j is not None:
+            bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
+        verdict = Verdict.of(bounded, self.budget.limits(bounded, self.device, infers=True), accepted=self.risk)
+        return verdict if bounded is prediction else dataclasses.replace(verdict, prediction=prediction)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
         """Those of ``models`` that pass, in their order."""
@@ -134,8 +119,7 @@ class LatencyConstraint:
     def predict(self, model: Network) -> Prediction:
         """What one inference of ``model`` costs."""
         graph = self.graph_of(model)
-        prediction = self.predictor.predict(graph, self.device)
-        return prediction if self._rates is None else _told(prediction, self._rates.seconds_of(sums_by_kind(graph, self.device)))
+        return self._rates.apply(self.predictor.predict(graph, self.device), graph, self.device)
 
     def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
         """What :meth:`predict` says of each of ``graphs``."""
@@ -143,9 +127,7 @@ class LatencyConstraint:
             predictions = self.predictor.predict_all(graphs, self.device)
         else:
             predictions = [self.predictor.predict(graph, self.device) for graph in graphs]
-        if self._rates is None:
-            return predictions
-        return list(map(_told, predictions, self._rates.seconds_of_all(graphs, self.device)))
+        return self._rates.apply_all(predictions, graphs, self.device)
 
     def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
         """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.
@@ -168,8 +150,6 @@ class LatencyConstraint:
             ConfigurationError: if there are no widths, or one has no values, or such that are no whole numbers.
             WorkloadError: if ``build`` raises, or what it makes cannot be traced.
         """
-        from perfguard.nas._space import ElasticSpace
-
         return ElasticSpace(self, build, widths)
 
     def graph_of(self, model: Network) -> OpGraph:
@@ -194,10 +174,10 @@ class LatencyConstraint:
         return is_shape or isinstance(self.inputs, TensorSpec)
 
     def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
-        """Tell what one batch of ``model`` really took on this device; every later answer takes it into account.
+        """Learn what one batch of ``model`` took on this device. Every later prediction takes it into account.
 
-        The predictor is fine-tuned. From the eighth on, two rates are fitted to each kind of operator besides; they answer for
-        the latency as long as they do better on networks that were left out than the predictor did on those told next.
+        The predictor is conditioned on it. From the eighth candidate on, two rates are fitted to each kind of operator besides.
+        They give the latency as long as they do better than the predictor, see `perfguard/_kind_rates.py`.
 
         Args:
             model: a candidate that was run.
@@ -209,25 +189,22 @@ class LatencyConstraint:
         if isinstance(measured_s, bool) or not (math.isfinite(measured_s) and measured_s > 0):
             raise ConfigurationError(f"measured_s must be positive seconds, but got {measured_s!r}.")
         measurement = Measurement(
-            "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="told", framework=""
+            "ok", self.device.id, self.device.name, peak_memory_bytes, measured_s, measured_s, 1, method="given", framework=""
         )
         graph = self.graph_of(model)
-        self._surprises.append(math.log(measured_s / self.predictor.predict(graph, self.device).step_time.median))
+        predicted_s = self.predictor.predict(graph, self.device).step_time.median
+        self._rates.observe(graph, self.device, measured_s=measured_s, predicted_s=predicted_s)
         self._observations.append(Observation(graph, self.device, measurement))
-        self._told.append((sums_by_kind(graph, self.device), measured_s))
         self.predictor.fine_tune(self._observations)
-        if len(self._told) >= FEWEST:
-            rates = KindRates(self._told)
-            self._rates = rates if rates.log_sigma < robust_spread(self._surprises[len(self._surprises) // 2 :]) else None
 
     def constrain(self, trial: ConstrainedTrial, model: Network) -> Verdict:
-        """The verdict, after the trial was told how far it is from each limit, so that the sampler learns where not to look.
+        """Return the verdict, and write into the trial how far it is from each limit, so that its sampler learns it.
 
         With Optuna: ``constraint.constrain(trial, model)`` inside the objective, before training; a candidate that breaks a
         limit need not be trained (``raise optuna.TrialPruned(verdict.reason)``). In a study of accuracy against latency, the
         second objective is ``verdict.prediction.step_time.median``.
         """
-        return tell(trial, self(model))
+        return constrain(trial, self(model))
 
     def seconds_of(self, choices: Sequence[Network]) -> torch.Tensor:
         """The predicted latency of each of ``choices``, seconds. Shape: (len(choices),)."""
@@ -257,25 +234,10 @@ class LatencyConstraint:
         """
         import torch
 
-        if self.max_latency_s is None:
+        if self.budget.latency_s is None:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
         expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
-        return torch.relu(torch.log(expected / self.max_latency_s))
-
-    def _limits(self, prediction: Prediction) -> Iterable[Limit]:
-        yield Limit("memory", self.max_memory_bytes, prediction.peak_memory)
-        if self.max_latency_s is not None:
-            yield Limit("latency", self.max_latency_s, prediction.step_time)
-        energy = most_energy(prediction, self.device)
-        if self.max_energy_j is not None and energy is not None:
-            yield Limit("energy", self.max_energy_j, energy)
-
-
-def _told(prediction: Prediction, step_time: Estimate | None) -> Prediction:
-    """With the latency by rates, where they say anything."""
-    if step_time is None:
-        return prediction
-    return dataclasses.replace(prediction, step_time=step_time, predictor=f"{prediction.predictor}, rates of what was told")
+        return torch.relu(torch.log(expected / self.budget.latency_s))
 
 
 def _positive(name: str, value: float | None, unit: float) -> float | None:
@@ -286,16 +248,4 @@ def _positive(name: str, value: float | None, unit: float) -> float | None:
     return float(value) * unit
 
 
-def _format(quantity: str, value: float) -> str:
-    words: Mapping[str, Any] = {"memory": format_bytes, "latency": format_seconds, "energy": format_joules}
-    return str(words[quantity](value))
-
-
-def _sentence(limit: Limit) -> str:
-    estimate: Estimate = limit.estimate
-    median, low, high, most = (_format(limit.quantity, value) for value in (estimate.median, *estimate.interval(), limit.limit))
-    verb = {"memory": "needs", "latency": "takes", "energy": "uses up to"}[limit.quantity]
-    return f"{verb} {median} ({low} to {high}), the limit is {most}"
-
-
-__all__ = ["ConstrainedTrial", "LatencyConstraint"]
+__all__ = ["LatencyConstraint"]

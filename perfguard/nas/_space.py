@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from perfguard._random import random_numbers_kept
 from perfguard.exceptions import BuildError, ConfigurationError, OnnxError, WorkloadError
-from perfguard.nas._constraint import ConstrainedTrial, LatencyConstraint, tell
+from perfguard.nas._protocols import ConstrainedTrial, Constraint, constrain
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     from perfguard._predict import Network
     from perfguard.graph import OpGraph
-    from perfguard.guard import Verdict
     from perfguard.predictor import Prediction
+    from perfguard.verdict import Verdict
 
 _OPERATORS_AT_ONCE = 300_000
 """Of all candidates whose arrays are in memory at the same time."""
@@ -40,7 +40,7 @@ class ElasticSpace:
         that is neither how two sizes of the network compare nor a remainder by 16 (``a == 2 * b``), is not noticed.
     """
 
-    def __init__(self, constraint: LatencyConstraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
+    def __init__(self, constraint: Constraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
         from perfguard.graph import ParametricGraph
 
         self.constraint = constraint
@@ -99,7 +99,7 @@ class ElasticSpace:
 
     def constrain(self, trial: ConstrainedTrial, candidate: Mapping[str, int]) -> Verdict:
         """As :meth:`LatencyConstraint.constrain`."""
-        return tell(trial, self(candidate))
+        return constrain(trial, self(candidate))
 
     def learn(self, candidate: Mapping[str, int], measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
         """As :meth:`LatencyConstraint.learn`: every later answer of the constraint and its spaces takes it into account."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from sqlalchemy import Connection, delete, select
@@ -13,7 +15,24 @@ ROWS_AT_ONCE = 5000
 """So many rows in one transaction: others want to write too."""
 
 
-def cutoff_ns(connection: Connection, selection: Selection, keep_newest: int | None) -> int | None:
+def prune(transaction: Callable[[], AbstractContextManager[Connection]], selection: Selection, keep_newest: int | None) -> int:
+    """Remove what :meth:`MeasurementStore.prune` says, in small transactions, and return how many decisions that were."""
+    with transaction() as connection:
+        cutoff_ns = _cutoff_ns(connection, selection, keep_newest)
+    num_removed = 0
+    while cutoff_ns is not None:
+        with transaction() as connection:  # in small bites: others want to write too
+            removed = _remove_decisions(connection, selection, cutoff_ns)
+        num_removed += removed
+        if removed < ROWS_AT_ONCE:
+            break
+    if cutoff_ns is not None:
+        with transaction() as connection:
+            _remove_orphans(connection, cutoff_ns if replace(selection, before=None).is_everything else 0)
+    return num_removed
+
+
+def _cutoff_ns(connection: Connection, selection: Selection, keep_newest: int | None) -> int | None:
     """The time before which the selected decisions are to go; None: none is."""
     created = schema.decisions.c.created_at_ns
     cutoffs = [] if selection.before is None else [schema.as_ns(selection.before)]
@@ -27,7 +46,7 @@ def cutoff_ns(connection: Connection, selection: Selection, keep_newest: int | N
     return max(cutoffs, default=None)
 
 
-def remove_decisions(connection: Connection, selection: Selection, cutoff_ns: int) -> int:
+def _remove_decisions(connection: Connection, selection: Selection, cutoff_ns: int) -> int:
     """Remove the oldest selected decisions before ``cutoff_ns``, a limited number at once, with their measurements."""
     table = schema.decisions
     query = select_ids(replace(selection, before=None)).where(table.c.created_at_ns < cutoff_ns)
@@ -40,7 +59,7 @@ def remove_decisions(connection: Connection, selection: Selection, cutoff_ns: in
     return num_removed
 
 
-def remove_orphans(connection: Connection, cutoff_ns: int) -> None:
+def _remove_orphans(connection: Connection, cutoff_ns: int) -> None:
     """Remove measurements from before that time whose decision never came, and graphs and devices that no decision refers to."""
     decisions, measurements = schema.decisions, schema.measurements
     old = measurements.c.recorded_at_ns < cutoff_ns

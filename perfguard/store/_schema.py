@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from sqlalchemy import BigInteger, Column, Double, Index, LargeBinary, MetaData, Row, Select, Table, Text, select
 
 from perfguard.devices import Device
-from perfguard.evidence import NO_NUMBER
-from perfguard.measure import Measurement, Status
+from perfguard.measure import NOT_A_NUMBER, Measurement, Status
 from perfguard.predictor import Estimate, Prediction, Target
 
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
-    from perfguard.guard import Action
+    from perfguard.verdict import Action
 
 SCHEMA_VERSION = 4
 MOST_IN_A_LIST = 900
@@ -228,7 +227,7 @@ def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
     """A number that is none (NaN, infinite), which SQLite would take for NULL, goes into the note, in words."""
     row = {**columns, **asdict(measurement)}
     strange = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    notes = [measurement.note, *(NO_NUMBER.format(name, value) for name, value in strange.items())]
+    notes = [measurement.note, *(NOT_A_NUMBER.format(name, value) for name, value in strange.items())]
     row |= dict.fromkeys(strange) | {"note": "; ".join(filter(None, notes))}
     return Entry("measurements", {name: _plain(value) for name, value in row.items()})
 

@@ -14,7 +14,7 @@ from perfguard.measure import Status
 from perfguard.store import _schema as schema
 
 if TYPE_CHECKING:
-    from perfguard.guard import Action
+    from perfguard.verdict import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

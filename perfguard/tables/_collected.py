@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from perfguard.tables._csv import Row, scaled, share, text
+from perfguard.tables._recipe import Recipe
 from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Layout, Precision, Workload
-
-if TYPE_CHECKING:
-    from perfguard.collect import Recipe
 
 COLUMNS = ("recipe", "gpu", "space", "memory_share")
 """What tells a table of collected rows from others; the recipe is all that is needed to rebuild one."""
@@ -61,8 +59,6 @@ def collected_row(row: Row) -> CollectedRow:
     Raises:
         TableError: naming the column that cannot be right.
     """
-    from perfguard.collect import Recipe  # which reads tables itself
-
     recipe = Recipe.from_json(text(row, "recipe"))
     return CollectedRow(
         source=row.get("source") or f"collected-{recipe.space}",

@@ -18,15 +18,14 @@ from torch import nn
 
 import perfguard_ray
 from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
-from perfguard.budget import Limit, Quantity
+from perfguard.budget import Limit, Quantity, quantity_of
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.guard import Decision, Verdict, _sentence
 from perfguard.store import LoggedDecision
+from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray._callback import breaks_budget, status_of_failure
 from perfguard_ray._ledger import Entry
 from perfguard_ray._measure import measurement_in, metrics_of
-from perfguard_ray._summary import quantity_of
 from tests.doubles import BARE_A100, ReplayPredictor
 
 MIB = 2**20
@@ -217,7 +216,7 @@ def test_worker_without_the_guarded_gpu_measures_nothing_for_it() -> None:
     assert ledger.guard.log.observations(ledger.guard.device.id) == []
     assert ledger.guard.predictor.learnt == []  # type: ignore[attr-defined]
     summary = perfguard_ray.summarize(search)
-    assert (summary.num_launched, summary.num_measured, summary.num_violations) == (3, 0, 0)
+    assert (summary.num_launched, summary.num_measured, summary.num_violations) == (3, 0, None)
     assert summary.launched_s is summary.memory_error is summary.step_time_error is None
     assert "their workers used no NVIDIA A100" in str(summary)
     assert "%" not in str(summary), "no figure where nothing was measured"
@@ -313,8 +312,8 @@ def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsy
     ]
     assert lines[0].endswith(", the budget is 1.00 MiB")
     summary = perfguard_ray.summarize(search)
-    assert (summary.num_launched, summary.num_rejected, summary.num_repeated, summary.num_would_crash) == (1, 3, 1, 1)
-    assert summary.rejected_for == {"memory": 3}
+    assert (summary.num_launched, summary.num_pruned, summary.num_repeated, summary.num_crashes_avoided) == (1, 3, 1, 1)
+    assert summary.pruned_for == {"memory": 3}
     assert summary.saved_s == pytest.approx(2 * 12 * 0.01), "what runs out of memory at its start saves no hours"
     assert {(row.trial, row.trial_id) for row in ledger.guard.log.decisions()} == {(None, None), (3, "a")}
 
@@ -340,13 +339,13 @@ def test_trial_that_runs_against_a_remembered_rejection_is_logged_and_counted_as
     ]
     assert (ledger.num_rejected, ledger.num_repeated, ledger.num_unjudged) == (1, 0, 2)
     summary = perfguard_ray.summarize(search)
-    assert (summary.num_launched, summary.num_rejected, summary.num_unjudged) == (2, 1, 2)
+    assert (summary.num_launched, summary.num_pruned, summary.num_unjudged) == (2, 1, 2)
 
 
 def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
     estimate = Estimate(1.0, 0.1)
     for quantity in get_args(Quantity):
-        assert quantity_of(_sentence(Limit(quantity, 0.5, estimate))) == quantity
+        assert quantity_of(Limit(quantity, 0.5, estimate).sentence) == quantity
     assert quantity_of("needs at least 510 TiB (parameters 1 TiB), the budget is 38.0 GiB") == "memory"
 
 

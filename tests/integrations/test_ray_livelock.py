@@ -163,9 +163,9 @@ def test_what_was_turned_down_is_judged_once_more_after_a_trial_has_ended(learns
     assert ledger.entries["b"].rejected != learns
     summary = perfguard_ray.summarize(search)
     if learns:
-        assert (ledger.num_rejected, summary.num_rejected, summary.num_launched) == (0, 0, 2)
+        assert (ledger.num_rejected, summary.num_pruned, summary.num_launched) == (0, 0, 2)
         return
-    assert (ledger.num_rejected, summary.num_rejected, summary.num_launched) == (1, 1, 1), "one configuration"
+    assert (ledger.num_rejected, summary.num_pruned, summary.num_launched) == (1, 1, 1), "one configuration"
     del ledger.entries["b"]
     ledger.entries["c"] = ledger.judge({"width": 1})
     end_a_trial(search, "c")

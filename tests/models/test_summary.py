@@ -137,7 +137,7 @@ def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_con
 def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() -> None:
     strayed = []
     for net in (guardnet.load(), GuardNet(guardnet.load()._engines | {"cuda": GpuEngine(trained())})):
-        assert net.strays == 0.0
+        assert net.shift_on_reference == 0.0
         rows = [replace(row, decision_id=f"{index:032x}") for index, row in enumerate(trending(net))]
         data = net.refine(rows)
         assert data is not None
@@ -147,7 +147,7 @@ def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() 
         assert net._refinement is not None
         x = rows_of(steps.sums, physics_of("memory", steps.sums, values), values)
         corrections = net._refinement.corrections("memory", A100.id, x)
-        strayed.append((net.strays, np.mean(np.abs(corrections))))
+        strayed.append((net.shift_on_reference, np.mean(np.abs(corrections))))
     (said, mindful), (nothing, forgetful) = strayed
     assert mindful < 0.2 * forgetful
     assert mindful < said < 0.02  # of trees that had not seen them

@@ -24,10 +24,11 @@ from perfguard.exceptions import (
     UntrainedDeviceWarning,
 )
 from perfguard.graph import OpGraph
-from perfguard.guard import Guard, Verdict
+from perfguard.guard import Guard
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
 from perfguard.store import MeasurementStore
+from perfguard.verdict import Verdict
 from perfguard.workload import Workload
 
 GIB = 2**30

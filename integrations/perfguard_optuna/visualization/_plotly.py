@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from perfguard._optional import why_not_imported
 from perfguard.budget import Quantity
+from perfguard.integration import why_not_imported
 from perfguard_optuna.visualization._views import (
     GROUP_COLORS,
     MOST_BUDGET_LINES,

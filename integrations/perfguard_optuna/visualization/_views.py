@@ -15,8 +15,8 @@ from optuna.trial import FrozenTrial, TrialState
 from perfguard.budget import NOUNS, Quantity
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import format_quantity, format_seconds
-from perfguard_optuna._attributes import TrialRecord
-from perfguard_optuna._summary import breaks, broken_limit, finished_trials, spent_s, violates
+from perfguard.summary import TrialRecord
+from perfguard_optuna._summary import finished_trials, run_time_s
 
 Group = Literal["launched", "repaired", "over", "unmeasured", "pruned", "pruned_elsewhere"]
 GROUPS: tuple[Group, ...] = get_args(Group)
@@ -170,15 +170,15 @@ def _bounds(points: Sequence[Point], limits: Sequence[float]) -> tuple[float, fl
 def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> float | None:
     """None also for the time of a trial that was stopped on its way, which says nothing on the whole."""
     measured = record.measured.get(quantity)
-    is_whole = quantity != "time" or trial.state == TrialState.COMPLETE or breaks(record, quantity)
+    is_whole = quantity != "time" or trial.state == TrialState.COMPLETE or record.breaks(quantity)
     return measured if is_whole and _usable(measured) else None
 
 
 def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> Group:
     if record.verdict == "prune":
         would_break = record.predicted[quantity] > record.limits.get(quantity, math.inf)  # if not most surely of all limits
-        return "pruned" if would_break or broken_limit(record) == quantity else "pruned_elsewhere"
-    if breaks(record, quantity):
+        return "pruned" if would_break or record.broken_limit == quantity else "pruned_elsewhere"
+    if record.breaks(quantity):
         return "over"
     if measured is None:
         return "unmeasured"
@@ -272,8 +272,8 @@ class _Row:
     @property
     def layer(self) -> str:
         if self.is_pruned:
-            return broken_limit(self.record) or "unknown"
-        return "broke" if violates(self.record) else "launched"
+            return self.record.broken_limit or "unknown"
+        return "broke" if self.record.violates else "launched"
 
 
 _LAYERS: Mapping[str, tuple[str, str]] = {
@@ -315,7 +315,7 @@ def savings_view(study: optuna.Study) -> SavingsView:
 
 def _row(trial: FrozenTrial, record: TrialRecord) -> _Row:
     if record.verdict != "prune":
-        seconds = spent_s(trial, record)
+        seconds = run_time_s(trial, record)
         seconds = seconds if _usable(seconds) else 0.0
         return _Row(trial, record, seconds, seconds, seconds)
     predicted = record.predicted.get("time")

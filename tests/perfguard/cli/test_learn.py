@@ -16,9 +16,9 @@ import pytest
 
 from perfguard import MeasurementStore
 from perfguard.cli import main
-from perfguard.online import LEASE
+from perfguard.learning import LEASE
+from tests.perfguard.learning.test_trainer import by_norm, fill
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
-from tests.perfguard.test_online import by_norm, fill
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 
 from perfguard import load_predictor, resolve_device
 from perfguard.cli import main
-from perfguard.collect import COLUMNS, Recipe, Summary, collect, collecting_device
+from perfguard.collect import COLUMNS, CollectReport, Recipe, collect, collecting_device
 from perfguard.collect._collect import _Watch, marked
 from perfguard.collect._plan import Plan
 from perfguard.collect._rows import Journal
@@ -53,7 +53,7 @@ def run(worker: Worker, recipe: Recipe) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
+def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CollectReport]:
     """Eight rows of this machine."""
     path = tmp_path_factory.mktemp("collect") / "rows.csv.gz"
     summary = collect(path, device=CPU, spaces=["mlp", "ops", "nas", "rnn"], max_rows=8, memory_limit=64 * MiB)
@@ -69,7 +69,7 @@ def test_a_compiled_step_is_a_row_too(worker: Worker) -> None:
         assert float(row["step_time_ms"]) > 0
 
 
-def test_what_was_collected_is_a_table_that_can_be_evaluated(table: tuple[Path, Summary]) -> None:
+def test_what_was_collected_is_a_table_that_can_be_evaluated(table: tuple[Path, CollectReport]) -> None:
     path, summary = table
     columns, rows = read_table(path)
     assert tuple(columns) == COLUMNS
@@ -89,7 +89,7 @@ def test_what_was_collected_is_a_table_that_can_be_evaluated(table: tuple[Path, 
     assert all(result.device is not None and result.device.memory_bytes == 64 * MiB for result in results)
 
 
-def test_collecting_goes_on_where_it_was(table: tuple[Path, Summary], tmp_path: Path) -> None:
+def test_collecting_goes_on_where_it_was(table: tuple[Path, CollectReport], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(table[0].read_bytes())
     with pytest.raises(ConfigurationError, match=r"is there already. Continue it with --resume"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from argparse import Namespace
 
 import pytest
 
@@ -182,14 +183,14 @@ def test_the_catalog_cannot_be_changed_and_its_devices_travel_between_processes(
 
 
 def test_gpus_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(as_json=True)
+    show_gpus(Namespace(json=True))
     shown = json.loads(capsys.readouterr().out)
     assert [Device(**row) for row in shown["devices"]] == list(catalog().values())
     assert shown["aliases"] == dict(aliases())
 
 
 def test_gpus_as_a_table_has_one_line_for_each_card(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(as_json=False)
+    show_gpus(Namespace(json=False))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     cells = {line[0]: line[1:] for line in lines if line and line[0]}
     assert list(cells) == list(catalog())
@@ -201,7 +202,7 @@ def test_gpus_leaves_out_names_on_a_narrow_terminal_rather_than_cutting_figures(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    show_gpus(as_json=False)
+    show_gpus(Namespace(json=False))
     table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.partition("Short names")[0])
     assert re.search("a100-pcie-40gb .* 1555 ", table)
     assert not re.search("data sheet|…", table)

@@ -59,7 +59,7 @@ def test_a_candidate_passes_up_to_the_limit(predictor: FlopsPredictor) -> None:
     verdict = constraint(conv(33))
     assert verdict.action == "prune"
     assert verdict.margins["latency"] > 0 > verdict.margins["memory"]
-    assert "the limit is" in verdict.reason
+    assert "the budget is" in verdict.reason
     assert verdict.reason.startswith("takes ")
 
 
@@ -156,7 +156,7 @@ def test_a_part_of_a_gpu_can_be_the_target(predictor: FlopsPredictor) -> None:
     a100 = resolve_device("a100")
     part = mig_instance(a100, mig_profiles(a100)[0])
     constraint = LatencyConstraint(part, max_memory="30GiB", inputs=INPUTS, predictor=predictor)
-    assert constraint.max_memory_bytes == part.memory_bytes
+    assert constraint.budget.capacity_bytes(part) == part.memory_bytes
 
 
 def test_optuna_is_told_how_far_a_trial_is_from_the_limit(predictor: FlopsPredictor) -> None:

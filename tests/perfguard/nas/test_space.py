@@ -102,7 +102,7 @@ def test_rates_by_kind_hold_for_all_that_follows() -> None:
         space.learn(widths, 2 * float(roofline_s(space.graph_of(widths), TOY_CPU).sum()))
     rest = candidates(6, seed=1)
     for row, found in zip(rest, space.predictions(rest), strict=True):
-        assert "rates of what was told" in found.predictor
+        assert "rates fitted to measured networks" in found.predictor
         assert_alike(found, constraint.predict(described(**row)))
 
 

@@ -117,7 +117,7 @@ def test_no_statement_has_more_variables_than_an_old_sqlite_takes(url: str, grap
         numbers.extend(map(len, parameters if executemany else [parameters]))
 
     with MeasurementStore(url, busy_timeout_s=10) as store:
-        event.listen(store._engine, "before_cursor_execute", count)
+        event.listen(store._log.engine, "before_cursor_execute", count)
         assert len(store.sample(1000, Random(0))) == store.counts()["measurements"] > 900
         assert store.prune(keep_newest=10) == 990
         assert [decision.trial for decision in store.decisions()] == list(range(990, 1000))
@@ -129,7 +129,6 @@ def test_old_and_surplus_decisions_leave_with_all_that_only_they_need(
     store: MeasurementStore, graphs: list[OpGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
-    monkeypatch.setattr("perfguard.store._store.ROWS_AT_ONCE", 2)
     for trial in range(10):
         run(store, trial, graphs[trial // 4])
     store.record_measurement("e" * 32, MEASUREMENT)

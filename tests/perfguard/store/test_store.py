@@ -456,13 +456,13 @@ lock.execute("BEGIN EXCLUSIVE")
 warnings.simplefilter("ignore")
 record(store, 0)
 lock.execute("ROLLBACK"); lock.close()
-store._lock.acquire()   # as a thread that is busy while another one forks
+store._log.lock.acquire()   # as a thread that is busy while another one forks
 if (child := os.fork()) == 0:
     record(store, 1)
     store.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-store._lock.release()
+store._log.lock.release()
 assert [decision.trial for decision in store.decisions()] == [0, 1]   # the child found the parent's spool
 store.close()
 """

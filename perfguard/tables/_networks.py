@@ -1,4 +1,4 @@
-"""The networks of the spaces: each kind is made from a few sizes, which a row of a table can hold as JSON."""
+"""The networks of recipes: each kind is made from a few sizes, which a row of a table can hold as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from perfguard.exceptions import WorkloadError
+from perfguard.tables._zoo import timm_model
 from perfguard.workload import TensorSpec
 
 Sizes = Mapping[str, Any]
@@ -178,8 +179,6 @@ def _mlp(sizes: Sizes, checkpointing: bool) -> nn.Module:
 
 
 def _timm(sizes: Sizes, checkpointing: bool) -> nn.Module:
-    from perfguard.tables._zoo import timm_model
-
     if not re.fullmatch(r"[\w.]+", sizes["name"]):  # timm would fetch "hf-hub:..." from the network
         raise WorkloadError(f"{sizes['name']!r} is no architecture of timm's")
     model: Any = timm_model(sizes["name"], sizes["img_size"])

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from perfguard.collect._networks import KINDS, Sizes, cross_entropy, make_network, mean_of
 from perfguard.exceptions import TableError
+from perfguard.tables._networks import KINDS, Sizes, cross_entropy, make_network, mean_of
 from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
 
 Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]

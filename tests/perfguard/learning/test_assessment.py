@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from perfguard import Estimate, Measurement, Observation, OpGraph, Prediction
-from perfguard.evidence import weigh
 from perfguard.graph import Storage, StorageKind
+from perfguard.learning import assess_log
 from perfguard.predictor import HALF_INTERVAL
 from tests.perfguard.store.rows import DEVICE
 
@@ -56,51 +56,51 @@ def runs(number: int, seed: int = 0, *, time: float = 1.0, sigma: float = 0.1, *
         (run(time=1000.0), "time", "no other reading agrees"),
     ],
 )
-def test_a_reading_that_cannot_be_is_listed_and_not_learnt(observation: Observation, target: str, reason: str) -> None:
-    evidence = weigh([*runs(10), observation, *runs(10, seed=1)])
-    (found,) = evidence.quarantined
+def test_impossible_reading_is_quarantined(observation: Observation, target: str, reason: str) -> None:
+    assessment = assess_log([*runs(10), observation, *runs(10, seed=1)])
+    (found,) = assessment.quarantined
     assert (found.observation, found.target) == (observation, target)
     assert reason in found.reason
-    masked = evidence.observations[10]
+    masked = assessment.observations[10]
     assert masked.measured("memory" if target == "memory" else "time") is None
     assert masked.measured("time" if target == "memory" else "memory") is not None
-    assert len(evidence.observations) == 21
+    assert len(assessment.observations) == 21
 
 
-def test_a_second_reading_of_the_same_step_confirms_the_first() -> None:
-    evidence = weigh([*runs(10), run(time=20.0, graph=77), *runs(3, seed=1), run(time=22.0, graph=77)])
-    assert not evidence.quarantined
+def test_second_reading_releases_suspect() -> None:
+    assessment = assess_log([*runs(10), run(time=20.0, graph=77), *runs(3, seed=1), run(time=22.0, graph=77)])
+    assert not assessment.quarantined
 
 
-def test_where_many_are_far_off_it_is_the_prediction_that_is_wrong() -> None:
+def test_many_suspects_are_released() -> None:
     three = [run(time=50.0 + index, graph=index) for index in range(3)]
-    assert len(weigh(three).quarantined) == 3
-    assert not weigh([*three, run(time=49.0, graph=9)]).quarantined
-    assert not weigh([*three, run(time=49.0, graph=9), run(time=51.0, graph=10)]).quarantined
+    assert len(assess_log(three).quarantined) == 3
+    assert not assess_log([*three, run(time=49.0, graph=9)]).quarantined
+    assert not assess_log([*three, run(time=49.0, graph=9), run(time=51.0, graph=10)]).quarantined
 
 
-def test_a_kind_of_step_that_is_always_far_off_is_learnt_though_others_are_not() -> None:
+def test_suspects_of_one_step_type_are_released() -> None:
     compiled = [run(time=6.0, graph=9000 + index) for index in range(10)]
     compiled = [replace(one, graph=replace(one.graph, options=("compiled",))) for one in compiled]
     others = runs(90)
-    evidence = weigh([one for index, last in enumerate(compiled) for one in (*others[9 * index : 9 * index + 9], last)])
-    assert not evidence.quarantined
+    assessment = assess_log([one for index, last in enumerate(compiled) for one in (*others[9 * index : 9 * index + 9], last)])
+    assert not assessment.quarantined
 
 
-def test_a_run_that_was_out_of_memory_is_no_reading_of_time_and_is_kept() -> None:
-    evidence = weigh([*runs(5), run(memory=9.0, step_time_s=math.nan, status="oom")])
-    assert not evidence.quarantined
-    assert evidence.observations[-1].measured("memory") == 900 * MIB
+def test_oom_run_is_kept_as_bound() -> None:
+    assessment = assess_log([*runs(5), run(memory=9.0, step_time_s=math.nan, status="oom")])
+    assert not assessment.quarantined
+    assert assessment.observations[-1].measured("memory") == 900 * MIB
 
 
 def test_runs_without_predictions_are_believed() -> None:
-    evidence = weigh([replace(run(time=40.0), predicted={})])
-    assert not evidence.quarantined
-    assert evidence.observations[0].measured("time") == pytest.approx(4.0)
+    assessment = assess_log([replace(run(time=40.0), predicted={})])
+    assert not assessment.quarantined
+    assert assessment.observations[0].measured("time") == pytest.approx(4.0)
 
 
-def test_nothing_comes_to_nothing() -> None:
-    assert weigh([]).observations == ()
+def test_empty_log() -> None:
+    assert assess_log([]).observations == ()
 
 
 @pytest.mark.parametrize(
@@ -111,117 +111,119 @@ def test_nothing_comes_to_nothing() -> None:
         ({"device_name": "Toy Max-Q"}, "device: Toy is now Toy Max-Q"),
     ],
 )
-def test_other_conditions_begin_a_new_regime_and_are_said(change: dict[str, Any], said: str) -> None:
-    evidence = weigh([*runs(4), *runs(3, seed=1, **change)])
-    assert [observation.regime for observation in evidence.observations] == [0] * 4 + [1] * 3
-    assert [drift.reason for drift in evidence.drifts] == [said]
+def test_new_conditions_begin_regime(change: dict[str, Any], said: str) -> None:
+    assessment = assess_log([*runs(4), *runs(3, seed=1, **change)])
+    assert [observation.regime for observation in assessment.observations] == [0] * 4 + [1] * 3
+    assert [drift.reason for drift in assessment.drifts] == [said]
 
 
-def test_two_machines_that_write_in_turn_are_two_regimes_and_said_once() -> None:
+def test_two_machines_are_two_regimes() -> None:
     one, other = runs(60), runs(60, seed=1, driver="560.35")
-    evidence = weigh([run for pair in zip(one, other, strict=True) for run in pair])
-    assert [observation.regime for observation in evidence.observations] == [0, 1] * 60
-    assert [drift.reason for drift in evidence.drifts] == ["driver: 550.54 is now 560.35"]
+    assessment = assess_log([run for pair in zip(one, other, strict=True) for run in pair])
+    assert [observation.regime for observation in assessment.observations] == [0, 1] * 60
+    assert [drift.reason for drift in assessment.drifts] == ["driver: 550.54 is now 560.35"]
 
 
-def test_conditions_that_come_back_are_what_comes_next() -> None:
-    evidence = weigh([*runs(4), *runs(3, seed=1, driver="560.35"), *runs(2, seed=2)])
-    assert [observation.regime for observation in evidence.observations] == [1] * 4 + [0] * 3 + [1] * 2
-    assert len(evidence.drifts) == 1
+def test_returning_conditions_are_last_regime() -> None:
+    assessment = assess_log([*runs(4), *runs(3, seed=1, driver="560.35"), *runs(2, seed=2)])
+    assert [observation.regime for observation in assessment.observations] == [1] * 4 + [0] * 3 + [1] * 2
+    assert len(assessment.drifts) == 1
 
 
-def test_a_shift_on_one_of_two_machines_is_that_one_s() -> None:
+def test_shift_on_one_of_two_machines() -> None:
     one = [*runs(40), *runs(25, seed=2, time=1.5)]
     other = runs(65, seed=1, driver="560.35")
-    evidence = weigh([run for pair in zip(one, other, strict=True) for run in pair])
-    assert len(evidence.drifts) == 2
-    assert len({observation.regime for observation in evidence.observations[::2]}) == 2
-    assert len({observation.regime for observation in evidence.observations[1::2]}) == 1
+    assessment = assess_log([run for pair in zip(one, other, strict=True) for run in pair])
+    assert len(assessment.drifts) == 2
+    assert len({observation.regime for observation in assessment.observations[::2]}) == 2
+    assert len({observation.regime for observation in assessment.observations[1::2]}) == 1
 
 
-def test_a_run_that_does_not_know_its_driver_changes_nothing() -> None:
-    evidence = weigh([*runs(3), *runs(3, seed=1, driver=None), *runs(3, seed=2)])
-    assert {observation.regime for observation in evidence.observations} == {0}
+def test_unknown_driver_is_no_drift() -> None:
+    assessment = assess_log([*runs(3), *runs(3, seed=1, driver=None), *runs(3, seed=2)])
+    assert {observation.regime for observation in assessment.observations} == {0}
 
 
-def test_another_card_behind_the_same_name_is_noticed_by_its_memory() -> None:
+def test_card_with_other_memory_is_drift() -> None:
     larger = [replace(one, device=replace(DEVICE, memory_bytes=2**31)) for one in runs(3, seed=1)]
-    assert "memory of the device" in weigh([*runs(4), *larger]).drifts[0].reason
+    assert "memory of the device" in assess_log([*runs(4), *larger]).drifts[0].reason
 
 
 @pytest.mark.parametrize("factor", [1.35, 0.7])
-def test_times_that_shift_for_good_begin_a_new_regime_soon(factor: float) -> None:
-    evidence = weigh([*runs(60), *runs(15, seed=1, time=factor)])
-    (drift,) = evidence.drifts
+def test_shift_begins_regime(factor: float) -> None:
+    assessment = assess_log([*runs(60), *runs(15, seed=1, time=factor)])
+    (drift,) = assessment.drifts
     assert "step times are" in drift.reason
-    start = [observation.regime for observation in evidence.observations].index(1)
+    start = [observation.regime for observation in assessment.observations].index(1)
     assert 56 <= start <= 64
-    assert evidence.observations[start].graph.content_hash == drift.first.graph.content_hash
+    assert assessment.observations[start].graph.content_hash == drift.first.graph.content_hash
 
 
-def test_a_shift_that_is_found_late_and_goes_on_is_one_drift() -> None:
+def test_slow_shift_is_few_drifts() -> None:
     slowly = [one for step in range(6) for one in runs(12, seed=step + 1, time=1.08 ** (step + 1))]
-    evidence = weigh([*runs(60), *slowly, *runs(60, seed=9, time=1.08**6)])
-    assert 1 <= len(evidence.drifts) <= 3
-    assert [observation.regime for observation in evidence.observations] == sorted(one.regime for one in evidence.observations)
+    assessment = assess_log([*runs(60), *slowly, *runs(60, seed=9, time=1.08**6)])
+    assert 1 <= len(assessment.drifts) <= 3
+    assert [observation.regime for observation in assessment.observations] == sorted(
+        one.regime for one in assessment.observations
+    )
 
 
 @pytest.mark.parametrize("factor", [1.6, 2.0, 0.5])
 @pytest.mark.parametrize("believed", [0.05, 0.1, 0.3])
-def test_a_large_shift_is_seen_within_five_runs_though_it_widens_intervals(factor: float, believed: float) -> None:
+def test_large_shift_is_seen_within_five_runs(factor: float, believed: float) -> None:
     observations = served([0.0] * 60 + [math.log(factor)] * 12, believed=believed, learns=True)
-    before, hidden, evidence = (weigh(observations[:number]).widening["time"] for number in (60, 63, 72))
+    before, hidden, assessment = (assess_log(observations[:number]).widening["time"] for number in (60, 63, 72))
     assert hidden > 2 * before
-    assert 0.6 * before < evidence < 2 * before
-    (drift,) = weigh(observations).drifts
+    assert 0.6 * before < assessment < 2 * before
+    (drift,) = assess_log(observations).drifts
     assert 59 <= number_of(drift.first) <= 61
     assert 63 <= number_of(drift.noticed) <= 65
 
 
-def test_what_shifts_widen_is_undone_now_and_then_and_not_each_time() -> None:
+def test_forgiven_widening_is_bounded() -> None:
     """Or load that comes and goes for ever would leave intervals of three quarters."""
     observations = served([math.log(2) if index // 20 % 2 else 0.0 for index in range(260)], learns=True)
-    assert len(weigh(observations).drifts) > 10
+    assert len(assess_log(observations).drifts) > 10
     inside = [is_inside(row) for row in observations]
     assert min(sum(inside[start : start + 200]) for start in range(61)) >= 0.84 * 200
 
 
-def test_two_machines_that_shift_at_once_do_not_bring_back_what_was_undone() -> None:
+def test_two_shifts_at_once_are_forgiven_once() -> None:
     one, other = (served([0.0] * 30 + [0.7] * 12, seed, learns=True) for seed in (1, 2))
     other = [replace(row, measurement=replace(row.measurement, driver="560.35")) for row in other]
     both = [run for pair in zip(one, other, strict=True) for run in pair]
-    before, after = weigh(both[:60]).widening["time"], weigh(both)
+    before, after = assess_log(both[:60]).widening["time"], assess_log(both)
     assert len(after.drifts) == 3
     assert after.widening["time"] < 2 * before
 
 
-def test_a_second_shift_soon_after_the_first_is_seen_too() -> None:
+def test_second_shift_is_seen() -> None:
     """The first one is learnt by then."""
-    evidence = weigh(served([0.0] * 15 + [0.7] * 5 + [0.0] * 12 + [-0.7] * 6))
-    assert [observation.regime for observation in evidence.observations] == [0] * 15 + [1] * 17 + [2] * 6
+    assessment = assess_log(served([0.0] * 15 + [0.7] * 5 + [0.0] * 12 + [-0.7] * 6))
+    assert [observation.regime for observation in assessment.observations] == [0] * 15 + [1] * 17 + [2] * 6
 
 
-def test_a_shift_begins_where_it_did_though_errors_leant_that_way_before() -> None:
-    evidence = weigh(served([0.0] * 20 + [-0.08] * 12 + [-0.7] * 6))
-    assert [observation.regime for observation in evidence.observations] == [0] * 32 + [1] * 6
+def test_shift_begins_at_likeliest_run() -> None:
+    assessment = assess_log(served([0.0] * 20 + [-0.08] * 12 + [-0.7] * 6))
+    assert [observation.regime for observation in assessment.observations] == [0] * 32 + [1] * 6
 
 
-def test_errors_that_scatter_more_have_seldom_shifted() -> None:
+def test_more_scatter_is_seldom_shift() -> None:
     generator = random.Random(0)
     studies = [served([0.0] * 30 + [generator.gauss(0, 0.4) for _ in range(40)], seed) for seed in range(10)]
-    assert sum(bool(weigh(study).drifts) for study in studies) <= 2
+    assert sum(bool(assess_log(study).drifts) for study in studies) <= 2
 
 
-def test_a_world_that_stays_as_it_is_gives_few_alarms() -> None:
-    assert sum(len(weigh(runs(500, seed=seed)).drifts) for seed in range(10)) <= 1  # 5,000 runs
+def test_false_alarms_are_few() -> None:
+    assert sum(len(assess_log(runs(500, seed=seed)).drifts) for seed in range(10)) <= 1  # 5,000 runs
 
 
-def test_the_first_errors_of_a_device_are_learning_and_no_drift() -> None:
-    assert not weigh(runs(20, time=1.5)).drifts
+def test_first_errors_are_no_drift() -> None:
+    assert not assess_log(runs(20, time=1.5)).drifts
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.03, 0.5), (0.5, 0.03), (0.1, 0.1)])
-def test_the_share_of_misses_is_bounded_by_how_far_the_width_moved(first: float, second: float) -> None:
+def test_share_of_misses_is_bounded(first: float, second: float) -> None:
     covered, log_widths = coverage([first] * 120 + [second] * 120, seed=0)
     for start in range(len(covered) - 100):
         misses = 100 - sum(covered[start : start + 100])
@@ -229,7 +231,7 @@ def test_the_share_of_misses_is_bounded_by_how_far_the_width_moved(first: float,
         assert abs(misses - 10) <= abs(moved) / 0.2 + 1
 
 
-def test_intervals_hold_within_four_points_where_the_scatter_doubles() -> None:
+def test_coverage_where_scatter_doubles() -> None:
     shares = []
     for seed in range(3):
         covered, _ = coverage([0.1] * 200 + [0.2] * 200, seed)
@@ -238,39 +240,41 @@ def test_intervals_hold_within_four_points_where_the_scatter_doubles() -> None:
     assert max(shares) <= 0.94
 
 
-def test_a_run_out_of_memory_is_a_miss_where_it_had_more_than_its_interval() -> None:
+def test_oom_above_interval_is_miss() -> None:
     clean = runs(100)
-    widening = weigh(clean).widening["memory"]
+    widening = assess_log(clean).widening["memory"]
     above = [run(memory=1.5, status="oom", graph=index) for index in range(10)]
-    assert weigh([*clean, *above]).widening["memory"] > 2 * widening
+    assert assess_log([*clean, *above]).widening["memory"] > 2 * widening
     inside = [run(memory=memory, status="oom", graph=index) for index, memory in enumerate([0.5, 1.0, 1.05])]
-    assert weigh([*clean, *inside]).widening["memory"] == pytest.approx(widening, rel=1e-9)
+    assert assess_log([*clean, *inside]).widening["memory"] == pytest.approx(widening, rel=1e-9)
 
 
-def test_runs_at_the_same_time_widen_no_more_than_one_after_the_other() -> None:
-    widening = weigh([run(time=1.5, graph=index) for index in range(64)]).widening["time"]
+def test_concurrent_runs_widen_once() -> None:
+    widening = assess_log([run(time=1.5, graph=index) for index in range(64)]).widening["time"]
     assert math.log(1.5) / (1.645 * 0.1) == pytest.approx(widening, rel=0.25)
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.15])
-def test_a_log_from_before_intervals_were_widened_gives_the_width_that_holds(sigma: float) -> None:
-    assert weigh(runs(500, sigma=sigma)).widening["memory"] == pytest.approx(sigma / 0.1, rel=0.4)
+def test_width_from_log_without_widening(sigma: float) -> None:
+    assert assess_log(runs(500, sigma=sigma)).widening["memory"] == pytest.approx(sigma / 0.1, rel=0.4)
 
 
-def test_what_is_not_believed_widens_nothing_until_another_reading_agrees() -> None:
+def test_suspect_widens_nothing() -> None:
     clean = runs(100)
     poisoned = [row if index % 10 else run(time=1000.0, graph=index) for index, row in enumerate(clean)]
-    widening = weigh([row for index, row in enumerate(clean) if index % 10]).widening["time"]
-    assert weigh(poisoned).widening["time"] == pytest.approx(widening, rel=1e-9)
-    assert weigh([*clean, run(time=20.0, graph=7), run(time=20.0, graph=7)]).widening["time"] > 1.2 * widening
+    widening = assess_log([row for index, row in enumerate(clean) if index % 10]).widening["time"]
+    assert assess_log(poisoned).widening["time"] == pytest.approx(widening, rel=1e-9)
+    assert assess_log([*clean, run(time=20.0, graph=7), run(time=20.0, graph=7)]).widening["time"] > 1.2 * widening
 
 
-def test_what_another_predictor_had_predicted_says_nothing_of_intervals() -> None:
+def test_other_predictor_says_nothing_of_intervals() -> None:
     wrong = [replace(one, predicted_by="roofline-1") for one in runs(100, time=3.0)]
-    evidence = weigh([*wrong, *(replace(one, predicted_by="guardnet-1+") for one in runs(5, seed=1))], predictor="guardnet-1")
-    assert evidence.widening["time"] == pytest.approx(1.0, abs=0.3)
-    assert evidence.drifts == ()
-    assert weigh(wrong).widening["time"] > 5.0
+    assessment = assess_log(
+        [*wrong, *(replace(one, predicted_by="guardnet-1+") for one in runs(5, seed=1))], predictor="guardnet-1"
+    )
+    assert assessment.widening["time"] == pytest.approx(1.0, abs=0.3)
+    assert assessment.drifts == ()
+    assert assess_log(wrong).widening["time"] > 5.0
 
 
 def heavy(observation: Observation) -> Observation:
@@ -280,88 +284,88 @@ def heavy(observation: Observation) -> Observation:
 
 
 @pytest.mark.parametrize("number", [1, 4, 50])
-def test_reading_below_the_parameters_and_gradients_is_not_believed_however_many_agree(number: int) -> None:
+def test_memory_below_physics_is_quarantined(number: int) -> None:
     """Finding 1, in Ray: 35.0 GiB predicted, 124 KiB measured, ok. Four readings that agreed were believed. What ran was another
     step, so its time says nothing either."""
-    evidence = weigh([*runs(10), *(heavy(run(memory=0.001, time=50.0, graph=index)) for index in range(number))])
-    assert len(evidence.quarantined) == 2 * number
-    assert "such a step takes 162 MiB at the least" in evidence.quarantined[0].reason
-    assert all(row.measured("memory") is row.measured("time") is None for row in evidence.observations[10:])
-    assert evidence.widening == weigh(runs(10)).widening
+    assessment = assess_log([*runs(10), *(heavy(run(memory=0.001, time=50.0, graph=index)) for index in range(number))])
+    assert len(assessment.quarantined) == 2 * number
+    assert "such a step takes 162 MiB at the least" in assessment.quarantined[0].reason
+    assert all(row.measured("memory") is row.measured("time") is None for row in assessment.observations[10:])
+    assert assessment.widening == assess_log(runs(10)).widening
 
 
-def test_run_out_of_memory_before_its_parameters_were_there_is_kept_as_a_bound() -> None:
+def test_early_oom_is_kept_as_bound() -> None:
     """With status "oom" the memory is a lower bound, which no physics contradicts."""
-    assert not weigh([*runs(5), heavy(run(memory=0.3, status="oom"))]).quarantined
+    assert not assess_log([*runs(5), heavy(run(memory=0.3, status="oom"))]).quarantined
 
 
 @pytest.mark.parametrize("number", [1, 4, 50])
-def test_step_faster_than_one_launch_is_not_believed_however_many_agree(number: int) -> None:
+def test_time_below_one_launch_is_quarantined(number: int) -> None:
     """Finding 2: a mocked objective marks steps of a microsecond."""
     mocks = [run(time=1e-5, graph=index, total_time_s=1.0) for index in range(number)]
-    evidence = weigh([*runs(10), *mocks])
-    assert len(evidence.quarantined) == number
-    assert "1.00 us a step measured, but it takes 2.50 us at the least on Toy" in evidence.quarantined[0].reason
-    assert evidence.widening["time"] == weigh(runs(10)).widening["time"]
+    assessment = assess_log([*runs(10), *mocks])
+    assert len(assessment.quarantined) == number
+    assert "1.00 us a step measured, but it takes 2.50 us at the least on Toy" in assessment.quarantined[0].reason
+    assert assessment.widening["time"] == assess_log(runs(10)).widening["time"]
 
 
-def test_run_that_was_booked_to_an_absent_gpu_is_not_believed_however_many_agree() -> None:
+def test_run_of_absent_gpu_is_quarantined() -> None:
     """Before schema 4, what ran on a laptop's processor was logged as an A100's: such a log must do no harm when it is read."""
     note = "this PyTorch has no CUDA, so the GPU's memory was not measured"
     smoke = [run(time=300.0, graph=index, peak_memory_bytes=None, method="none", note=note) for index in range(20)]
-    evidence = weigh([*runs(10), *smoke])
-    assert {found.reason for found in evidence.quarantined} == {"the run did not use Toy"}
-    assert len(evidence.quarantined) == 20
+    assessment = assess_log([*runs(10), *smoke])
+    assert {found.reason for found in assessment.quarantined} == {"the run did not use Toy"}
+    assert len(assessment.quarantined) == 20
 
 
 @pytest.mark.parametrize("hours", [1.0, 8.0])
-def test_trials_that_a_suspended_machine_or_a_nan_loss_cut_short_agree_with_nobody(hours: float) -> None:
+def test_short_trials_agree_with_nobody(hours: float) -> None:
     """A trial of two steps, one of which lasted while the laptop slept, or was warm-up: five of them were believed."""
     cut_short = [run(time=36000 * hours, graph=index, num_steps=2) for index in range(5)]
-    evidence = weigh([*runs(20), *cut_short, *runs(20, seed=1)])
-    assert len(evidence.quarantined) == 5
-    assert evidence.widening["time"] == weigh([*runs(20), *runs(20, seed=1)]).widening["time"]
+    assessment = assess_log([*runs(20), *cut_short, *runs(20, seed=1)])
+    assert len(assessment.quarantined) == 5
+    assert assessment.widening["time"] == assess_log([*runs(20), *runs(20, seed=1)]).widening["time"]
 
 
-def test_clock_that_jumps_backwards_costs_that_reading_alone() -> None:
-    evidence = weigh([*runs(20), run(step_time_s=-3.0), run(total_time_s=-3.0), *runs(20, seed=1)])
-    assert [found.target for found in evidence.quarantined] == ["time", "time"]
-    assert evidence.widening["time"] == weigh([*runs(20), *runs(20, seed=1)]).widening["time"]
+def test_clock_that_jumps_backwards() -> None:
+    assessment = assess_log([*runs(20), run(step_time_s=-3.0), run(total_time_s=-3.0), *runs(20, seed=1)])
+    assert [found.target for found in assessment.quarantined] == ["time", "time"]
+    assert assessment.widening["time"] == assess_log([*runs(20), *runs(20, seed=1)]).widening["time"]
 
 
-def test_predictor_that_does_not_fit_is_said_and_nothing_of_it_is_learnt() -> None:
+def test_misfit_is_quarantined() -> None:
     """Finding 2: intervals widened to (107 B to 11.7 TiB). Readings that scatter over four orders of magnitude teach nothing."""
     generator = random.Random(0)
     wild = [run(memory=10 ** generator.uniform(-3, 0.9), graph=index) for index in range(40)]
-    evidence = weigh(wild)
-    assert {misfit.target for misfit in evidence.misfits} == {"memory"}
-    last = max(index for index, row in enumerate(wild) if row is evidence.misfits[0].observation)
-    assert all(row.measured("memory") is None for row in evidence.observations[: last + 1])
-    assert "scatter more than intervals of the predictor can be widened" in evidence.misfits[0].reason
-    assert all(row.measured("time") is not None for row in evidence.observations)
+    assessment = assess_log(wild)
+    assert {misfit.target for misfit in assessment.misfits} == {"memory"}
+    last = max(index for index, row in enumerate(wild) if row is assessment.misfits[0].observation)
+    assert all(row.measured("memory") is None for row in assessment.observations[: last + 1])
+    assert "scatter more than intervals of the predictor can be widened" in assessment.misfits[0].reason
+    assert all(row.measured("time") is not None for row in assessment.observations)
 
 
-def test_honest_runs_after_a_misfit_are_learnt_and_widened_as_if_alone() -> None:
+def test_runs_after_misfit_are_learnt() -> None:
     """What did not fit must not change what is believed of others' runs."""
     generator = random.Random(0)
     wild = [run(memory=10 ** generator.uniform(-3, 0.9), graph=index) for index in range(8)]
-    while not weigh(wild).misfits or weigh(wild).misfits[0].observation is not wild[-1]:
+    while not assess_log(wild).misfits or assess_log(wild).misfits[0].observation is not wild[-1]:
         wild.append(run(memory=10 ** generator.uniform(-3, 0.9), graph=len(wild)))
     honest = runs(60, seed=3)
-    evidence = weigh([*wild, *honest])
-    assert evidence.widening["memory"] == pytest.approx(weigh(honest).widening["memory"])
-    assert all(row.measured("memory") is not None for row in evidence.observations[len(wild) :])
+    assessment = assess_log([*wild, *honest])
+    assert assessment.widening["memory"] == pytest.approx(assess_log(honest).widening["memory"])
+    assert all(row.measured("memory") is not None for row in assessment.observations[len(wild) :])
 
 
-def test_readings_that_agree_on_a_factor_are_learnt_however_far_off() -> None:
+def test_common_factor_is_no_misfit() -> None:
     """A machine on which all takes fifty times as long is no misfit: its factor can be learnt."""
-    evidence = weigh([run(time=50.0 * math.exp(random.Random(index).gauss(0, 0.1)), graph=index) for index in range(64)])
-    assert not evidence.misfits
-    assert not evidence.quarantined
+    assessment = assess_log([run(time=50.0 * math.exp(random.Random(index).gauss(0, 0.1)), graph=index) for index in range(64)])
+    assert not assessment.misfits
+    assert not assessment.quarantined
 
 
 @pytest.mark.parametrize("own", [0.005, 0.1, 0.7])
-def test_no_end_of_an_interval_moves_by_more_than_a_factor_of_ten(own: float) -> None:
+def test_widening_is_at_most_tenfold(own: float) -> None:
     """Whatever the log says: see `widened_log_sigma`."""
     before = Estimate(1.0, own)
     prediction = Prediction(before, before, before, "p", "toy", trained_on_device=True)
@@ -386,15 +390,15 @@ def is_inside(observation: Observation) -> bool:
 def served(
     errors: Sequence[float], seed: int = 1, *, scatter: float = 0.1, believed: float = 0.1, learns: bool = False
 ) -> list[Observation]:
-    """Runs with these errors beside a scatter, in which the predictor believes, or not; their intervals are widened as evidence
+    """Runs with these errors beside a scatter, in which the predictor believes, or not; their intervals are widened as assessment
     says, and what the last runs of the regime erred by can be learnt."""
     generator = random.Random(seed)
     observations: list[Observation] = []
     total: list[float] = []
     for index, error in enumerate(errors):
-        evidence = weigh(observations)
-        width = evidence.widening.get("time", 1.0)
-        rows = [number for number, row in enumerate(evidence.observations) if row.regime == evidence.observations[-1].regime]
+        assessment = assess_log(observations)
+        width = assessment.widening.get("time", 1.0)
+        rows = [number for number, row in enumerate(assessment.observations) if row.regime == assessment.observations[-1].regime]
         level = sum(total[number] for number in rows[-20:]) / (len(rows[-20:]) + 1) if learns else 0.0
         total.append(error + generator.gauss(0, scatter))
         one = run(time=math.exp(total[-1]), graph=index)
@@ -411,23 +415,23 @@ def coverage(scatter: Sequence[float], seed: int) -> tuple[list[bool], list[floa
     return [is_inside(row) for row in observations], [math.log(row.widening["time"]) for row in observations]
 
 
-def test_a_possible_time_among_impossible_ones_is_not_believed() -> None:
+def test_time_beside_impossible_ones_is_quarantined() -> None:
     """Finding 2: a mock's readings are possible for its smallest configurations, and one that was believed halved all others."""
     impossible = [replace(run(total_time_s=-3.0, graph=index), study="mock") for index in range(8)]
     of_the_mock = replace(run(time=0.3, graph=50), study="mock")
     honest = runs(12, seed=3)
-    evidence = weigh([*honest, *impossible[:4], of_the_mock, *impossible[4:], *runs(12, seed=4)])
-    reasons = [found.reason for found in evidence.quarantined if found.observation is of_the_mock]
+    assessment = assess_log([*honest, *impossible[:4], of_the_mock, *impossible[4:], *runs(12, seed=4)])
+    reasons = [found.reason for found in assessment.quarantined if found.observation is of_the_mock]
     assert reasons == ["most readings beside it are impossible"]
-    refused = {id(found.observation) for found in evidence.quarantined}
+    refused = {id(found.observation) for found in assessment.quarantined}
     assert not refused & {id(row) for row in honest}, "what ran before is believed as before"
-    assert not weigh([*honest, *impossible[:3], of_the_mock, *runs(12, seed=4)]).quarantined[3:], "three are not enough"
+    assert not assess_log([*honest, *impossible[:3], of_the_mock, *runs(12, seed=4)]).quarantined[3:], "three are not enough"
     turns = [row for pair in zip(impossible, honest[:8], strict=True) for row in pair]
-    assert len(weigh(turns).quarantined) == 8, "a study that runs at the same time is believed"
+    assert len(assess_log(turns).quarantined) == 8, "a study that runs at the same time is believed"
 
 
-def test_short_trials_of_one_study_agree_whatever_another_study_had() -> None:
+def test_few_steps_are_judged_by_study() -> None:
     """Old runs of 10,000 steps made every trial of 500 look cut short, so that a study far from its predictions never learnt."""
     long = [replace(run(num_steps=10_000, total_time_s=1050.0, graph=index), study="old") for index in range(40)]
     short = [replace(run(time=8.0, num_steps=500, total_time_s=420.0, graph=100 + index), study="new") for index in range(20)]
-    assert not [found for found in weigh([*long, *short]).quarantined if found.target == "time"]
+    assert not [found for found in assess_log([*long, *short]).quarantined if found.target == "time"]

@@ -1,4 +1,4 @@
-"""Lessons from the log, weights that are better before they are used, and the way back."""
+"""A predictor that follows the log, weights that are better before they are used, and the way back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
-from perfguard.online import LEASE, LearnerProcess, Lessons, OnlineTrainer
+from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer
 from perfguard.store import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
@@ -98,23 +98,23 @@ def log(tmp_path: Path) -> MeasurementStore:
     return MeasurementStore(tmp_path / "log.db")
 
 
-def test_weights_that_learn_a_pattern_are_promoted_and_taken_up_by_those_who_read_the_log(log: MeasurementStore) -> None:
+def test_better_weights_are_promoted_and_synced(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
-    lessons = Lessons(net, log)
-    lessons.teach("cpu")
+    sync = LogSync(net, log)
+    sync.update("cpu")
     before = error(net, by_norm)
     generation = OnlineTrainer(log).update()
     assert generation is not None
     assert generation.promoted
     assert generation.metrics["recent time after"] < 0.9 * generation.metrics["recent time before"]
     assert "promoted" in str(generation)
-    lessons.teach("cpu")
+    sync.update("cpu")
     assert net.name == f"{net.lineage}+"
     assert error(net, by_norm) < 0.8 * before
     assert OnlineTrainer(log).update() is None  # nothing is new
 
 
-def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None:
+def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
     net = fill(log, by_chance)
     generation = OnlineTrainer(log).update()
     assert generation is not None
@@ -124,9 +124,9 @@ def test_weights_that_learnt_nothing_are_rejected(log: MeasurementStore) -> None
     assert log.weights_data(generation.weights_id) is None
 
 
-def test_weights_that_forget_what_the_shipped_ones_knew_are_rejected(log: MeasurementStore) -> None:
+def test_weights_far_from_shipped_are_rejected(log: MeasurementStore) -> None:
     class Forgetful(GuardNet):
-        strays = 0.05
+        shift_on_reference = 0.05
 
     fill(log, by_norm)
     generation = OnlineTrainer(log, predictor=lambda: Forgetful(guardnet.load()._engines)).update()
@@ -136,31 +136,31 @@ def test_weights_that_forget_what_the_shipped_ones_knew_are_rejected(log: Measur
     assert not generation.promoted
 
 
-def test_a_promotion_is_rolled_back_to_the_one_before(log: MeasurementStore) -> None:
+def test_rollback_to_parent(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     first = OnlineTrainer(log).update()
     fill(log, lambda graph, index: by_norm(graph, index) ** 2, repeats=6, framework="torch, a later one")
     second = OnlineTrainer(log).update()
     assert first is not None and first.promoted  # noqa: PT018
     assert second is not None and second.promoted  # noqa: PT018
-    lessons = Lessons(net, log)
-    lessons.teach("cpu")
+    sync = LogSync(net, log)
+    sync.update("cpu")
     assert log.promoted_weights(net.lineage) == second.weights_id
     assert log.roll_back_weights(second.weights_id) == first.weights_id
     assert log.roll_back_weights(first.weights_id) is None
     with pytest.raises(LogError, match="is rolled back"):
         log.roll_back_weights(first.weights_id)
-    lessons.teach("cpu")
+    sync.update("cpu")
     assert net.name == net.lineage
     assert [weights.state for weights in log.weights()] == ["rolled back", "rolled back"]
 
 
-def test_what_is_learnt_of_one_device_leaves_the_others_as_they_were(log: MeasurementStore) -> None:
+def test_sync_of_one_device_leaves_others(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
     before = [net.predict(graph, other) for graph in graphs()]
     OnlineTrainer(log).update()
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     after = [net.predict(graph, other) for graph in graphs()]
     assert [one.step_time for one in before] == [one.step_time for one in after]
     assert [one.peak_memory for one in before] == [one.peak_memory for one in after]
@@ -173,7 +173,7 @@ def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
     assert log.weights() == []
 
 
-def test_without_anything_new_no_run_is_read(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_without_new_runs_reads_nothing(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(log, by_norm)
     trainer = OnlineTrainer(log)
     assert trainer.update() is not None
@@ -181,36 +181,36 @@ def test_without_anything_new_no_run_is_read(log: MeasurementStore, monkeypatch:
     assert trainer.update() is None
 
 
-def test_a_predictor_that_cannot_be_refined_is_refused_and_still_taught(log: MeasurementStore) -> None:
+def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
         OnlineTrainer(log, predictor=ReplayPredictor)
     with pytest.raises(ConfigurationError, match="min_new"):
         OnlineTrainer(log, min_new=0)
     fill(log, by_norm, repeats=1)
     replay = ReplayPredictor()
-    Lessons(replay, log).teach("cpu")
+    LogSync(replay, log).update("cpu")
     assert len(replay.learnt) == 40
 
 
 @pytest.mark.parametrize("data", [b"", b"no weights", b"\xff" * 200])
-def test_promoted_weights_that_are_damaged_are_refused_once_and_the_old_stay(log: MeasurementStore, data: bytes) -> None:
+def test_damaged_weights_are_refused_once(log: MeasurementStore, data: bytes) -> None:
     net = fill(log, by_norm, repeats=1)
-    lessons = Lessons(net, log)
+    sync = LogSync(net, log)
     log.set_weights_state(log.record_weights(predictor=net.lineage, data=data or b"\0"), "promoted")
     with pytest.warns(LogWarning, match="are not used"):
-        lessons.teach("cpu")
-    lessons.teach("cpu")  # said once
+        sync.update("cpu")
+    sync.update("cpu")  # said once
     assert net.name == net.lineage
 
 
-def test_weights_of_another_lineage_are_not_looked_at(log: MeasurementStore) -> None:
+def test_weights_of_other_lineage_are_ignored(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     log.set_weights_state(log.record_weights(predictor="guardnet-0", data=b"x"), "promoted")
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     assert net.name == net.lineage
 
 
-def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed() -> None:
+def test_guard_warns_of_drift_and_quarantine() -> None:
     guard = Guard(CPU, log=False)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
 
@@ -230,7 +230,7 @@ def test_a_guard_says_that_the_world_changed_and_that_a_reading_is_not_believed(
     guard.log.close()
 
 
-def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> None:
+def test_known_drift_is_not_warned_again(log: MeasurementStore) -> None:
     fill(log, by_norm, repeats=1, framework="torch 2.13")
     fill(log, by_norm, repeats=1, framework="torch 2.14")
     guard = Guard(CPU, log=log)
@@ -241,11 +241,11 @@ def test_an_old_change_that_is_seen_again_is_no_news(log: MeasurementStore) -> N
         prediction = decision.verdict.prediction
         assert prediction is not None
         guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
-    assert len(guard._evidence.drifts) == 1
-    assert len(guard._evidence.observations) == len(rows) + 3
+    assert len(guard._assessment.drifts) == 1
+    assert len(guard._assessment.observations) == len(rows) + 3
 
 
-def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore) -> None:
+def test_lease_is_exclusive_and_expires(log: MeasurementStore) -> None:
     assert log.lease(LEASE, "first", seconds=60)
     assert not log.lease(LEASE, "second", seconds=60)
     assert log.lease(LEASE, "first", seconds=0.2)  # renewed
@@ -257,17 +257,17 @@ def test_one_learner_at_a_time_and_a_dead_one_is_replaced(log: MeasurementStore)
     assert log.lease(LEASE, "first", seconds=60)
 
 
-def test_a_lease_is_given_to_one_of_many_who_ask_at_once(postgres_url: str) -> None:
+def test_lease_under_contention(postgres_url: str) -> None:
     stores = [MeasurementStore(postgres_url) for _ in range(4)]
     assert sum(store.lease(LEASE, str(index), seconds=60) for index, store in enumerate(stores)) == 1
     for store in stores:
         store.close()
 
 
-def test_the_process_beside_a_study_starts_when_there_is_enough_that_is_new(log: MeasurementStore) -> None:
+def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     assert log.url is not None
-    process = LearnerProcess(log.url, "guardnet", every=2)
+    process = FineTuneProcess(log.url, "guardnet", every=2)
     process.wake()
     assert process._child is None
     process.wake()
@@ -290,7 +290,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path) -> None:
+def test_kill_during_promotion(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     for round_ in range(8):  # a hundred kills of writers, promotions among them, are in store/test_faults.py
         child = subprocess.Popen([sys.executable, "-c", _PROMOTE_FOR_EVER, str(path)], stdout=subprocess.PIPE, text=True)
@@ -308,17 +308,17 @@ def test_killed_while_it_promotes_it_leaves_the_last_good_weights(tmp_path: Path
                 assert store.weights_data(str(store.promoted_weights("p"))) == b"w" * 5000
 
 
-def test_a_lesson_is_the_same_whoever_gives_it(log: MeasurementStore) -> None:
+def test_sync_is_the_same_in_every_order(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     OnlineTrainer(log).update()
-    Lessons(net, log).teach("cpu")
+    LogSync(net, log).update("cpu")
     again = guardnet.load()
-    Lessons(again, log).teach("cpu")
+    LogSync(again, log).update("cpu")
     ours, theirs = ([one.predict(graph, CPU).step_time for graph in graphs()[:5]] for one in (net, again))
     assert ours == theirs
 
 
-def test_refining_learns_from_the_rows_of_all_devices() -> None:
+def test_refine_learns_from_all_devices() -> None:
     net = guardnet.load()
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
 
@@ -337,7 +337,7 @@ def test_refining_learns_from_the_rows_of_all_devices() -> None:
     assert net.name == net.lineage
 
 
-def test_a_learner_that_lost_its_lease_on_the_way_promotes_nothing(log: MeasurementStore) -> None:
+def test_lost_lease_promotes_nothing(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     generation = OnlineTrainer(log).update(may_promote=lambda: False)
     assert generation is not None
@@ -345,7 +345,7 @@ def test_a_learner_that_lost_its_lease_on_the_way_promotes_nothing(log: Measurem
     assert log.promoted_weights(net.lineage) is None
 
 
-def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: MeasurementStore) -> None:
+def test_candidate_of_replaced_parent_is_rejected(log: MeasurementStore) -> None:
     first, second = (log.record_weights(predictor="p", data=bytes([index])) for index in range(2))
     assert log.promote_candidate(first)
     assert not log.promote_candidate(second)  # judged against the shipped ones
@@ -358,7 +358,7 @@ def test_what_was_judged_against_weights_that_are_gone_is_not_promoted(log: Meas
         log.promote_candidate(child)
 
 
-def test_weights_in_use_elsewhere_that_an_import_brought_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
+def test_imported_weights_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
     with MeasurementStore(tmp_path / "elsewhere.db") as elsewhere:
         assert elsewhere.promote_candidate(elsewhere.record_weights(predictor="p", data=b"theirs"))
         export_log(elsewhere, tmp_path / "export")
@@ -369,7 +369,7 @@ def test_weights_in_use_elsewhere_that_an_import_brought_do_not_stop_promotions(
     assert [weights.weights_id for weights in log.weights("p") if weights.state == "promoted"] == [child]
 
 
-def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
+def test_promotion_under_contention(postgres_url: str) -> None:
     stores = [MeasurementStore(postgres_url) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
@@ -382,7 +382,7 @@ def test_of_many_who_promote_at_once_one_does(postgres_url: str) -> None:
         store.close()
 
 
-def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementStore) -> None:
+def test_rollback_is_not_undone_by_same_runs(log: MeasurementStore) -> None:
     fill(log, by_norm)
     first = OnlineTrainer(log).update()
     fill(log, by_norm)
@@ -391,7 +391,7 @@ def test_after_a_rollback_the_same_runs_make_no_new_generation(log: MeasurementS
     assert OnlineTrainer(log).update() is None
 
 
-def test_damaged_weights_in_use_do_not_stop_the_learner(log: MeasurementStore) -> None:
+def test_damaged_weights_do_not_stop_trainer(log: MeasurementStore) -> None:
     net = fill(log, by_norm, repeats=1)
     damaged = log.record_weights(predictor=net.lineage, data=b"no weights")
     log.set_weights_state(damaged, "promoted")
@@ -402,27 +402,27 @@ def test_damaged_weights_in_use_do_not_stop_the_learner(log: MeasurementStore) -
     assert log.promoted_weights(net.lineage) == generation.weights_id
 
 
-def test_a_guard_whose_log_is_away_keeps_its_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=False)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     decision = guard.decide(lambda: workload)
     prediction = decision.verdict.prediction
     assert prediction is not None
     guard.learn(decision, measurement(int(prediction.peak_memory.median), 4.0 * prediction.step_time.median))
-    widening = dict(guard._evidence.widening)
+    widening = dict(guard._assessment.widening)
     assert widening["memory"] != 1.0
     monkeypatch.setattr(guard.log, "observations", lambda *_: [])  # what a log that is away answers
     guard.learn(guard.decide(lambda: workload), measurement(2**20, 0.1))
-    assert guard._evidence.widening == widening
+    assert guard._assessment.widening == widening
     guard.log.close()
 
 
-def test_a_learner_that_cannot_be_started_stops_no_trial(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tune_process_that_cannot_start(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(CPU, log=log, refine=True)
     workload = Workload(nn.Linear(32, 10), (64, 32), TensorSpec((64,), "int64"), F.cross_entropy)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert guard._learner is not None
-    guard._learner._every = 1
+    assert guard._fine_tuning is not None
+    guard._fine_tuning._every = 1
     decision = guard.decide(lambda: workload)
     prediction = decision.verdict.prediction
     assert prediction is not None

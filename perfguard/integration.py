@@ -1,0 +1,7 @@
+"""What integrations with tuners and trainers use of the core, beside the public objects of `perfguard`."""
+
+from perfguard._optional import why_not_imported
+from perfguard._random import random_numbers_kept
+from perfguard._warn import warn_user
+
+__all__ = ["random_numbers_kept", "warn_user", "why_not_imported"]

@@ -1,0 +1,44 @@
+"""What a search asks of a tuner's trial, and what a space of candidates asks of its constraint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from perfguard._predict import Network
+    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.predictor import Prediction
+    from perfguard.verdict import Verdict
+
+
+class ConstrainedTrial(Protocol):
+    """What is asked of a tuner's trial: `optuna.trial.Trial` of Optuna 5 has it."""
+
+    def set_constraint(self, key: str, value: float) -> None:
+        """Tell the sampler how far the trial is from feasible; above zero: it is not."""
+
+
+class Constraint(Protocol):
+    """What :class:`perfguard.nas.ElasticSpace` asks of a constraint; :class:`perfguard.nas.LatencyConstraint` has it."""
+
+    def graph_of(self, model: Network) -> OpGraph:
+        """Return the operators of one inference of ``model``."""
+
+    def predict(self, model: Network) -> Prediction:
+        """Return what one inference of ``model`` costs."""
+
+    def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
+        """Return what :meth:`predict` says of each of ``graphs``."""
+
+    def verdict_on(self, prediction: Prediction) -> Verdict:
+        """Return the verdict on a candidate by its prediction."""
+
+    def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
+        """Take into account what one batch of ``model`` took, in seconds."""
+
+
+def constrain(trial: ConstrainedTrial, verdict: Verdict) -> Verdict:
+    """Tell the sampler of ``trial`` how far it is from each limit, and return ``verdict``."""
+    for quantity, margin in verdict.margins.items():
+        trial.set_constraint(f"perfguard:{quantity}", margin)
+    return verdict
