@@ -19,21 +19,21 @@ HEAD = """# Reference
 
 Every public object of the three packages. Units are bytes, seconds and joules unless a name says another.
 <!-- Made by `python tools/reference.py` from the docstrings. Change those, then run the command again. -->"""
-_SECTION = re.compile(r"^(Args|Example|Raises|Returns|Yields):\n((?:    .*\n|\n)*)", re.MULTILINE)
+_SECTION = re.compile(r"^(Args|Example|Raises|Returns|Yields):\n((?:    .*\n|\n)*)|^((?:    .*\n)+)", re.MULTILINE)
 
 
 def markdown(doc: str | None) -> str:
     """Return a docstring in Google's style as Markdown: examples become code, arguments and errors lists."""
 
     def section(match: re.Match[str]) -> str:
-        title, body = match[1], textwrap.dedent(match[2]).strip()
-        if title == "Example":
-            return f"```pycon\n{body}\n```\n\n"
+        title, body = match[1], textwrap.dedent(match[2] or match[3]).strip()
+        if title in ("Example", None):
+            return f"```{'pycon' if '>>>' in body else 'text'}\n{body}\n```\n\n"
         items = [" ".join(item.split()) for item in re.split(r"\n(?=\S)", body)]
         named = [re.sub(r"^([\w., *]+?):", r"- `\1`:", item) for item in items]
         return f"{title}:\n\n" + "\n".join(named if title in ("Args", "Raises") else items) + "\n\n"
 
-    text = re.sub(r" +# doctest:.*", "", inspect.cleandoc(doc or "").replace("``", "`"))
+    text = re.sub(r" +# doctest:.*", "", inspect.cleandoc(doc or "").replace("``", "`").replace("::\n", ":\n"))
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
     return re.sub(r"\n{3,}", "\n\n", _SECTION.sub(section, text + "\n")).strip()
 
