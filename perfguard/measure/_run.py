@@ -36,8 +36,8 @@ _OUT_OF_MEMORY_SIGNS = (
 class Run:
     """Measures one trial from :meth:`start` to :meth:`finish`. Also a context manager.
 
-    The measurement names the device that really ran: the CUDA device on which this process made tensors, or else the processor.
-    :meth:`Measurement.is_of` says whether that is ``device``.
+    The measurement names the device that really ran: the CUDA device on which this process made tensors, else the processor. See
+    :meth:`Measurement.is_of`.
 
     :meth:`step` marks a step. If the trial never calls it, every ``optimizer.step()`` of the thread marks one.
 
