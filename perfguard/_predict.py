@@ -42,12 +42,12 @@ def predict(
 
     Args:
         model: the path of an ONNX file, a Workload, a graph, or an ``nn.Module`` (with ``inputs``).
-        gpu: A catalog name such as "a100", "auto", "cpu", or a Device, such as `perfguard.devices.mig_instance` makes.
+        gpu: a catalog name such as "a100", "auto", "cpu", or a Device, such as `perfguard.devices.mig_instance` makes.
         mode: "infer" or "train". None: a Workload's own, else "infer".
-        inputs: For a module, one batch as :class:`Workload` takes it.
-        batch_size: For an ONNX file, as :meth:`OpGraph.from_onnx` takes it.
-        dims: For an ONNX file, its other sizes.
-        precision: Overrides that of the workload, or the one that an ONNX file is stored in.
+        inputs: of a module, one batch as :class:`Workload` takes it.
+        batch_size: of an ONNX file, as :meth:`OpGraph.from_onnx` takes it; and so ``dims``.
+        dims: other sizes of an ONNX file.
+        precision: instead of the workload's own, or of the one that an ONNX file is stored in.
         predictor: its name, or the object itself.
 
     Raises:
