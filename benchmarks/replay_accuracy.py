@@ -2,7 +2,7 @@
 
     python benchmarks/replay_accuracy.py TABLE.csv.gz --gpu a100-pcie-40gb
 
-The table is in the workload format (docs/data.md): measured runs of timm models. Each row is traced; the errors are means and
+The table is in the workload format (docs/tables.md): measured runs of timm models. Each row is traced; the errors are means and
 medians of |estimate / measured - 1|. The constant (context, cuDNN's workspaces) is one number for all rows, the median of what is
 missing. Needs timm and torchvision.
 """

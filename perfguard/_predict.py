@@ -32,7 +32,7 @@ def predict(
     precision: Precision | None = None,
     predictor: str | Predictor = DEFAULT_PREDICTOR,
 ) -> Prediction:
-    """What one inference (or one training step) of ``model`` costs on a GPU: time, peak memory, utilisation where it is known.
+    """Return what one inference (or one training step) of ``model`` costs on a device: time, peak memory, and what else is known.
 
     Example:
         >>> import torch

@@ -20,8 +20,8 @@ _NOT_THE_USERS = frozenset(
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that is neither ours nor of a library through which the user came to us.
 
-    A thread of a tuner has no such line; then it is that of the main thread, which waits in a call of the user's, and else
-    our own.
+    A thread of a tuner has no such line. Then it is the line of the main thread, which waits in a call of the user's. Without
+    either it is our own.
 
     Args:
         message: what happened, what it means for the user, and what to do.

@@ -75,7 +75,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a trial may use. None: no limit, but the device's own memory always is one.
+    """What a trial may use. None means no limit; the device's own memory always is one.
 
     Example:
         >>> Budget.parse(memory="38GiB", time="2h").trial_time_s
@@ -83,15 +83,19 @@ class Budget:
     """
 
     memory_bytes: int | None = None
+    """Peak device memory."""
     memory_fraction: float | None = None
-    """Of the device's memory, in (0, 1]."""
+    """The same as a fraction of the device's memory, in (0, 1]."""
     trial_time_s: float | None = None
+    """Time of the whole trial."""
     epoch_time_s: float | None = None
+    """Time of an epoch of training."""
     step_time_s: float | None = None
+    """Time of one optimizer step, or of one batch of inference."""
     latency_s: float | None = None
-    """Of one batch of inference."""
+    """Time of one batch of inference."""
     energy_j: float | None = None
-    """Of one batch of inference."""
+    """Energy of one batch of inference."""
 
     @staticmethod
     def parse(
@@ -102,11 +106,11 @@ class Budget:
         latency: int | float | str | None = None,
         energy: int | float | str | None = None,
     ) -> Budget:
-        """A budget from what people write: bytes, "38GiB" or a fraction of the device; seconds, "250ms" or "2h"; joules, "5J".
+        """Return a budget from what people write: bytes, "38GiB" or a fraction of the device; seconds or "2h"; joules or "5J".
 
         Raises:
-            ConfigurationError: for a limit that is not positive or cannot be read, for a number of bytes below 1 MiB without a
-                unit, and for limits that contradict each other.
+            ConfigurationError: If a limit is not positive or cannot be read. If a number below 1 MiB has no unit. If limits
+                contradict each other.
         """
         fraction = memory if isinstance(memory, float) and memory <= 1 else None
         if fraction is not None and not 0 < fraction <= 1:

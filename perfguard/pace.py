@@ -29,9 +29,9 @@ class Pace:
     def of(step_durations_s: Sequence[float]) -> Pace | None:
         """The pace of the steps so far, in order.
 
-        How sure it is comes from batch means: the steps after the first five form ten blocks in order, and the spread of the
-        blocks' means carries slow drift that single steps would hide (Law and Carson 1979, "A sequential procedure for
-        determining the length of a steady-state simulation").
+        The interval comes from batch means: the steps after the first five form ten blocks in order. The spread of the blocks'
+        means carries slow drift that single steps would hide. Source: Law and Carson 1979, "A sequential procedure for
+        determining the length of a steady-state simulation".
 
         Returns:
             None while fewer than 25 steps are done: one slow step proves nothing.

@@ -1,7 +1,7 @@
 """Repair: the least change that lets a workload fit, and the largest batch that does.
 
-A trial that needs too much memory is often worth running otherwise: in smaller batches whose gradients are accumulated, so that
-the optimizer sees the same batch; in half precision; with activations that are computed again instead of kept.
+A trial that needs too much memory is often worth running in another way. Smaller batches with accumulated gradients show the
+optimizer the same batch. Half precision is another way, and so are activations that are computed again instead of kept.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def with_batch_size(workload: Workload, batch_size: int) -> Workload:
 def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = _MOST_SAMPLES) -> int:
     """The largest batch that fits while the next one does not; 0 if none does, ``at_most`` if that does.
 
-    Two, three and the largest batches that come into question are judged first: where all numbers of the graph are affine in the
-    batch, the trace cache then answers for every batch between them without another trace. A batch of one comes last: it takes
-    other paths (a broadcast, no batch normalisation), and would keep the cache from seeing that.
+    Batches of two, of three and the largest possible ones are judged first. If all numbers of the graph are affine in the batch,
+    the trace cache then answers for every batch between them. A batch of one comes last: it takes other paths (a broadcast, no
+    batch normalisation), and would hide that from the cache.
     """
     if at_most < _FIRST_BATCH or not fits(with_batch_size(workload, _FIRST_BATCH)):
         return int(_can_run(fits, with_batch_size(workload, 1)))

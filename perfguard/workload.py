@@ -45,9 +45,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """What a trial would run, described so that its cost can be known before it runs.
+    """What a trial would run: a model, one batch, a loss and an optimizer.
 
-    Nothing in here is executed on a real device: the model is traced on PyTorch's meta device and left as it is.
+    Nothing is executed on a real device. The model is traced on PyTorch's meta device, and is not changed.
 
     Example:
         >>> import functools, torch
@@ -63,40 +63,44 @@ class Workload:
     """
 
     model: nn.Module
-    """The network. On ``torch.device("meta")`` it costs no memory at all; elsewhere it is copied to meta."""
+    """The network. On ``torch.device("meta")`` it costs no memory. Elsewhere it is copied to meta."""
     inputs: Any
-    """One batch: a tensor, a TensorSpec, a shape (a tuple of integers: float32), a tuple or list of those (positional
-    arguments) or a dict of them (keyword arguments)."""
+    """The micro-batch: what one forward pass gets. A tensor, a TensorSpec, or a shape (a tuple of integers, float32). For several
+    arguments a tuple or list of those (by position), or a dict of them (by name)."""
     targets: Any = None
-    """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives the output alone."""
+    """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives only the output."""
     loss: Callable[..., torch.Tensor] | None = None
-    """``loss(output, targets)`` → scalar, or several (a tuple, a list, a dict), whose sum is meant. None: the model returns its
-    loss (a scalar, or an object or dict with ``loss``)."""
+    """``loss(output, targets)`` returns a scalar, or several (a tuple, a list, a dict), which are summed. None: the model returns
+    its loss (a scalar, or an object or dict with ``loss``)."""
     optimizer: Optimizers | None = None
-    """An optimizer class, a ``functools.partial`` of one, or a live optimizer over the model's parameters. For several, a dict
+    """An optimizer class, a ``functools.partial`` of one, or an optimizer object over the model's parameters. For several, a dict
     from the path of a submodule to the optimizer of its parameters. None: SGD without momentum."""
     step: Step | None = None
-    """A whole training step in your own words, for what ``loss`` cannot say (a GAN, several backward passes):
-    ``step(model, inputs, targets, optimizer)``, where ``optimizer`` is one, or a dict of them if ``optimizer`` is a dict."""
+    """``step(model, inputs, targets, optimizer)``: a whole training step, for what ``loss`` cannot describe (a GAN, several
+    backward passes). It receives a dict of optimizers if ``optimizer`` is a dict. It excludes ``loss`` and ``accumulation``."""
     mode: Mode = "train"
+    """"train": one optimizer step with its forward and backward passes. "infer": one forward pass without gradients."""
     precision: Precision = "fp32"
+    """"fp32" (PyTorch's default), "amp-fp16" and "amp-bf16" (autocast; with fp16 a GradScaler too), "fp16" and "bf16" (model and
+    inputs are cast)."""
     layout: Layout = "nchw"
-    """"nhwc" is torch.channels_last."""
+    """Memory format of images: "nchw" is PyTorch's default, "nhwc" is torch.channels_last."""
     accumulation: int = 1
-    """Forward and backward passes for one optimizer step."""
+    """Forward and backward passes for one optimizer step, each on a micro-batch of ``inputs``."""
     set_to_none: bool = True
-    """False: gradients are zeroed in place and stay allocated, ``zero_grad(set_to_none=False)``."""
+    """As in ``zero_grad``. False: gradients are zeroed in place and stay allocated."""
     ema: bool = False
-    """A moving average of the parameters is kept on the device."""
+    """True: a moving average of the parameters is kept on the device."""
     ddp: bool = False
-    """The model is wrapped in DistributedDataParallel: its gradient buckets are on the device too."""
+    """True: the model is wrapped in DistributedDataParallel, so its gradient buckets are on the device too."""
     cudnn_benchmark: bool = False
-    """``torch.backends.cudnn.benchmark``: cuDNN tries its algorithms, and their workspaces stay in the allocator's cache."""
+    """``torch.backends.cudnn.benchmark``. True: cuDNN tries its algorithms. Their workspaces stay in the allocator's cache."""
     compiled: bool = False
-    """The model is wrapped in ``torch.compile``."""
+    """True: the model is wrapped in ``torch.compile``. Training is predicted as eager code."""
     steps: int | None = None
-    """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, no trial time is predicted."""
+    """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, and no trial time is predicted."""
     steps_per_epoch: int | None = None
+    """Optimizer steps of an epoch. None: unknown, and no time of an epoch is predicted."""
 
     def __post_init__(self) -> None:
         for name, literal in (("mode", Mode), ("precision", Precision), ("layout", Layout)):
@@ -114,7 +118,7 @@ class Workload:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The names of the switches that are on and that change what a step costs."""
+        """Names of the switches that are on, of those that change the cost of a step."""
         return tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
 
 

@@ -1,8 +1,10 @@
-"""What the documentation shows runs: its Python blocks from top to bottom of each page, and its `perfguard` commands."""
+"""What the documentation shows runs, its links lead somewhere, and the reference is that of the docstrings."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 pytestmark = pytest.mark.timeout(900)  # a page takes half a minute, and ten times as long where the machine is busy
 BLOCK = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -61,14 +63,60 @@ def test_the_readme_shows_code_and_commands() -> None:
     assert list(commands_of(text))
 
 
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    # GitHub shows a broken link as any other.
+    broken = []
+    for file, anchor in LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))):
+            broken.append(f"{file}#{anchor}")
+    assert not broken
+
+
+def test_each_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    listed = {file for file, _ in LINK.findall(index)}
+    assert {page for page in pages if not page.startswith("decisions/")} - {"README.md"} <= listed
+
+
+def test_each_decision_is_in_the_list_of_decisions() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = {file for file, _ in LINK.findall((folder / "README.md").read_text(encoding="utf-8"))}
+    assert {path.name for path in folder.glob("*.md")} - {"README.md"} <= listed
+
+
+def test_reference_is_up_to_date() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "reference.py"))["page"]()
+    assert made == (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), "run: python tools/reference.py"
+
+
+@pytest.mark.parametrize("package", ["perfguard", "perfguard_optuna", "perfguard_ray"])
+def test_reference_has_every_public_object(package: str) -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    _, _, part = text.partition(f"\n## {package}\n")
+    headings = re.findall(r"^### (.+)$", part.partition("\n## ")[0], re.MULTILINE)
+    assert headings == importlib.import_module(package).__all__
+
+
+WITH_CODE = [page for page in PAGES if python_of(page.read_text(encoding="utf-8")).strip()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    code = python_of(page.read_text(encoding="utf-8"))
-    if not code.strip():
-        pytest.skip("no Python on this page")
     script = tmp_path / f"{page.name}.py"
-    script.write_text(code, encoding="utf-8")
+    script.write_text(python_of(page.read_text(encoding="utf-8")), encoding="utf-8")
     run_python(str(script), cwd=tmp_path)
 
 

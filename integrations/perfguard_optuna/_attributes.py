@@ -99,7 +99,7 @@ def constraints_of(verdict: Verdict, names: Sequence[str]) -> dict[str, float]:
 def established_constraints(study: optuna.Study, names: Sequence[str]) -> Sequence[str]:
     """The constraints that the study's completed trials have; ``names`` where there is none yet.
 
-    Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones, so a study that was begun
+    Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones. So a study that was begun
     without the guard, or with another budget, keeps those with which it was begun.
     """
     completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))

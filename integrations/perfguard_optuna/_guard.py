@@ -79,10 +79,10 @@ class OptunaGuard(Guard):
 
     Args:
         gpu: as for :class:`perfguard.Guard`.
-        build: ``build(params) -> Workload``, a function of the hyperparameters. None: trials are judged only where the objective
-            calls :meth:`trial` with a model or a workload.
-        within_timeout: in a GuardedStudy, whether a trial that would outlast ``optimize(timeout=...)`` is pruned.
-        settings: the keyword arguments of :class:`perfguard.Guard`.
+        build: ``build(params) -> Workload``, a function of the hyperparameters. None: only trials whose objective calls
+            :meth:`trial` with a model or a workload are judged.
+        within_timeout: True: in a GuardedStudy, a trial that would outlast ``optimize(timeout=...)`` is pruned.
+        settings: The keyword arguments of :class:`perfguard.Guard`.
 
     Raises:
         ConfigurationError: for an unknown GPU, a budget or a risk that cannot be right.
@@ -128,8 +128,8 @@ class OptunaGuard(Guard):
             fields: with a model: other fields of :class:`perfguard.Workload`, such as ``optimizer``, ``loss`` and ``targets``.
 
         Raises:
-            optuna.TrialPruned: at the start, if the trial would break a limit; inside, by ``run.step()``, if its pace will break
-                the time budget; at the end, if it ran out of memory or time.
+            optuna.TrialPruned: At the start, if the trial would break a limit. Inside the block, by ``run.step()``, if its pace
+                will break the time budget. At the end, if it ran out of memory or time.
         """
         study = trial.study
         decision = self.decision_of(study, trial)
@@ -247,10 +247,10 @@ class OptunaGuard(Guard):
         known[values] = _Rejection(place[1], verdict, self._num_launched, num + 1, num_judged + 1)
 
     def remembered(self, study: optuna.Study, params: Mapping[str, Any], threshold: float | None = None) -> _Rejection | None:
-        """What is remembered of these very parameters, if judging them again would come to the same.
+        """Return the earlier rejection of these parameters, if judging them again would come to the same.
 
-        None: they were not judged yet; or only once, and a trial was launched since, from which the guard may have learnt; or
-        ``threshold``, by default what the account has left, accepts their chance of breaking a limit.
+        None has three causes. They were not judged yet. They were judged once, and a trial was launched since, from which the
+        guard may have learnt. Or ``threshold`` accepts their chance of breaking a limit; its default is the risk that is left.
         """
         accepted = self.threshold if threshold is None else threshold
         proposed = params.all() if isinstance(params, WatchedParams) else params
@@ -344,10 +344,10 @@ class OptunaGuard(Guard):
             self._end_unjudged(study, trial, self.why_unjudged(build, self._missing.get(key, ()), trial.params))
 
     def end_unasked(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """As :meth:`end_unjudged`, of a trial that ended in ``state`` and of which the guard was never asked.
+        """Do as :meth:`end_unjudged` for a trial that ended in ``state`` and never asked the guard.
 
-        One that failed, pruned itself or was interrupted may have ended before it came to ask, and has its own reason to end:
-        that it ran without a verdict is written into it, and nothing is said or raised.
+        A trial that failed, pruned itself or was interrupted may have ended before it came to ask. It has its own reason to end.
+        So the missing verdict is written into it, and there is no warning and no error.
         """
         key = _key(study, trial)
         if key in self._judged or key in self._unjudged or f"{PREFIX}:verdict" in trial.user_attrs:
@@ -555,8 +555,8 @@ class Search:
     def threshold(self) -> float | None:
         """The chance of breaking a limit to accept; None: what the guard's account has left.
 
-        A search that has found nothing sure for a while, but something that is more likely to fit than not, begins a new
-        account: without that, a machine whose times scatter would end a study that has trials to run.
+        A search may find nothing sure for a while, but something that is more likely to fit than not. Then it begins with fresh
+        risk. Otherwise a machine whose times scatter would end a study that has trials to run.
         """
         if self.num_rejected < PATIENCE or self.least_doubtful > self.guard.first_threshold:
             return None

@@ -29,24 +29,25 @@ class PerfGuardPruner(WatchingPruner):
 
     1. ``perfguard_optuna.create_study().optimize(objective, n_trials=100, pruner=PerfGuardPruner(gpu="a100", build=build))``:
        nothing changes in the objective. As soon as the trial has suggested all that ``build`` asks for, it is judged.
-    2. ``optuna.create_study(pruner=PerfGuardPruner(gpu="a100", build=build))`` and, in the objective, after the last suggestion
-       and before anything is allocated, Optuna's own ``if trial.should_prune(): raise optuna.TrialPruned()``.
-    3. No ``build``: in the objective, ``with pruner.trial(trial, model, batch, optimizer=...) as run: ...`` around the training.
+    2. ``optuna.create_study(pruner=PerfGuardPruner(gpu="a100", build=build))``. The objective calls
+       ``if trial.should_prune(): raise optuna.TrialPruned()`` after the last suggestion, before anything is allocated.
+    3. Without ``build``: the objective has ``with pruner.trial(trial, model, batch, optimizer=...) as run: ...`` around the
+       training.
 
     While a trial runs, ``should_prune()`` also says yes when the measured pace shows that its time budget will be broken.
 
-    A trial that ends without having been judged is counted by :func:`summarize`, and the first is warned of, also where the
-    objective never calls ``should_prune()``. To see it end, this class is a HyperbandPruner by inheritance, and in nothing else.
+    :func:`summarize` counts every trial that ends without a verdict, and the first one causes a warning. This includes objectives
+    that never call ``should_prune()``. To see trials end, this class inherits from HyperbandPruner; it uses nothing else of it.
 
     Args:
         gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
-        build: ``build(params) -> Workload``, a function of the hyperparameters. None: taken from ``objective.build`` if the
-            objective has one; otherwise trials are judged only where the objective calls :meth:`trial` with a model.
-        inner: another pruner that decides during the trial, for instance ``HyperbandPruner()``.
-        within_timeout: in a GuardedStudy, whether a trial that would outlast ``optimize(timeout=...)`` is pruned.
-        guard: an :class:`OptunaGuard` to share, in the place of all other settings but ``inner``.
-        settings: the keyword arguments of :class:`perfguard.Guard`: ``memory_budget``, ``time_budget``, ``risk``,
-            ``on_violation``, ``strict``, ``log`` and so on.
+        build: ``build(params) -> Workload``, a function of the hyperparameters. None: ``objective.build`` if there is one.
+            Without either, only trials whose objective calls :meth:`trial` with a model are judged.
+        inner: Another pruner that decides during the trial, for instance ``HyperbandPruner()``.
+        within_timeout: True: in a GuardedStudy, a trial that would outlast ``optimize(timeout=...)`` is pruned.
+        guard: An :class:`OptunaGuard` to share. It excludes all other settings but ``inner``.
+        settings: The keyword arguments of :class:`perfguard.Guard`, such as ``memory_budget``, ``time_budget``, ``risk`` and
+            ``log``.
 
     Raises:
         ConfigurationError: for an unknown GPU, a budget or a risk that cannot be right.

@@ -1,9 +1,9 @@
 """PerfGuardSampler: proposes what is predicted to fit, and tells the sampler inside where the border is.
 
 Drawing again is not enough: nothing tells the inner sampler why its proposal came back. So each rejected proposal becomes a
-PRUNED trial of the study with its constraints, which TPE learns from as it is; then the inner sampler is asked again. What a
-proposal needs is found out by ``build`` itself: where it asks for a parameter that the inner sampler draws one by one, that
-parameter is drawn, so a joint limit is judged on joint proposals and a conditional space is followed branch by branch.
+PRUNED trial of the study with its constraints, which TPE learns from as it is; then the inner sampler is asked again. ``build``
+itself shows what a proposal needs: each parameter that it reads is drawn. So a joint limit is judged on joint proposals, and a
+conditional space is followed branch by branch.
 """
 
 from __future__ import annotations
@@ -387,8 +387,8 @@ class NewProposals(PerfGuardSampler):
 class _StudyWithRejected(optuna.Study):
     """A study as the GP sampler should see it: rejected proposals are completed trials, so that it learns where the border is.
 
-    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value; it gets that of the nearest completed
-    trial, so that the model of the objective learns nothing from it, least of all to stay away from the border. In a study that
+    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets that of the nearest completed
+    trial. The model of the objective then learns nothing from it, least of all to stay away from the border. In a study that
     was begun without constraints it gets the worst value instead: there is no other way to say that it will not do. The trial
     that is asked for is left out of the running ones: the GP would take its own last, rejected proposal for one under way.
     """

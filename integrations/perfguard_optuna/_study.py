@@ -43,14 +43,14 @@ class GuardedStudy(optuna.Study):
     ) -> None:
         """As ``optuna.Study.optimize``; ``pruner`` becomes the study's pruner.
 
-        With a PerfGuardPruner each trial is judged as soon as it has suggested what ``build`` asks for. A trial that would break
-        a budget ends there as PRUNED, so nothing of it reaches the device; the others are measured.
+        With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
+        budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
 
         Args:
             pruner: a pruner, in the place of the one that the study was created with.
-            count: what ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed" (what a
-                PerfGuardSampler rejects by itself is no trial of this loop, and does not count either way). After 300
-                proposals in a row that do not fit the study ends with a NothingFeasibleWarning.
+            count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
+                PerfGuardSampler rejects by itself never counts. After 300 proposals in a row that do not fit, the study ends
+                with a NothingFeasibleWarning.
         """
         if count not in ("launched", "proposed"):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')

@@ -2,8 +2,8 @@
 
 Optuna 5.0 calls a pruner only where the objective calls ``should_prune()``. There is one exception: a HyperbandPruner is asked,
 when a trial begins, suggests and ends, for the study as its sampler should see it (``optuna.pruners._filter_study``). A pruner
-that is one by inheritance is asked too, and answers with the same study, whose sampler is told of the end of each trial as
-ever; whoever watches is told as well. Nothing of Optuna is replaced.
+that inherits from it is asked too, and answers with the same study. Its sampler hears of the end of each trial as ever, and so
+does whoever watches. Nothing of Optuna is replaced.
 """
 
 from __future__ import annotations

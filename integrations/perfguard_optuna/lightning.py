@@ -53,8 +53,8 @@ _PRECISIONS: dict[str, Precision] = {
 class PerfGuardCallback(pl.Callback):
     """Judges a trial when ``trainer.fit`` begins, before the module is moved to the device, and measures it to its end.
 
-    A trial that would break a limit ends by ``optuna.TrialPruned`` out of ``trainer.fit``, and so does one whose pace will break
-    its time budget, or that runs out of memory all the same. The others train as they would have trained without the callback.
+    ``trainer.fit`` raises ``optuna.TrialPruned`` for a trial that would break a limit, whose pace will break its time budget, or
+    that runs out of memory. The others train as they would without the callback.
 
         >>> guard = OptunaGuard("a100", memory_budget="38GiB")                                      # doctest: +SKIP
         >>> def objective(trial):                                                                   # doctest: +SKIP
@@ -63,18 +63,18 @@ class PerfGuardCallback(pl.Callback):
         ...     return trainer.callback_metrics["val_loss"].item()
 
     What is judged is ``training_step`` on one batch, with the optimizer, the precision and the accumulation of the trainer.
-    During that trace the module has no trainer, ``self.log`` does nothing, and a torchmetrics metric that needs values gives
-    zero; only a copy on the meta device is touched. A module that makes its layers in ``setup`` or ``configure_model`` is judged
-    as soon as they are there, when its weights, but nothing else, are on the device.
+    The trace uses a copy on the meta device. There the module has no trainer, ``self.log`` does nothing, and a torchmetrics
+    metric that needs values gives zero. A module that makes its layers in ``setup`` or ``configure_model`` is judged as soon as
+    they are there. Its weights, but nothing else, are on the device then.
 
     Not judged, but launched with one warning: manual optimization, several optimizers, several devices, and sharding strategies.
     The time of validation is in no prediction.
 
     Args:
-        guard: the guard of the study, ``on_violation`` "prune" or "warn".
-        trial: the trial that trains.
-        batch: an example batch as the train dataloader gives it: tensors or specifications of them. None: one is put together
-            from the first samples of its data set; give one where they vary in size, or where the data are a stream.
+        guard: The guard of the study, with ``on_violation`` "prune" or "warn".
+        trial: The trial that trains.
+        batch: An example batch as the train dataloader gives it: tensors or specifications of them. None: one is put together
+            from the first samples of its data set. Give one where samples vary in size, or where the data are a stream.
 
     Raises:
         ConfigurationError: for a guard that repairs.

@@ -36,8 +36,8 @@ class PerfGuardCallback(TrainerCallback):
         ...         trainer.train()
         ...     return trainer.evaluate()["eval_loss"]
 
-    The trainer tells no callback of an error, so the ``with`` block is what sees an out-of-memory error and prunes the trial for
-    it; without the block everything else works.
+    The trainer tells no callback of an error. So the ``with`` block turns an out-of-memory error into a pruned trial. Everything
+    else works without the block.
 
     The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, ask
     ``guard.trial(trial, workload_of(args, model, batch))``, see :func:`workload_of`.
@@ -157,8 +157,8 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
         >>> guard_search(trainer, OptunaGuard("a100", memory_budget="38GiB"))                       # doctest: +SKIP
         >>> trainer.hyperparameter_search(backend="optuna", n_trials=20)                            # doctest: +SKIP
 
-    The search hands its trial to ``trainer.train`` and to no callback, so this trainer's ``train`` is wrapped: around each call
-    with a trial there is a :class:`PerfGuardCallback`. Trials that do not fit, or that run out of memory, are PRUNED.
+    The search hands its trial to ``trainer.train`` and to no callback. So this trainer's ``train`` is wrapped: each call with a
+    trial runs inside a :class:`PerfGuardCallback`. Trials that do not fit, or that run out of memory, are PRUNED.
 
     Args:
         trainer: a trainer with a ``model_init``, as the search wants it.

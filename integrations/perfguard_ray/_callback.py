@@ -29,10 +29,11 @@ class PerfGuardCallback(Callback):
         Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound. A trial whose measured pace
-    shows that it will break the time budget is stopped at its next report, and logged as ``timeout``; that takes a
-    ``time_budget``, a workload with ``steps``, and 25 measured steps. A trial that the end of the driver cuts off (Ctrl-C, an
-    error) is logged as ``interrupted``; ``Tuner.restore`` resumes it, and what it costs in the end takes the place of that row.
+    - A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound.
+    - A trial whose measured pace will break the time budget is stopped at its next report, and logged as ``timeout``. That takes
+      a ``time_budget``, a workload with ``steps``, and 25 measured steps.
+    - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
+      replaces that row.
 
     Unless ``RunConfig(verbose=0)``, each configuration that is turned down has a line on the console, and the run ends with the
     table of :func:`perfguard_ray.summarize`.

@@ -34,10 +34,10 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    A point that does not fit is logged and replaced by another draw of its random parameters, so that ``num_samples`` counts
-    the trials that run. A grid point without random parameters is left out. Where ``max_proposals`` draws in a row do not fit,
-    and none before did, that part of the grid (or, without a grid, the whole space) is given up, and a warning says so at the
-    end. A grid point is judged once, unless what is drawn with it changes the workload.
+    A point that does not fit is logged and replaced by another draw of its random parameters. So ``num_samples`` counts the
+    trials that run. A grid point without random parameters is left out. If ``max_proposals`` draws in a row do not fit, and none
+    before did, that part of the grid is given up; without a grid, the whole space is. A warning says so at the end. A grid point
+    is judged once, unless what is drawn with it changes the workload.
 
     Args:
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.

@@ -138,8 +138,8 @@ def _attach(run: Run, error: BaseException) -> None:
 def _carry_with_reports(run: Run) -> None:
     """Let every report of the session in this process carry the measurements of ``run``, until another run takes over.
 
-    A session has no public hook for that. Ray Tune's is replaced on the instance (Ray 2.7 to 2.60); of Ray Train's, Ray says
-    that it "can be patched if new user APIs behaviors is wanted" (v2/_internal/execution/train_fn_utils.py, since 2.48).
+    A session has no public hook for that. Ray Tune's is replaced on the instance (Ray 2.7 to 2.60). Ray says of Ray Train's that
+    it "can be patched if new user APIs behaviors is wanted" (v2/_internal/execution/train_fn_utils.py, since 2.48).
     """
     session = _session()
     if session is None:

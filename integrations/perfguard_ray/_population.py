@@ -27,9 +27,8 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
         with perfguard_ray.measure():  # in the training function, around its body
 
     A trial that takes over another's state gets that one's configuration, with changes that no search sees. Here a change that
-    does not fit is logged, and another one is made of the same configuration. Where ``max_perturbations`` of them do not fit, the
-    trial goes on with the configuration as it is, which runs already. (A ``custom_explore_fn`` sees only what came out, so it
-    could do neither; yours is called as ever.)
+    does not fit is logged, and another one is made of the same configuration. If ``max_perturbations`` of them do not fit, the
+    trial goes on with the configuration as it is, which runs already. Your ``custom_explore_fn`` is called as ever.
 
     .. note::
         A trial keeps the resources that it asked for at its start. Where a hyperparameter that decides memory is changed, give

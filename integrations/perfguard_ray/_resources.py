@@ -29,9 +29,9 @@ def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResour
         train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    The memory asked for is the one that the trial stays under with a chance of 1 - risk. Small trials share a card, large ones
-    get it for themselves; Ray sees to it that the parts on a card never add up to more than the card. Ray does not limit what a
-    trial takes: ``torch.cuda.set_per_process_memory_fraction`` does.
+    The memory asked for is the one that the trial stays under with a chance of 1 - risk. Small trials share a card, and large
+    ones get it for themselves. Ray never hands out more than a card. Ray does not limit what a trial takes:
+    ``torch.cuda.set_per_process_memory_fraction`` does.
 
     - On a GPU: ``{"CPU": cpus, "GPU": 0.37}``.
     - With ``mig``: ``{"CPU": cpus, "mig-2g.10gb": 1}``, the smallest profile that fits (the largest where none does). Ray knows

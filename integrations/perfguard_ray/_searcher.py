@@ -33,17 +33,17 @@ class PerfGuardSearcher(Searcher):
         Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    ``num_samples`` counts the trials that run. When the searcher proposes ``max_proposals`` configurations in a row that do not
-    fit, it is asked again once a running trial has ended; when none is running, the search is over, and a warning says so. Each
-    configuration is judged once, and once more if a trial has ended since; then it is turned down from memory.
+    ``num_samples`` counts the trials that run. After ``max_proposals`` configurations in a row that do not fit, the searcher is
+    asked again once a running trial has ended. If none is running, the search is over, and a warning says so. Each configuration
+    is judged once, and once more if a trial has ended since. Then it is turned down from memory.
 
-    What the searcher is told of a configuration that does not fit: Optuna a pruned trial with signed constraints, which its
-    samplers model; the others the worst result so far, once there is one. An error they would ignore, or wait for its result.
+    For a configuration that does not fit, Optuna gets a pruned trial with signed constraints, which its samplers model. The other
+    searchers get the worst result so far, once there is one. They would ignore an error, or wait for its result.
 
     Args:
         searcher: any ``ray.tune.search.Searcher``, such as OptunaSearch or HyperOptSearch, or a ConcurrencyLimiter of one.
         gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu". With "auto" it is the GPU of the
-            machine that runs the search; name it if the workers have another.
+            machine that runs the search. Name it if the workers have another.
         build: ``build(config) -> Workload``: what a trial with this configuration would run.
         guard: a guard that exists already, instead of ``gpu`` and ``settings``; several runs may share it.
         study: name of the run in the measurement log. None: a new one.

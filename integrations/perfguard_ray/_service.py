@@ -41,10 +41,9 @@ class SharedPredictor:
         search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, predictor=predictor, log=predictor.log)
         with perfguard_ray.measure():  # in the training function, around its body
 
-    The first to ask starts the service: a detached actor that stays when the script ends (``stop()`` ends it), is restarted by
-    Ray when it dies, and then knows again what the log knows. While it is away, predictions are made here, from what this process
-    has read of the log; one :class:`ServiceWarning` says so, and the service is tried again every ten seconds. The same holds
-    when a service of another version of PerfGuard is there.
+    The first to ask starts the service, a detached actor. It stays when the script ends, and ``stop()`` ends it. Ray restarts it
+    when it dies, and it reads the log again. While it is away, or has another version of PerfGuard, this process predicts from
+    what it has read of the log. One :class:`ServiceWarning` says so. The service is tried again every ten seconds.
 
     Args:
         predictor: the name under which it is installed.

@@ -98,12 +98,13 @@ def _devices(names: str, prices: Mapping[str, float] | None) -> list[Device]:
 
 
 def read_prices(path: Path) -> dict[str, float]:
-    """Prices per hour by catalog id, from a CSV with the columns ``gpu`` (any name that the catalog knows) and
-    ``price_per_hour``; other columns are ignored, and so are empty lines.
+    """Return prices per hour by catalog id, from a CSV with the columns ``gpu`` and ``price_per_hour``.
+
+    ``gpu`` is any name that the catalog knows. Other columns and empty lines are ignored.
 
     Raises:
-        TableError: for a missing file or column, and for a row with an unknown GPU, a price that is no positive number, or a
-            GPU that has a price already; the message names the line.
+        TableError: For a missing file or column. For a row with an unknown GPU, with a price that is no positive number, or with
+            a GPU that has a price already. The message names the line.
     """
     try:
         if path.stat().st_size > _LARGEST_TABLE_BYTES:

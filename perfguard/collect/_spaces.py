@@ -1,8 +1,8 @@
 """What is measured, in which order: a seeded sequence of configurations of which every prefix is balanced.
 
 The spaces take turns. Within a space the n-th configuration is read off the n-th point of a scrambled Sobol sequence, one
-coordinate for each choice: after any number of points each choice was made about as often as it should be, and so was each
-pair of choices, which independent random numbers reach only with many more.
+coordinate for each choice. After any number of points each choice was made about as often as it should be, and so was each
+pair of choices. Independent random numbers need many more points for that.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def catalog() -> Mapping[str, Device]:
 def aliases() -> Mapping[str, str]:
     """Short names and the ids they stand for.
 
-    A name that fits several cards is the one that our measurements are on ("a100" is the PCIe card with 40 GB, "v100" the
-    PCIe card with 32 GB), else the most common one ("h100" is the SXM5 module).
+    A name that fits several cards means the one that has measurements: "a100" is the PCIe card with 40 GB, "v100" the PCIe
+    card with 32 GB. Without measurements it means the most common card: "h100" is the SXM5 module.
     """
     return MappingProxyType(_file()["aliases"])
 

@@ -54,16 +54,16 @@ class Nvml(Protocol):
 
 
 def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
-    """The device that ``gpu`` means.
+    """Return the device that ``gpu`` names.
 
     Example:
         >>> resolve_device("RTX 3090").id
         'rtx3090'
 
     Args:
-        gpu: a Device (returned as it is), a name from the catalog, "cpu", or "auto": the first GPU that this process may use
-            (``CUDA_VISIBLE_DEVICES``), else the CPU. A short name such as "a100" means that GPU where it fits, so on a machine
-            with an A100 SXM it is an A100 SXM.
+        gpu: a Device (returned as it is), a name from the catalog, "cpu", or "auto". With "auto" it is the first GPU that this
+            process may use (``CUDA_VISIBLE_DEVICES``), else the CPU. A short name such as "a100" means the A100 in this machine,
+            or without one the card of the catalog.
         nvml: stands in for the module ``pynvml``.
 
     Raises:

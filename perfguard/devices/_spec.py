@@ -17,23 +17,31 @@ _IDENTITY_OF_CPU = ("id", "name", "kind", "memory_bytes", "num_sms", "architectu
 class Device:
     """A GPU as its data sheet describes it, or a CPU as it was measured.
 
-    The rates are dense (no structured sparsity) and per second; vendors' sparse figures are halved in the catalog.
+    The rates are per second and dense: vendors' figures for structured sparsity are halved in the catalog.
     """
 
     id: str
     """Catalog id, for instance "a100-pcie-40gb"; "cpu" for the processor."""
     name: str
+    """The name that people know it by."""
     kind: DeviceKind
+    """"cuda" or "cpu"."""
     memory_bytes: int
+    """What programs can use, as CUDA reports it."""
     bandwidth_bytes_per_s: float
+    """Peak bandwidth of the device memory."""
     peak_flops: Mapping[str, float]
     """FLOP/s by arithmetic: "fp32", "tf32", "fp16", "bf16"; the last three on matrix units. Missing: not supported."""
     num_sms: int
     """Streaming multiprocessors; cores for a CPU."""
     boost_clock_hz: float
+    """Highest clock of the data sheet, in hertz."""
     l2_bytes: int
+    """Size of the last-level cache."""
     tdp_w: float
+    """Power limit, in watts. 0: unknown."""
     architecture: str
+    """Vendor's name of the generation, for instance "Ampere"."""
     context_bytes: int
     """What the driver takes before the first tensor: CUDA context and kernels. 0 on a CPU."""
     launch_overhead_s: float
@@ -56,8 +64,8 @@ class Device:
     def identity(self) -> Mapping[str, object]:
         """The fields by which two devices are the same one.
 
-        All fields of a GPU. Of a CPU those that do not depend on when it was measured: one machine, with one number of threads
-        and one limit of memory, is one device, whatever rates each process found.
+        For a GPU these are all fields. For a CPU they leave out the rates, which each process measures anew. One machine with one
+        number of threads and one limit of memory is one device.
         """
         names = _IDENTITY_OF_CPU if self.kind == "cpu" else tuple(field.name for field in fields(self))
         return {name: getattr(self, name) for name in names}

@@ -42,16 +42,16 @@ class _Opaque(torch.autograd.Function):
 
 
 def opaque(function: F, *, example_outputs: Callable[..., Any]) -> F:
-    """``function``, made traceable by a description of what it returns.
+    """Return ``function``, made traceable by a description of what it returns.
 
-    For custom CUDA extensions without a meta kernel, for numpy or `.item()` inside forward, for shapes that depend on data.
-    On real tensors the function runs as it is. While a step is traced, ``example_outputs`` is called instead: its bytes and
-    those of the inputs are accounted for (forward and backward), its arithmetic is not.
+    Use it for custom CUDA extensions without a meta kernel, for numpy or `.item()` inside forward, and for shapes that depend on
+    data. On real tensors the function runs as it is. In a trace ``example_outputs`` is called instead. The bytes of its outputs
+    and of the inputs are counted, forward and backward; its arithmetic is not.
 
     Args:
         function: takes tensors and other values.
-        example_outputs: takes the same arguments, on the meta device, and returns a tensor or a tuple of tensors of the
-            expected shapes, for instance ``lambda boxes, scores: boxes.new_empty(100, 4)``.
+        example_outputs: takes the same arguments on the meta device. Returns a tensor or a tuple of tensors of the expected
+            shapes, for instance ``lambda boxes, scores: boxes.new_empty(100, 4)``.
 
     Example:
         >>> import torch

@@ -66,8 +66,8 @@ class CpuProbe:
 class PeakResidentSet:
     """Peak of the resident set since :meth:`start`.
 
-    On Linux the kernel keeps the peak (VmHWM) and lets a process reset its own; elsewhere, or where that is forbidden, a
-    thread samples every 20 ms and may miss short peaks. ``method`` says which.
+    On Linux the kernel keeps the peak (VmHWM), and a process may reset its own. Elsewhere a thread samples every 20 ms and may
+    miss short peaks. ``method`` says which.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """GpuProbe: a run on a CUDA device, by PyTorch's allocator and by the driver.
 
-What is wanted is what the driver counts for this process, its context included: that is what fits a card or does not, and what
-predictors are trained on. The driver can only be sampled, the allocator keeps its own exact peak; so the peak is the
-allocator's peak plus what the process had beside the allocator. In order of trust that comes from NVML's figure for this
-process, from the whole card's while nobody else was on it, or from the catalog.
+The peak is what the driver counts for this process, its context included. That decides whether a run fits a card, and predictors
+are trained on it. The driver can only be sampled, but the allocator keeps its own exact peak. So the peak is the allocator's
+peak plus what the process had beside the allocator. In order of trust, that comes from NVML's figure for this process, from the
+whole card's while nobody else was on it, or from the catalog.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NvmlProbe: what the driver says of one GPU, sampled in a thread.
 
-Every figure may be missing: there may be no NVML, no permission, no such sensor (NOT_SUPPORTED), a container that hides or
-renumbers the processes, or a GPU that falls off the bus. Whatever fails is left out of the reading and named in its notes.
+Every figure may be missing. There may be no NVML, no permission or no such sensor (NOT_SUPPORTED). A container may hide or
+renumber the processes, and a GPU may fall off the bus. Whatever fails is left out of the reading and named in its notes.
 """
 
 from __future__ import annotations

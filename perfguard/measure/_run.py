@@ -34,14 +34,15 @@ _OUT_OF_MEMORY_SIGNS = (
 
 
 class Run:
-    """Measures one trial from :meth:`start` to :meth:`finish`; also a context manager.
+    """Measures one trial from :meth:`start` to :meth:`finish`. Also a context manager.
 
-    The measurement names the device that the run really used: the CUDA device on which this process made tensors meanwhile, or
-    else the processor. Where that is not ``device``, :meth:`Measurement.is_of` says so.
+    The measurement names the device that really ran: the CUDA device on which this process made tensors, else the processor. See
+    :meth:`Measurement.is_of`.
 
-    Steps are marked by :meth:`step`. Where the trial never calls it, every ``optimizer.step()`` of the thread marks one.
-    While several runs of one process use the same device, what the process cost cannot be attributed to any of them: their
-    memory and energy are reported as not measured. Runs in several processes are told apart by what NVML counts for each.
+    :meth:`step` marks a step. If the trial never calls it, every ``optimizer.step()`` of the thread marks one.
+
+    Several runs of one process on the same device cannot be told apart, so their memory and energy are not measured. Runs in
+    several processes are told apart by what NVML counts for each.
 
     Example:
         >>> from perfguard.devices import cpu

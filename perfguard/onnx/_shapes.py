@@ -203,8 +203,8 @@ def infer(path: Path, model: onnx.ModelProto, *, rebatched: bool) -> Inferred:
         rebatched: the user gave other sizes than the file has, so that what it says of inner shapes is not believed.
 
     Raises:
-        OnnxError: if a Reshape contradicts the sizes (a batch that was fixed at export), a value is absurdly large, an operator
-            has inputs or attributes that it cannot have, or a loop runs too often.
+        OnnxError: If a Reshape contradicts the sizes (a batch that was fixed at export). If a value is absurdly large. If an
+            operator has inputs or attributes that it cannot have. If a loop runs too often.
     """
     declared = {value.name: value.type for value in (*model.graph.value_info, *model.graph.output)}
     return _Inference(path, model, {} if rebatched else declared).run()

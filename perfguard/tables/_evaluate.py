@@ -157,8 +157,10 @@ def score(pairs: Iterable[tuple[float, Any]]) -> Score | None:
 
 
 def report(results: Sequence[Evaluated], *, threshold: float = 0.5) -> list[dict[str, Any]]:
-    """By source, mode and GPU: scores of memory and of time, and for runs that did not fit the share that was caught, beside
-    the share of fitting runs that would have been pruned, at P(out of memory) above ``threshold``."""
+    """Return the scores of memory and of time by source, mode and GPU.
+
+    They include the fractions of failed and of fitting runs that would be pruned at P(out of memory) above ``threshold``.
+    """
     groups: dict[tuple[str, str, str], list[Evaluated]] = {}
     for result in results:
         if result.row is not None:

@@ -120,9 +120,9 @@ def _draw_limits(figure: go.Figure, view: BudgetView) -> None:
 def plot_savings(study: optuna.Study) -> go.Figure:
     """What the study spent, and what it would have spent with the trials that were pruned before launch.
 
-    The time of launched trials is measured (or from start to end, as the study knows them), that of pruned trials is predicted:
-    what each would have taken, had it run to its end. One layer for each limit that pruned. Where no trial time was predicted,
-    for want of ``Workload(steps=...)``, trials are counted instead.
+    The time of launched trials is measured, or taken from the study's clock. The time of pruned trials is predicted: what each
+    would have taken to its end. There is one layer for each limit that pruned. Without ``Workload(steps=...)`` no trial time is
+    predicted, and trials are counted instead.
 
     Args:
         study: a study that ran with a guard.
