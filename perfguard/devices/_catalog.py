@@ -17,6 +17,9 @@ from perfguard.exceptions import UnknownDeviceError
 _SEPARATORS = re.compile(r"[\s_-]+")
 _BRANDS = re.compile(r"^(nvidia|tesla|geforce)+")
 
+USABLE_MEMORY = 0.975
+"""CUDA's total memory is 0.5 to 2.5% below the nominal size on the catalog's cards: the driver keeps the rest."""
+
 
 def catalog() -> Mapping[str, Device]:
     """Every GPU that PerfGuard knows, by id, in the order of the file. The rates are dense.
@@ -38,13 +41,21 @@ def aliases() -> Mapping[str, str]:
     return MappingProxyType(_file()["aliases"])
 
 
-def look_up(name: str) -> Device | None:
+def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
     """The GPU with this id, alias or NVML name; None if the catalog has none.
 
     Case, spaces, underscores and hyphens do not matter, nor a leading brand: "RTX 3090", "rtx-3090" and "NVIDIA GeForce RTX
     3090" are the same card.
+
+    Args:
+        name: as people or the driver write it.
+        memory_bytes: the card's memory. It tells cards with the same NVML name apart: the RTX 3080 is sold with 10 and 12 GB.
     """
-    return _by_key().get(_key(name))
+    device = _by_key().get(_key(name))
+    if device is None or memory_bytes is None:
+        return device
+    namesakes = [catalog()[id_] for id_, nvml_name in _nvml_names().items() if nvml_name == _nvml_names()[device.id]]
+    return min(namesakes, key=lambda namesake: abs(namesake.memory_bytes - memory_bytes))
 
 
 def find(name: str) -> Device:
@@ -72,9 +83,15 @@ def is_alias(name: str) -> bool:
 
 
 def is_short_for(name: str, device: Device) -> bool:
-    """Return whether ``name`` is an alias that fits ``device`` as well as the card that it stands for: "a100" fits every A100."""
+    """Return whether ``name`` fits ``device`` as well as the card that it stands for.
+
+    The alias "a100" fits every A100. A name that the driver gives to cards of several sizes fits each size.
+    """
     words = next((alias.split("-") for alias in aliases() if _key(alias) == _key(name)), None)
-    return words is not None and set(words) <= set(re.split("[-:]", device.id))
+    if words is not None and set(words) <= set(re.split("[-:]", device.id)):
+        return True
+    named, nvml_names = look_up(name), _nvml_names()
+    return named is not None and device.id in nvml_names and nvml_names[named.id] == nvml_names[device.id]
 
 
 def same_name(one: str, other: str) -> bool:
@@ -95,12 +112,23 @@ def _file() -> Any:
 def _devices() -> Mapping[str, Device]:
     devices = {}
     for row in _file()["devices"]:
-        fields = {name: value for name, value in row.items() if name != "nvml_name"}
-        devices[row["id"]] = Device(kind="cuda", **fields)
+        fields = {name: value for name, value in row.items() if name not in ("nvml_name", "memory_gb")}
+        defaults = {
+            "memory_bytes": int(USABLE_MEMORY * row["memory_gb"] * 2**30),
+            **_file()["architectures"][row["architecture"]],
+        }
+        devices[row["id"]] = Device(kind="cuda", **(defaults | fields))
     return MappingProxyType(devices)
 
 
 @functools.lru_cache(maxsize=1)
+def _nvml_names() -> dict[str, str]:
+    """By id. Cards of several sizes may share one."""
+    return {row["id"]: row["nvml_name"] for row in _file()["devices"]}
+
+
+@functools.lru_cache(maxsize=1)
 def _by_key() -> Mapping[str, Device]:
-    names = {row["nvml_name"]: row["id"] for row in _file()["devices"]} | dict(aliases()) | {id_: id_ for id_ in catalog()}
+    first = {nvml_name: id_ for id_, nvml_name in reversed(_nvml_names().items())}  # the first of each name stays
+    names = first | dict(aliases()) | {id_: id_ for id_ in catalog()}
     return {_key(name): catalog()[id_] for name, id_ in names.items()}

@@ -9,17 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
-from perfguard.devices._catalog import find, is_short_for, look_up
+from perfguard.devices._catalog import USABLE_MEMORY, find, is_short_for, look_up
 from perfguard.devices._cpu import cpu
 from perfguard.devices._spec import Device
 from perfguard.exceptions import ConfigurationError
 
 _T = TypeVar("_T")
 
-# CUDA's total memory is 0.5 to 2.5% below NVML's on the catalog's cards (the driver keeps the rest), and the sizes that one
-# name is sold with are at least a third apart.
-_USABLE_MEMORY = 0.975
-_SAME_MEMORY = 0.1
+_SAME_MEMORY = 0.1  # the sizes that one name is sold with are at least a fifth apart
 
 # For cards outside the catalog: low guesses, so that an unknown card is thought slower rather than faster than it is.
 _SUSTAINED_CLOCK = 0.85  # NVML tells the highest clock; data sheets count with the boost clock
@@ -136,13 +133,13 @@ def _describe(nvml: Nvml, handle: Any) -> Device:
     raw_name = nvml.nvmlDeviceGetName(handle)
     name = raw_name.decode() if isinstance(raw_name, bytes) else raw_name
     total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    known = look_up(name)
+    known = look_up(name, total_bytes)
     if known is None:
-        return _from_nvml(nvml, handle, name, int(total_bytes * _USABLE_MEMORY))
+        return _from_nvml(nvml, handle, name, int(total_bytes * USABLE_MEMORY))
     if abs(total_bytes / known.memory_bytes - 1) < _SAME_MEMORY:
         return known
     source = f"{known.source}; memory of this card from NVML"
-    return replace(known, memory_bytes=int(total_bytes * _USABLE_MEMORY), source=source)
+    return replace(known, memory_bytes=int(total_bytes * USABLE_MEMORY), source=source)
 
 
 def id_of(name: str) -> str:

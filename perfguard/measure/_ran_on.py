@@ -55,7 +55,7 @@ class RanOn:
         if self.kind == "cpu":
             return "cpu"
         card, _, profile = self.name.partition(_MIG)
-        known = look_up(card)
+        known = look_up(card, None if profile else self.total_bytes)
         if known is None:
             return id_of(self.name)
         return f"{known.id}:{profile}" if profile else known.id

@@ -94,7 +94,7 @@ def _known(value: _T | None) -> _T:
 
 T4 = Card("Tesla T4", 15360, uuid="GPU-t4")
 A100 = Card("NVIDIA A100-PCIE-40GB", 40960, uuid="GPU-a100")
-RTX_3080 = Card("NVIDIA GeForce RTX 3080", 10240, "GPU-3080", (8, 6), 8704, 2100, 9501, 320, 320_000)
+UNKNOWN = Card("NVIDIA GeForce RTX 3080 Next", 10240, "GPU-3080", (8, 6), 8704, 2100, 9501, 320, 320_000)
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,11 @@ def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("Tesla T4", 15360, "t4"),
         (b"Tesla T4", 16160, "t4"),
+        ("NVIDIA GeForce RTX 3080", 10240, "rtx3080"),
+        ("NVIDIA GeForce RTX 3080", 12288, "rtx3080-12gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16380, "rtx4060ti-16gb"),
+        ("NVIDIA A40", 46068, "a40"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", 6144, "rtx3060-laptop"),
         ("Tesla P100-PCIE-16GB", 16384, "p100-pcie-16gb"),
         ("NVIDIA A10G", 23028, "a10g"),
         ("NVIDIA L4", 23034, "l4"),
@@ -137,9 +142,9 @@ def test_a_known_card_with_another_memory_keeps_its_rates_and_tells_its_memory()
 
 
 def test_an_unknown_card_is_described_by_what_nvml_tells_and_never_faster_than_it_is() -> None:
-    found = detect_gpu(nvml=FakeNvml([RTX_3080]))
+    found = detect_gpu(nvml=FakeNvml([UNKNOWN]))
     assert found is not None
-    assert (found.id, found.name, found.kind) == ("nvidia-geforce-rtx-3080", "NVIDIA GeForce RTX 3080", "cuda")
+    assert (found.id, found.name, found.kind) == ("nvidia-geforce-rtx-3080-next", "NVIDIA GeForce RTX 3080 Next", "cuda")
     assert (found.num_sms, found.tdp_w, found.architecture) == (68, 320.0, "compute 8.6")
     assert found.bandwidth_bytes_per_s == pytest.approx(760e9, rel=1e-3)
     assert 9.5 * 2**30 < found.memory_bytes < 10 * 2**30
@@ -151,7 +156,7 @@ def test_an_unknown_card_is_described_by_what_nvml_tells_and_never_faster_than_i
 
 @pytest.mark.parametrize(("capability", "rates"), [((6, 1), {"fp32"}), ((7, 5), {"fp32", "fp16"})])
 def test_an_unknown_card_has_no_rate_that_its_generation_lacks(capability: tuple[int, int], rates: set[str]) -> None:
-    found = detect_gpu(nvml=FakeNvml([Card("GeForce GTX 1660", 6144, capability=capability, cores=1408)]))
+    found = detect_gpu(nvml=FakeNvml([Card("GeForce GTX 1600", 6144, capability=capability, cores=1408)]))
     assert found is not None
     assert set(found.peak_flops) == rates
 
