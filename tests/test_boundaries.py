@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import zipfile
@@ -33,6 +34,8 @@ FORBIDDEN = {
     "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_packing", *_MODELS},
     "integrations/perfguard_packing": {"perfguard_optuna", "perfguard_ray", *_MODELS, "optuna", "ray"},
 }
+CIRCLES_LEFT = ("perfguard.graph", "perfguard.onnx", "perfguard.workload", "perfguard._batch")
+"""Modules that still import in circles."""
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 
 
@@ -73,6 +76,33 @@ def test_imports_point_to_the_core(package: str) -> None:
         if name in FORBIDDEN[package]
     }
     assert not wrong
+
+
+def module_imports() -> Iterator[tuple[str, str]]:
+    """Each of our modules, with each name that it imports from another of ours."""
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            module = ".".join(path.relative_to((ROOT / package).parent).with_suffix("").parts).removesuffix(".__init__")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("perfguard"):
+                    yield from ((module, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_no_circle_of_imports() -> None:
+    pairs = [pair for pair in module_imports() if not pair[0].startswith(CIRCLES_LEFT)]
+    modules = {module for module, _ in pairs}
+    imports: dict[str, set[str]] = {module: set() for module in modules}
+    for module, name in pairs:
+        imports[module].add(name if name in modules else name.rpartition(".")[0])
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle
+
+
+@pytest.mark.parametrize("package", ["perfguard", "perfguard_optuna", "perfguard_ray", "perfguard_packing"])
+def test_no_private_name_of_another_package(package: str) -> None:
+    others = {
+        (module, name) for module, name in module_imports() if module.partition(".")[0] == package != name.partition(".")[0]
+    }
+    assert not {pair for pair in others if "._" in pair[1]}
 
 
 def test_importing_perfguard_loads_nothing_heavy() -> None:

@@ -29,9 +29,9 @@ class LogAssessment:
     quarantined: tuple[Quarantined, ...] = ()
     drifts: tuple[Drift, ...] = ()
     widening: Mapping[Target, float] = field(default_factory=dict)
-    """What the standard deviation of the next prediction is to be multiplied by."""
+    """The factor on the standard deviation of the next prediction, by target."""
     misfits: tuple[Quarantined, ...] = ()
-    """The runs at which the predictor turned out not to fit; what was read until then is quarantined for the same reason."""
+    """The runs at which the predictor turned out not to fit. What was read until then is quarantined for the same reason."""
 
 
 def assess_log(

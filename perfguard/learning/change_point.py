@@ -25,25 +25,26 @@ from perfguard.quantities import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The world changed."""
+    """A change of the world, after which runs cost something else."""
 
     first: Observation
-    """Of the new regime."""
+    """The first run of the new regime."""
     reason: str
+    """What changed, in words."""
     noticed: Observation
-    """The run that showed it."""
+    """The run that showed the change."""
 
 
 class Shift(NamedTuple):
     """Where errors moved for good, as indices of runs."""
 
     runs: Sequence[int]
-    """That moved, until it was noticed."""
+    """The runs that moved, up to the one that showed it."""
     drift: Drift
 
     @property
     def noticed(self) -> int:
-        """The run that showed it."""
+        """The run that showed the shift."""
         return self.runs[-1]
 
 

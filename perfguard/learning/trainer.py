@@ -48,12 +48,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one update came to."""
+    """The result of one update."""
 
     weights_id: str
     promoted: bool
     num_rows: int
-    """That were learnt."""
+    """The runs that were learnt."""
     metrics: Mapping[str, float]
     """Mean |log(measured / predicted)| by "recent" or "kept back", target, and "before" or "after"; "shipped moved": how far from
     the shipped weights it is on what these were fitted to."""
@@ -66,12 +66,12 @@ class Generation:
 class OnlineTrainer:
     """Fine-tunes a predictor's weights on a log, and promotes them there if they are better.
 
-    A generation learns from at most ``max_rows`` runs of all devices: half of each device's share are its newest, half are drawn
-    from all that came before, so that nothing old is forgotten. The newest quarter of the runs of each device (at most 200), and
-    one run in five of the others (the same for every generation), are kept back to judge it: it must be better on the newest, by
-    more than chance, and no worse on the others of the present regime, than what is in use, and leave what the shipped weights
-    were fitted to as it was. Its memory is bounded by
-    ``max_rows``, its processor time by where it runs.
+    A generation learns from at most ``max_rows`` runs of all devices. Half of each device's share are its newest runs, half are
+    drawn from all that came before, so that nothing old is forgotten. The newest quarter of the runs of each device (at most
+    200), and one run in five of the others (the same for every generation), are kept back to judge it.
+
+    It is promoted if it is better on the newest than what is in use, by more than chance, no worse on the others of the present
+    regime, and leaves what the shipped weights were fitted to as it was.
 
     Args:
         log: from which to learn, and in which to promote.

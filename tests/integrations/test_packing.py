@@ -185,9 +185,3 @@ def test_the_command_plans_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "in all (" in capsys.readouterr().out
     assert main(["pack", str(tmp_path / "none.csv"), "--gpus", "t4"]) == 1
     assert "cannot be read" in capsys.readouterr().err
-
-
-def test_the_old_name_perfguard_packing_still_works_and_names_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match="Import Job from perfguard_packing"):
-        from perfguard.packing import Job as OldJob
-    assert OldJob is Job
