@@ -87,7 +87,7 @@ class CachingAllocator:
     def malloc(self, num_bytes: int) -> int | None:
         """A block of at least ``num_bytes``, to be handed to :meth:`free`; None for none."""
         blocks = [0]
-        self.run([0], [rounded(num_bytes)], blocks)
+        self.run([0], [rounded(max(num_bytes, 0))], blocks)
         return blocks[0] or None
 
     def free(self, block: int | None) -> None:
@@ -184,9 +184,9 @@ class CachingAllocator:
         return have + mapped, end - have
 
 
-def rounded(num_bytes: int) -> int:
-    """The size of a block for ``num_bytes``, before anything is split off or kept whole."""
-    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK if num_bytes > 0 else 0
+def rounded(num_bytes: Any) -> Any:
+    """The size of a block for ``num_bytes``: of one integer, or of each in an array."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 def segment_size(size: int) -> int:
@@ -282,13 +282,13 @@ def replay_allocator(graph: Step, settings: AllocatorSettings | None = None) -> 
         settings: of the allocator. None: PyTorch's default.
     """
     settings = settings or AllocatorSettings()
-    return replay_program(program_of(graph), graph.storage_bytes.tolist(), settings)
+    return replay_program(program_of(graph), graph.storage_bytes, settings)
 
 
-def replay_program(program: Program, storage_bytes: list[int], settings: AllocatorSettings) -> AllocatorReplay:
-    """:func:`replay_allocator` of a step whose storages have ``storage_bytes``."""
+def replay_program(program: Program, storage_bytes: npt.NDArray[Any], settings: AllocatorSettings) -> AllocatorReplay:
+    """:func:`replay_allocator` of a step whose storages have ``storage_bytes`` (S,)."""
     number, inputs = len(storage_bytes), program.inputs
-    sizes = [*map(rounded, storage_bytes), rounded(settings.cublas_workspace_bytes), *[0] * len(inputs)]
+    sizes = [*rounded(storage_bytes).tolist(), rounded(settings.cublas_workspace_bytes), *[0] * len(inputs)]
     blocks = [0] * len(sizes)
     allocator = CachingAllocator(settings)
     allocator.run(program.lasting, sizes, blocks)

@@ -51,7 +51,7 @@ def reserved_bytes_of(form: Step, storage_bytes: npt.NDArray[Any]) -> npt.NDArra
     units = _reserved_units(program, _wanted(program, storage_bytes)) if len(storage_bytes) >= _MANY else None
     if units is not None:
         return units * MIN_BLOCK
-    found = [replay_program(program, row, settings).reserved_bytes for row in storage_bytes.tolist()]
+    found = [replay_program(program, row, settings).reserved_bytes for row in storage_bytes]
     return np.array(found, dtype=np.int64 if max(found, default=0) < 2**63 else object)
 
 
