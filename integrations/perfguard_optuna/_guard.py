@@ -178,7 +178,7 @@ class OptunaGuard(Guard):
         None: not yet, because ``build`` is missing, asks for a parameter that ``params`` does not have, or, unless this is the
         ``final`` attempt, took a default for one. The parameters of a trial that did not fit are remembered: they are judged
         once more if another trial was launched since, and not again. ``threshold`` is the chance of breaking a limit to accept,
-        in the place of what the account has left.
+        in the place of what the risk budget has left.
         """
         if build is None:
             return None
@@ -250,7 +250,7 @@ class OptunaGuard(Guard):
         """What is remembered of these very parameters, if judging them again would come to the same.
 
         None: they were not judged yet; or only once, and a trial was launched since, from which the guard may have learnt; or
-        ``threshold``, by default what the account has left, accepts their chance of breaking a limit.
+        ``threshold``, by default what the risk budget has left, accepts their chance of breaking a limit.
         """
         accepted = self.threshold if threshold is None else threshold
         proposed = params.all() if isinstance(params, WatchedParams) else params
@@ -553,10 +553,10 @@ class Search:
 
     @property
     def threshold(self) -> float | None:
-        """The chance of breaking a limit to accept; None: what the guard's account has left.
+        """The chance of breaking a limit to accept; None: what the guard's risk budget has left.
 
         A search that has found nothing sure for a while, but something that is more likely to fit than not, begins a new
-        account: without that, a machine whose times scatter would end a study that has trials to run.
+        risk budget: without that, a machine whose times scatter would end a study that has trials to run.
         """
         if self.num_rejected < PATIENCE or self.least_doubtful > self.guard.first_threshold:
             return None
