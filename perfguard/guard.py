@@ -69,11 +69,12 @@ _TRIALS_IN_ADVANCE = 10
 class Guard:
     """Decides before the launch, from calibrated predictions; learns from what was measured.
 
-    ``risk`` is the share of the launched trials that may break a limit. The guard keeps an account of the chances that it has
-    accepted: a clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
-    lost, and a trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`. A failure of
-    the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why. A guard that is
-    ``strict`` raises an :class:`UnguardedTrialError` instead.
+    ``risk`` is the share of the launched trials that may break a limit. The guard keeps a risk budget of the chances that it has
+    accepted. A clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
+    lost. A trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`.
+
+    A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why. A guard
+    that is ``strict`` raises an :class:`UnguardedTrialError` instead.
 
     Example:
         >>> guard = Guard("a100", memory_budget="38GiB")                    # doctest: +SKIP
@@ -179,7 +180,7 @@ class Guard:
 
     @property
     def first_threshold(self) -> float:
-        """The chance of breaking a limit up to which the first trial of a guard is launched, when its account is untouched."""
+        """The chance of breaking a limit up to which the first trial of a guard is launched."""
         return max(self.risk, min(EVEN_CHANCE, self.risk * _TRIALS_IN_ADVANCE))
 
     def trace(self, workload: Workload) -> OpGraph:
@@ -245,7 +246,7 @@ class Guard:
         threshold: float | None = None,
         time_left_s: float | None = None,
     ) -> Verdict:
-        """Launch or prune; ``threshold`` is the chance to accept, by default what the account has left."""
+        """Launch or prune; ``threshold`` is the chance to accept, by default what the risk budget has left."""
         with gc_paused():
             try:
                 graph = graph or self.trace(workload)
@@ -342,7 +343,7 @@ class Guard:
             params: the trial's hyperparameters, for the log.
             time_left_s: what is left of the study's time; a trial that would take longer is not launched.
             trial_id: the tuner's own name of the trial, where it has one beside the number, for the log.
-            threshold: the chance of breaking a limit to accept. None: what the account has left, :attr:`threshold`.
+            threshold: the chance of breaking a limit to accept. None: what the risk budget has left, :attr:`threshold`.
 
         Raises:
             UnguardedTrialError: if the trial cannot be judged, or not by all budgets, and the guard is strict.

@@ -1,6 +1,6 @@
-"""The account of a study: what ran, what was turned down and why, what that saved, and what was not measured.
+"""The summary of a study: what ran, what was turned down and why, what that saved, and what was not measured.
 
-Integrations read their trials as :class:`TrialRecord` and count them into a :class:`TrialAccount`.
+Integrations read their trials as :class:`TrialRecord` and count them into a :class:`GuardSummary`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialAccount(ABC):
-    """The counts that every integration prints. ``print(account)`` is the table; None: nothing to say it from."""
+class GuardSummary(ABC):
+    """The counts that every integration prints. ``print(summary)`` is the table; None: nothing to say it from."""
 
     num_launched: int
     """Trials that ran, or still run."""
@@ -131,7 +131,7 @@ class TrialAccount(ABC):
             pruned: those that were turned down.
             measured: the launched ones of which it is known whether they broke a budget.
             pruned_for: of each pruned trial the limit that turned it down.
-            own: the fields of the integration's own account.
+            own: the fields of the integration's own summary.
         """
         saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
         counts: dict[str, Any] = {
@@ -168,7 +168,7 @@ class TrialAccount(ABC):
         return f"{self.num_pruned}" + (f" ({counts})" if counts else "")
 
     def table(self) -> Table:
-        """The account as a table for the terminal."""
+        """The summary as a table for the terminal."""
         from rich.markup import escape
         from rich.table import Table
 
@@ -204,4 +204,4 @@ def as_text(table: Table) -> str:
     return text.getvalue().rstrip()
 
 
-__all__ = ["QUANTITIES", "TrialAccount", "TrialRecord", "as_text", "mean_error", "time_in_words"]
+__all__ = ["QUANTITIES", "GuardSummary", "TrialRecord", "as_text", "mean_error", "time_in_words"]

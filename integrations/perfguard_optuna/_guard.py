@@ -178,7 +178,7 @@ class OptunaGuard(Guard):
         None: not yet, because ``build`` is missing, asks for a parameter that ``params`` does not have, or, unless this is the
         ``final`` attempt, took a default for one. The parameters of a trial that did not fit are remembered: they are judged
         once more if another trial was launched since, and not again. ``threshold`` is the chance of breaking a limit to accept,
-        in the place of what the account has left.
+        in the place of what the risk budget has left.
         """
         if build is None:
             return None
@@ -553,10 +553,10 @@ class Search:
 
     @property
     def threshold(self) -> float | None:
-        """The chance of breaking a limit to accept; None: what the guard's account has left.
+        """The chance of breaking a limit to accept; None: what the guard's risk budget has left.
 
-        A search may find nothing sure for a while, but something that is more likely to fit than not. Then it begins with fresh
-        risk. Otherwise a machine whose times scatter would end a study that has trials to run.
+        A search may find nothing sure for a while, but something that is more likely to fit than not. Then it begins a new
+        risk budget. Otherwise a machine whose times scatter would end a study that has trials to run.
         """
         if self.num_rejected < PATIENCE or self.least_doubtful > self.guard.first_threshold:
             return None

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from perfguard.budget import NOUNS
 from perfguard.quantities import format_quantity, format_seconds
-from perfguard.summary import TrialAccount, TrialRecord, mean_error, time_in_words
+from perfguard.summary import GuardSummary, TrialRecord, mean_error, time_in_words
 from perfguard_optuna._attributes import record_of
 
 _FIRST, _LAST = 5, 10
@@ -25,8 +25,8 @@ _HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred →
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudySummary(TrialAccount):
-    """The guard's account of a study. Errors are mean relative errors, |predicted / measured - 1|; None: nothing to compare."""
+class StudySummary(GuardSummary):
+    """The guard's summary of a study. Errors are mean relative errors, |predicted / measured - 1|; None: nothing to compare."""
 
     num_unjudged: int
     """Launched without a verdict, because PerfGuard was not asked, or could not tell what the trial runs."""
@@ -67,7 +67,7 @@ class StudySummary(TrialAccount):
 
 
 def summarize(study: optuna.Study) -> StudySummary:
-    """The guard's account of ``study``, from what it wrote into the trials."""
+    """The guard's summary of ``study``, from what it wrote into the trials."""
     finished = finished_trials(study)
     launched = [record for _, record in finished if record.verdict != "prune"]
     pruned = [record for _, record in finished if record.verdict == "prune"]

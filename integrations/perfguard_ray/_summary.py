@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from perfguard.budget import Quantity, quantity_of
 from perfguard.measure import Measurement
 from perfguard.quantities import format_seconds
-from perfguard.summary import TrialAccount, TrialRecord
+from perfguard.summary import GuardSummary, TrialRecord
 from perfguard_ray._ledger import Ledger, ledger_of
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _ENDED = ("ok", "oom", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary(TrialAccount):
-    """The guard's account of a Tune run. ``print(summary)`` is the table; None: nothing to say it from."""
+class RunSummary(GuardSummary):
+    """The guard's summary of a Tune run. ``print(summary)`` is the table; None: nothing to say it from."""
 
     study: str
     """The name of the run in the measurement log."""
@@ -83,13 +83,13 @@ class RunSummary(TrialAccount):
 
 
 def summarize(search: Any) -> RunSummary:
-    """The guard's account of a Tune run, from the measurement log.
+    """The guard's summary of a Tune run, from the measurement log.
 
     Example:
         >>> tuner.fit()                                                                             # doctest: +SKIP
         >>> print(perfguard_ray.summarize(search))                                                  # doctest: +SKIP
 
-    A run prints it at its end, unless ``RunConfig(verbose=0)``; a run that is restored prints the account of the whole.
+    A run prints it at its end, unless ``RunConfig(verbose=0)``; a run that is restored prints the summary of the whole.
 
     Args:
         search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its PerfGuardCallback.

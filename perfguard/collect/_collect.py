@@ -53,7 +53,7 @@ class CollectReport:
     earlier_rows: int = 0
     processes: int = 0
     seconds: float = 0.0
-    ended_by: str = "the order came to an end"
+    ended_by: str = "the sequence came to an end"
 
     @property
     def num_rows(self) -> int:

@@ -36,7 +36,7 @@ class LatencyConstraint:
     """Whether a network runs fast enough, on little enough energy and memory, on a given device.
 
     It judges a candidate as :class:`perfguard.Guard` judges a trial: by a budget of latency, energy and memory, at an accepted
-    risk. It keeps no account of risks and no log, because a candidate is not launched.
+    risk. It keeps no risk budget and no log, because a candidate is not launched.
 
     Example:
         >>> from torch import nn

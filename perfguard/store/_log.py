@@ -82,7 +82,7 @@ class Log:
         self._retry_at_s = time.monotonic() + _PATIENCE * waited_s if waited_s > _LONG_S else 0.0
 
     def now_ns(self) -> int:
-        """Strictly increasing within the store, so that rows keep their order."""
+        """Return the time, in nanoseconds since 1970. It strictly increases, so that rows keep their order."""
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         return self._last_ns
 
