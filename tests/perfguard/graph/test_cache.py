@@ -88,7 +88,7 @@ def random_workloads(seed: int, *, count: int) -> list[Workload]:
     for parameter in model.parameters():
         parameter.requires_grad_(rng.random() < 0.95)
     next(iter(model.parameters())).requires_grad_(True)
-    optimizers = [random_optimizer(rng, model) for _ in range(3)]
+    optimizers = [random_optimizer(rng, model) for _ in range(2)]
     precisions: Any = rng.sample(["fp32", "bf16", "amp-bf16", "fp16", "amp-fp16"], 2)
     mode: Any = rng.choice(["train", "train", "train", "infer"])
     options: dict[str, Any] = {"loss": total, "ema": rng.random() < 0.1, "ddp": rng.random() < 0.1} if mode == "train" else {}
@@ -97,10 +97,9 @@ def random_workloads(seed: int, *, count: int) -> list[Workload]:
     for index in range(count):
         inner = int(index >= count // 2)  # the first half sets the bounds
         sample = shape(16 + step * rng.randint(inner * bool(steps), steps - inner * bool(steps)))
-        batch, precision = unit * rng.randint(2 + inner, 8 - inner), precisions[rng.random() < 0.15]
-        drawn.append(
-            Workload(model, (batch, *sample), optimizer=rng.choice(optimizers), precision=precision, mode=mode, **options)
-        )
+        batch = unit * rng.randint(2 + inner, 8 - inner)
+        precision, optimizer = (some[rng.random() < 0.1] for some in (precisions, optimizers))
+        drawn.append(Workload(model, (batch, *sample), optimizer=optimizer, precision=precision, mode=mode, **options))
     return drawn
 
 
