@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_training.dataset import dataset_of
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
-    roofline = SUMS.index("log_roofline")
+    roofline = STEP_FEATURES.index("log_roofline")
     factors: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for run in dataset_of([arguments.table], "sums", cache=arguments.cache).runs:
         if "time" in run.labels:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perfguard.graph import Op, OpGraph, SizedGraphs, roofline_of_all, roofline_s
+from perfguard.graph import GraphBatch, batch_roofline_s
 from perfguard.predictor import Estimate
 
 if TYPE_CHECKING:
@@ -36,22 +36,13 @@ Sums = dict[str, tuple[float, int]]
 """Of each kind the roofline seconds, and the calls."""
 
 
-def sums_by_kind(graph: OpGraph, device: Device) -> Sums:
-    """What the rates are applied to."""
-    sums: Sums = {}
-    for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
-        kind = _kind(op)
-        before, calls = sums.get(kind, (0.0, 0))
-        sums[kind] = before + seconds, calls + 1
-    return sums
-
-
-def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
-    """The same for each of ``graphs``."""
-    seconds, ops = roofline_of_all(graphs, device), graphs.form.ops
-    kinds = np.array([op.kind for op in ops], dtype=object)
-    in_groups = (kinds == "conv") & (graphs.attribute_at("groups", 0, 1) > 1)
-    is_pointwise = (kinds == "conv") & ~in_groups & (graphs.attribute_product("weight_shape", 2) == 1)
+def sums_by_kind(graphs: GraphBatch, device: Device) -> list[Sums]:
+    """What the rates are applied to, for each of ``graphs``. Convolutions are told apart as their libraries do: depthwise or in
+    groups, of one pixel, of more."""
+    seconds, kinds = batch_roofline_s(graphs, device), np.array([op.kind for op in graphs.skeleton.ops], dtype=object)
+    in_groups = (kinds == "conv") & (graphs.attribute("groups", length=1)[..., 0] > 1)
+    taps = graphs.attribute("weight_shape", length=2)[..., 2:].prod(axis=-1)
+    is_pointwise = (kinds == "conv") & ~in_groups & (taps == 1)
     found: list[Sums] = [{} for _ in range(len(graphs))]
     named = np.where(in_groups, "conv in groups", np.where(is_pointwise, "conv 1x1", kinds))  # shape: (C, N)
     for kind in np.unique(named.astype(str)).tolist():
@@ -61,15 +52,6 @@ def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
             if calls:
                 sums[kind] = total, calls
     return found
-
-
-def _kind(op: Op) -> str:
-    """Convolutions by what their libraries tell apart: depthwise, of one pixel, of more."""
-    if op.kind != "conv":
-        return op.kind
-    if op.attributes["groups"] > 1:
-        return "conv in groups"
-    return "conv 1x1" if math.prod(op.attributes["weight_shape"][2:]) == 1 else "conv"
 
 
 class KindRates:
@@ -99,10 +81,6 @@ class KindRates:
         if known < (1 - _UNKNOWN_SHARE) * total or predicted <= 0:
             return None
         return Estimate(predicted, self.log_sigma)
-
-    def seconds_of_all(self, graphs: SizedGraphs, device: Device) -> list[Estimate | None]:
-        """Of each of ``graphs``."""
-        return [self.seconds_of(sums) for sums in sums_by_kind_of_all(graphs, device)]
 
     def _row(self, sums: Sums) -> npt.NDArray[np.float64]:
         """Seconds of each kind, then calls of each kind."""

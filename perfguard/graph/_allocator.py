@@ -10,9 +10,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from perfguard.graph._schema import OpGraph, Phase, StorageKind
+from perfguard.graph._op import Phase, StorageKind
+
+if TYPE_CHECKING:
+    from perfguard.graph._schema import OpGraph
 
 MIN_BLOCK = 512
 SMALL_REQUEST = 2**20

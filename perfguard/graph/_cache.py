@@ -90,7 +90,7 @@ class TraceCache:
             step = sample.step
             part = self._part(family, workload, optimizer, step.gap, target)
             with self._lock:
-                graph = step.graph if part is None else sample.frames.filled(step.graph.numbers, optimizer, part)
+                graph = step.graph if part is None else sample.frames.filled(step.graph.sizes, optimizer, part)
         with self._lock:
             return _kept(family.graphs, (sizes, optimizer), graph)
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._graph_batch import attributes_key
 from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap
 from perfguard.graph._recorder import Moved
 from perfguard.graph._schema import OpGraph, StorageKind
-from perfguard.graph._template import LARGEST, Sample, Sizes, Template, form_of
+from perfguard.graph._template import LARGEST, Sample, Sizes, Template
 
 _CAST = "_to_copy"
 _Term = tuple[int, int]
@@ -48,7 +49,7 @@ class InAnotherPrecision:
     def agrees(self) -> bool:
         """With what was traced."""
         numbers = self.numbers_at(self._sizes)
-        return numbers is not None and np.array_equal(numbers, self.step.graph.numbers)
+        return numbers is not None and np.array_equal(numbers, self.step.graph.sizes)
 
     def through(self, template: Template) -> InAnotherPrecision | None:
         """The same by another template of the same step, through more traces; None if it has to be matched again."""
@@ -103,8 +104,8 @@ class _Matching:
         self._one = len(known) + len(sizes)
         self._is_constant = [*template.is_constant.tolist(), *[False] * len(sizes), True]
         graph, elements = self._theirs.graph, self._theirs.elements
-        self._starts = graph.op_starts.tolist()
-        self._storage_counts_at = len(graph.numbers)
+        self._starts = graph.size_layout.starts.tolist()
+        self._storage_counts_at = len(graph.sizes)
         moved = [len(read) + len(written) for read, written in zip(elements.read, elements.written, strict=True)]
         self._moved_at = np.cumsum([self._storage_counts_at + len(graph.storages), *moved]).tolist()
         self._my_births, self._their_births = _births_of(step), _births_of(self._theirs)
@@ -161,7 +162,9 @@ class _Matching:
         at, end = self._moved_at[their_at : their_at + 2]
         same_number = len(read) == len(self._theirs.elements.read[their_at]) and len(read) + len(written) == end - at
         counts = [moved.num_elements for moved in (*read, *written)]
-        return same_number and counts == self._known[at:end] and form_of(mine.attributes) == form_of(theirs.attributes)
+        return (
+            same_number and counts == self._known[at:end] and attributes_key(mine.attributes) == attributes_key(theirs.attributes)
+        )
 
     def _moved(self, at: int) -> tuple[tuple[Moved, ...], tuple[Moved, ...]]:
         return self._mine.elements.read[at], self._mine.elements.written[at]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,7 +26,9 @@ from perfguard.graph._allocator import (
     plan_of,
     segment_size,
 )
-from perfguard.graph._schema import OpGraph
+
+if TYPE_CHECKING:
+    from perfguard.graph._schema import OpGraph
 
 _MOST_ROUNDED = LARGE_SEGMENT // MIN_BLOCK + 1
 """Units by which a segment is at most larger than its request, and the address that is left out after it."""
@@ -57,10 +59,9 @@ _programs: WeakKeyDictionary[OpGraph, _Program] = WeakKeyDictionary()
 
 
 def _program_of(graph: OpGraph) -> _Program:
-    first = graph.twin or graph
-    known = _programs.get(first)
+    known = _programs.get(graph)
     if known is None:
-        known = _programs[first] = _make_program(first)
+        known = _programs[graph] = _make_program(graph)
     return known
 
 
@@ -83,31 +84,25 @@ def _make_program(graph: OpGraph) -> _Program:
     return _Program(made(plan.lasting), first + last, later + last, plan.inputs)
 
 
-def reserved_by_default(graph: OpGraph) -> int:
-    """As ``replay_allocator(graph).reserved_bytes``, faster."""
-    program = _program_of(graph)
-    return _reserved_units(program, _wanted(program, graph.storage_bytes[None])[:, 0].tolist()) * MIN_BLOCK
-
-
-def reserved_bytes_of(form: OpGraph, storage_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The same for graphs of one form.
+def reserved_bytes_of(skeleton: OpGraph, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """As ``replay_allocator(graph).reserved_bytes`` for each of C graphs with one skeleton, faster.
 
     Args:
-        form: any graph of the form.
+        skeleton: what they have in common.
         storage_bytes: of each graph the bytes of its storages. Shape: (C, S).
 
     Returns:
-        Shape: (C,).
+        int64, or Python's integers where these would not fit. Shape: (C,).
     """
-    program = _program_of(form)
+    program = _program_of(skeleton)
     wanted = _wanted(program, storage_bytes)
     found = _reserved_units_of_many(program, wanted) if len(storage_bytes) >= _MANY else None
-    if found is None:
-        found = np.array([_reserved_units(program, column) for column in wanted.T.tolist()])
-    return found.astype(np.float64) * MIN_BLOCK
+    units = [_reserved_units(program, column) for column in wanted.T.tolist()] if found is None else found.tolist()
+    num_bytes = [MIN_BLOCK * number for number in units]
+    return np.array(num_bytes, dtype=np.int64 if max(num_bytes, default=0) < 2**63 else object)
 
 
-def _wanted(program: _Program, storage_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _wanted(program: _Program, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Units of the storages, of cuBLAS's workspace, and of the inputs once more. Shapes: (C, S) → (S + 1 + inputs, C)."""
     units = -(-storage_bytes // MIN_BLOCK)
     workspace = np.full((len(units), 1), AllocatorSettings().cublas_workspace_bytes // MIN_BLOCK)

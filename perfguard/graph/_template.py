@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._graph_batch import attributes_key
 from perfguard.graph._optimizer_part import OptimizerPart, StepWithGap, joined
-from perfguard.graph._schema import OpGraph, are_sizes
+from perfguard.graph._schema import OpGraph
 
 Sizes = tuple[int, ...]
 _Numbers = npt.NDArray[Any]
@@ -61,7 +62,7 @@ class Sample:
         """All of the step but its numbers."""
         graph = self.step.graph
         ops = tuple(
-            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, form_of(op.attributes))
+            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, attributes_key(op.attributes))
             for op in graph.ops
         )
         elements = self.step.elements
@@ -76,7 +77,7 @@ class Sample:
         counts = list(map(operator.floordiv, graph.storage_bytes.tolist(), elements.element_bytes))
         for read, written in zip(elements.read, elements.written, strict=True):
             counts += [tensor.num_elements for tensor in (*read, *written)]
-        return np.concatenate([graph.numbers, np.array(counts, dtype=graph.numbers.dtype)])
+        return np.concatenate([graph.sizes, np.array(counts, dtype=graph.sizes.dtype)])
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:
@@ -163,7 +164,7 @@ class Template:
         self.step = samples[basis[0]].step
         """One of those that were traced."""
         self._frames = samples[basis[0]].frames
-        self._num_own = len(self.step.graph.numbers)
+        self._num_own = len(self.step.graph.sizes)
         further = [point for point in samples if point not in basis]
         self.agrees = all(_equal(self._numbers_at(point), samples[point].numbers) for point in further)
         """With all that were traced."""
@@ -261,22 +262,22 @@ class _Frame:
         if part is None or gap is None:
             return
         self._graph = joined(step, part)
-        starts, end = self._graph.op_starts, gap.before_step + len(part.states)
+        starts, end = self._graph.size_layout.starts, gap.before_step + len(part.states)
         own = [(gap.before_state, gap.before_state + len(part.states)), (end, end + len(part.temporaries))]
         own.append((starts[gap.place], starts[gap.place + len(part.ops)]))
-        self._given = np.ones(len(self._graph.numbers), dtype=np.bool_)
+        self._given = np.ones(len(self._graph.sizes), dtype=np.bool_)
         for first, last in own:
             self._given[first:last] = False
-        start = step.graph.op_starts[gap.place]
+        start = step.graph.size_layout.starts[gap.place]
         self._of_gap = slice(start, start + _NUMBERS_OF_GAP)
 
     def filled(self, numbers: _Numbers) -> OpGraph:
         """The graph with ``numbers`` of the step without its optimizer."""
         if self._given is not None:
             given = np.delete(numbers, self._of_gap)
-            numbers = self._graph.numbers.astype(np.result_type(self._graph.numbers, given))
+            numbers = self._graph.sizes.astype(np.result_type(self._graph.sizes, given))
             numbers[self._given] = given
-        return OpGraph.alike(self._graph, numbers)
+        return self._graph.with_sizes(numbers)
 
 
 def _point(sizes: Sizes, axes: Sequence[tuple[int, ...]]) -> _Point:
@@ -293,10 +294,6 @@ def _values(point: _Point, terms: Sequence[_Term]) -> list[int]:
 
 def _equal(numbers: _Numbers | None, others: _Numbers) -> bool:
     return numbers is not None and np.array_equal(numbers, others)
-
-
-def form_of(attributes: Mapping[str, Any]) -> Hashable:
-    return tuple((key, len(value) if are_sizes(value) else value) for key, value in attributes.items())
 
 
 def _independent(points: Sequence[_Point], terms: Sequence[_Term]) -> list[_Point] | None:

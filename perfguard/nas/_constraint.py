@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from perfguard._predict import Network
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.graph import GraphBatch, OpGraph
     from perfguard.nas._space import ElasticSpace
 
 _EVEN_CHANCE = 0.5
@@ -134,18 +134,20 @@ class LatencyConstraint:
     def predict(self, model: Network) -> Prediction:
         """What one inference of ``model`` costs."""
         graph = self.graph_of(model)
-        prediction = self.predictor.predict(graph, self.device)
-        return prediction if self._rates is None else _told(prediction, self._rates.seconds_of(sums_by_kind(graph, self.device)))
+        return self._by_rates([self.predictor.predict(graph, self.device)], graph.as_batch())[0]
 
-    def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
+    def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
         """What :meth:`predict` says of each of ``graphs``."""
         if isinstance(self.predictor, BatchPredictor):
             predictions = self.predictor.predict_all(graphs, self.device)
         else:
             predictions = [self.predictor.predict(graph, self.device) for graph in graphs]
+        return self._by_rates(predictions, graphs)
+
+    def _by_rates(self, predictions: list[Prediction], graphs: GraphBatch) -> list[Prediction]:
         if self._rates is None:
             return predictions
-        return list(map(_told, predictions, self._rates.seconds_of_all(graphs, self.device)))
+        return list(map(_told, predictions, map(self._rates.seconds_of, sums_by_kind(graphs, self.device))))
 
     def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
         """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.
@@ -214,7 +216,7 @@ class LatencyConstraint:
         graph = self.graph_of(model)
         self._surprises.append(math.log(measured_s / self.predictor.predict(graph, self.device).step_time.median))
         self._observations.append(Observation(graph, self.device, measurement))
-        self._told.append((sums_by_kind(graph, self.device), measured_s))
+        self._told.append((sums_by_kind(graph.as_batch(), self.device)[0], measured_s))
         self.predictor.fine_tune(self._observations)
         if len(self._told) >= FEWEST:
             rates = KindRates(self._told)

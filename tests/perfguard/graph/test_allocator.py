@@ -24,7 +24,7 @@ from perfguard.graph import (
     trace,
 )
 from perfguard.graph._allocator import Block
-from perfguard.graph._quick_replay import reserved_by_default, reserved_bytes_of
+from perfguard.graph._quick_replay import reserved_bytes_of
 from perfguard.workload import Workload
 
 KIB, MIB = 2**10, 2**20
@@ -191,7 +191,7 @@ def graphs(draw: st.DrawFn) -> OpGraph:
 @settings(max_examples=300)
 @given(graphs())
 def test_the_replay_that_is_written_out_reserves_what_the_allocator_does(graph: OpGraph) -> None:
-    assert reserved_by_default(graph) == replay_allocator(graph).reserved_bytes
+    assert graph.reserved_bytes == replay_allocator(graph).reserved_bytes
 
 
 @settings(max_examples=200)
@@ -208,17 +208,17 @@ def test_no_size_is_too_large_for_the_replay(graph: OpGraph, exponents: list[int
     large = OpGraph(graph.ops, storages, graph.mode, graph.precision, graph.layout)
     exact = [sum(s.num_bytes for s in storages if s.birth <= at <= s.death) for at in range(-1, len(graph.ops))]
     replay = replay_allocator(large)
-    assert reserved_by_default(large) == replay.reserved_bytes >= replay.allocated_bytes
+    assert large.reserved_bytes == replay.reserved_bytes >= replay.allocated_bytes
     assert large.live_bytes.tolist() == pytest.approx(exact, rel=1e-15)
     small = OpGraph(graph.ops, tuple(s._replace(num_bytes=s.num_bytes % 2**20) for s in storages), "train", "fp32", "nchw")
     rows = [[storage.num_bytes for storage in some.storages] for some in (small, large)] * 70
     expected = [replay_allocator(some).reserved_bytes for some in (small, large)] * 70
-    assert reserved_bytes_of(large, np.array(rows, dtype=object)).tolist() == pytest.approx(expected, rel=1e-15)
+    assert reserved_bytes_of(large.skeleton, np.array(rows, dtype=object)).tolist() == pytest.approx(expected, rel=1e-15)
 
 
 def test_a_graph_with_other_numbers_reserves_what_it_would_on_its_own() -> None:
     graph = step(300, 3, 64)
-    larger = OpGraph.alike(graph, graph.numbers * 7)
+    larger = graph.with_sizes(graph.sizes * 7)
     alone = OpGraph(larger.ops, larger.storages, graph.mode, graph.precision, graph.layout)
     assert larger.reserved_bytes == alone.reserved_bytes == replay_allocator(alone).reserved_bytes > graph.reserved_bytes
 
@@ -258,7 +258,7 @@ def test_many_replays_at_once_are_the_replays_of_each(seed: int, number: int) ->
         storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(row, form.storages, strict=True))
         graph = OpGraph(form.ops, storages, form.mode, form.precision, form.layout)
         expected.append(replay_allocator(graph).reserved_bytes)
-    assert reserved_bytes_of(form, np.array(sizes)).tolist() == expected
+    assert reserved_bytes_of(form.skeleton, np.array(sizes)).tolist() == expected
 
 
 def test_replays_beyond_what_arrays_can_count_are_right_too() -> None:
@@ -266,4 +266,4 @@ def test_replays_beyond_what_arrays_can_count_are_right_too() -> None:
     sizes = [2**39 + at for at in range(len(form.storages))]
     storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(sizes, form.storages, strict=True))
     expected = replay_allocator(OpGraph(form.ops, storages, form.mode, form.precision, form.layout)).reserved_bytes
-    assert reserved_bytes_of(form, np.array([sizes] * 130)).tolist() == [expected] * 130
+    assert reserved_bytes_of(form.skeleton, np.array([sizes] * 130)).tolist() == [expected] * 130

@@ -1,0 +1,64 @@
+"""Operators and storages: what a graph is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+class Phase(IntEnum):
+    """The part of the step in which an operator runs."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+
+
+class StorageKind(IntEnum):
+    """What a storage holds."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    INPUT = 2
+    GRADIENT = 3
+    OPTIMIZER_STATE = 4
+    ACTIVATION = 5
+    """Made in the forward pass and kept for the backward pass."""
+    TEMPORARY = 6
+    """Made and freed within one phase, or passed along within the backward pass."""
+
+
+class Op(NamedTuple):
+    """One operator as it would be launched."""
+
+    name: str
+    """The aten operator, for instance "convolution"."""
+    kind: str
+    """Its kind, one of `perfguard.graph.OP_KINDS`."""
+    phase: Phase
+    flops: int
+    """Floating-point operations; a multiply-add counts as two."""
+    bytes_read: int
+    bytes_written: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    module: str
+    """Dotted path of the module whose forward launched it; empty in the backward and optimizer phases."""
+    shape: tuple[int, ...]
+    """Shape of the first output; empty for a scalar."""
+    dtype: str
+    attributes: Mapping[str, Any]
+    """Hyperparameters that decide the kernel: of a convolution its shapes, stride, padding, dilation, groups,
+    transposed, and whether the algorithms "winograd" and "fft" are possible; of a matrix product "product", (batch, m, n, k)."""
+
+
+class Storage(NamedTuple):
+    """One allocation."""
+
+    num_bytes: int
+    kind: StorageKind
+    birth: int
+    death: int
+    module: str
+    """Where it was made, or the name of the parameter."""
