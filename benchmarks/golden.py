@@ -31,7 +31,7 @@ from torch import nn
 
 from perfguard import Device, Measurement, Observation, OpGraph, TensorSpec, Workload, load_predictor, resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import SizedGraphs
+from perfguard.graph import GraphBatch
 from perfguard.onnx import graph_from_onnx
 from perfguard.predictor import ENTRY_POINT_GROUP, BatchPredictor, Prediction, Predictor
 
@@ -268,7 +268,7 @@ def cases() -> Iterator[Case]:
         )
 
 
-def families() -> Iterator[tuple[str, Callable[[Device], SizedGraphs]]]:
+def families() -> Iterator[tuple[str, Callable[[Device], GraphBatch]]]:
     """Graphs of one form and several widths, for predictors that take them at once."""
     widths = ((8, 16), (5, 33), (24, 24), (64, 7), (96, 128), (16, 4))
     makers: dict[str, tuple[Callable[..., nn.Module], Any]] = {
@@ -283,14 +283,14 @@ def families() -> Iterator[tuple[str, Callable[[Device], SizedGraphs]]]:
         {"mode": "train"},
     )
 
-    def graphs_of(make: Callable[..., nn.Module], inputs: Any, fields: Mapping[str, Any], device: Device) -> SizedGraphs:
+    def graphs_of(make: Callable[..., nn.Module], inputs: Any, fields: Mapping[str, Any], device: Device) -> GraphBatch:
         found = []
         for pair in widths:
             with torch.device("meta"):
                 model = make(*pair)
             loss: dict[str, Any] = {"loss": lambda y: y.float().mean()} if fields["mode"] == "train" else {}
             found.append(trace(Workload(model, inputs, **fields, **loss), target=device))
-        return SizedGraphs.of(found)
+        return GraphBatch.of(found)
 
     for (name, (make, inputs)), (number, fields) in itertools.product(makers.items(), enumerate(settings)):
         yield f"{name} {number}", functools.partial(graphs_of, make, inputs, fields)

@@ -32,12 +32,12 @@ import torch
 from rich.progress import track
 
 from perfguard.devices import Device, resolve_device
-from perfguard.graph import OpGraph, SizedGraphs, Storage, StorageKind
+from perfguard.graph import GraphBatch, OpGraph, Storage, StorageKind
 from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
-from perfguard_models._engines import Answer, Answers, GpuEngine
+from perfguard_models._engines import GpuEngine, RawPrediction
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.summary import NOTHING, Summary
@@ -64,7 +64,7 @@ class Row(NamedTuple):
     """A measured run, and what weights that had not seen it said of it."""
 
     run: Run
-    answer: Answer
+    raw: RawPrediction
     by_all: float
     """What weights that have seen the like say of the scenario's target; NaN for most rows."""
 
@@ -135,11 +135,9 @@ class HeldOut:
     def summary(self, device: Device, target: str) -> Summary:
         return self._summary.of(self._rows[0].run.gpu, target)
 
-    def answer(self, graph: OpGraph, device: Device) -> Answer:
-        return self._rows[graph.storages[0].num_bytes - 1].answer._replace(op_time_s=torch.zeros(0))
-
-    def answer_all(self, graphs: SizedGraphs, device: Device) -> Answers | None:
-        return None
+    def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
+        (graph,) = graphs
+        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=np.zeros((1, 0)))
 
 
 def graph_of(index: int) -> OpGraph:
@@ -207,7 +205,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
             is_poisoned = generator.random() < poison
             if not is_poisoned:
                 hits.append(is_inside(prediction, target, rows[index].run))
-                values = (rows[index].answer.log_value[target], estimate_of(prediction, target)[0])
+                values = (float(rows[index].raw.log_value[target][0]), estimate_of(prediction, target)[0])
                 came.append((relative(values[0], rows[index].run, target), relative(values[1], rows[index].run, target)))
             decision_id = log.record_decision(
                 study="s", trial=count, graph=graphs[index], device=device, action="launch", reason="",
@@ -311,7 +309,7 @@ def streamed_of(
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
     rows = {
         key_of(run): Row(
-            run, net._answer(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan)
+            run, net._raw(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan)
         )
         for run, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
     }
@@ -319,7 +317,7 @@ def streamed_of(
     return Streamed(
         [rows[key] for key in place_of if key in rows],
         known,
-        summary_of((row.run.gpu, row.answer) for row in shipped) if shipped else NOTHING,
+        summary_of((row.run.gpu, row.raw) for row in shipped) if shipped else NOTHING,
     )
 
 
@@ -379,7 +377,7 @@ def show(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[
     print(f"\n{scenario.name}: {len(rows)} rows; as served before anything is learnt, mean / median error:")
     for variant in sorted({row.run.variant for row in rows}):
         some = [row for row in rows if row.run.variant == variant]
-        errors = [relative(row.answer.log_value[scenario.target], row.run, scenario.target) for row in some]
+        errors = [relative(float(row.raw.log_value[scenario.target][0]), row.run, scenario.target) for row in some]
         print(f"    {variant}: {len(some)} rows, {statistics.fmean(errors):.1%} / {statistics.median(errors):.1%}")
     kinds = {"clean": {}, "5% poisoned": {"poison": 0.05}, "table's order": {"in_order": True}}
     for kind, options in kinds.items():

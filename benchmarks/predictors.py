@@ -27,7 +27,7 @@ from perfguard import TensorSpec, Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
 from perfguard.tables import timm_model
-from perfguard_models.trained import read_trained, step_of
+from perfguard_models.trained import read_trained, steps_of
 from perfguard_papers.served import FEATURE_SETS
 from perfguard_training.registry import NAMES, learner_class
 
@@ -96,8 +96,8 @@ def main() -> None:
             tensors, folder / f"{name}.json", name, learner_of=learner_class, feature_sets=FEATURE_SETS
         )
         torch.set_num_threads(1)
-        see = median_s(lambda: step_of(learner, graph, device, FEATURE_SETS))  # noqa: B023
-        run = step_of(learner, graph, device, FEATURE_SETS)
+        see = median_s(lambda: steps_of(learner, graph.as_batch(), device, FEATURE_SETS))  # noqa: B023
+        (run,) = steps_of(learner, graph.as_batch(), device, FEATURE_SETS)
         say = median_s(lambda: learner.predict([run]))  # noqa: B023
         torch.set_num_threads(cores)
         many = [run] * _BATCH

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from perfguard_training.dataset import Run
 from perfguard_training.held_out import Judged, log_sigmas_of
@@ -52,7 +52,7 @@ _A100_BUDGET = 16 * 2**30
 _BATCHES = (8, 16, 32, 64, 128)
 _RANKS = 4
 """Networks of a family, from the smallest to the largest."""
-_LIVE, _ROOFLINE = SUMS.index("log_live"), SUMS.index("log_roofline")
+_LIVE, _ROOFLINE = STEP_FEATURES.index("log_live"), STEP_FEATURES.index("log_roofline")
 
 
 class Point(NamedTuple):

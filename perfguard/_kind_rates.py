@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from perfguard.graph import Op, OpGraph, SizedGraphs, roofline_of_all, roofline_s
+from perfguard.graph import GraphBatch, batch_roofline_s
 from perfguard.predictor import Estimate, Prediction
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.graph import OpGraph
 
 FEWEST = 8
 """Measured graphs from which rates are fitted."""
@@ -37,22 +38,13 @@ Sums = dict[str, tuple[float, int]]
 """Of each kind the roofline seconds, and the calls."""
 
 
-def sums_by_kind(graph: OpGraph, device: Device) -> Sums:
-    """What the rates are applied to."""
-    sums: Sums = {}
-    for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
-        kind = _kind(op)
-        before, calls = sums.get(kind, (0.0, 0))
-        sums[kind] = before + seconds, calls + 1
-    return sums
-
-
-def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
-    """The same for each of ``graphs``."""
-    seconds, ops = roofline_of_all(graphs, device), graphs.form.ops
-    kinds = np.array([op.kind for op in ops], dtype=object)
-    in_groups = (kinds == "conv") & (graphs.attribute_at("groups", 0, 1) > 1)
-    is_pointwise = (kinds == "conv") & ~in_groups & (graphs.attribute_product("weight_shape", 2) == 1)
+def sums_by_kind(graphs: GraphBatch, device: Device) -> list[Sums]:
+    """What the rates are applied to, for each of ``graphs``. Convolutions are told apart as their libraries do: depthwise or in
+    groups, of one pixel, of more."""
+    seconds, kinds = batch_roofline_s(graphs, device), np.array([op.kind for op in graphs.skeleton.ops], dtype=object)
+    in_groups = (kinds == "conv") & (graphs.attribute("groups", length=1)[..., 0] > 1)
+    taps = graphs.attribute("weight_shape", length=2)[..., 2:].prod(axis=-1)
+    is_pointwise = (kinds == "conv") & ~in_groups & (taps == 1)
     found: list[Sums] = [{} for _ in range(len(graphs))]
     named = np.where(in_groups, "conv in groups", np.where(is_pointwise, "conv 1x1", kinds))  # shape: (C, N)
     for kind in np.unique(named.astype(str)).tolist():
@@ -62,15 +54,6 @@ def sums_by_kind_of_all(graphs: SizedGraphs, device: Device) -> list[Sums]:
             if calls:
                 sums[kind] = total, calls
     return found
-
-
-def _kind(op: Op) -> str:
-    """Convolutions by what their libraries tell apart: depthwise, of one pixel, of more."""
-    if op.kind != "conv":
-        return op.kind
-    if op.attributes["groups"] > 1:
-        return "conv in groups"
-    return "conv 1x1" if math.prod(op.attributes["weight_shape"][2:]) == 1 else "conv"
 
 
 class KindRates:
@@ -101,10 +84,6 @@ class KindRates:
             return None
         return Estimate(predicted, self.log_sigma)
 
-    def seconds_of_all(self, graphs: SizedGraphs, device: Device) -> list[Estimate | None]:
-        """Of each of ``graphs``."""
-        return [self.seconds_of(sums) for sums in sums_by_kind_of_all(graphs, device)]
-
     def _row(self, sums: Sums) -> npt.NDArray[np.float64]:
         """Seconds of each kind, then calls of each kind."""
         found = [sums.get(kind, (0.0, 0)) for kind in self._kinds]
@@ -125,20 +104,18 @@ class RateCorrection:
 
     def observe(self, graph: OpGraph, device: Device, *, measured_s: float, predicted_s: float) -> None:
         """Add what ``graph`` took, and what had been predicted before it was learnt, in seconds."""
-        self._measured.append((sums_by_kind(graph, device), measured_s))
+        self._measured.append((sums_by_kind(graph.as_batch(), device)[0], measured_s))
         self._residuals.append(math.log(measured_s / predicted_s))
         if len(self._measured) >= FEWEST:
             rates = KindRates(self._measured)
             later = self._residuals[len(self._residuals) // 2 :]
             self._rates = rates if rates.log_sigma < robust_spread(later) else None
 
-    def apply(self, prediction: Prediction, graph: OpGraph, device: Device) -> Prediction:
-        """Return ``prediction`` of ``graph`` with the latency by rates, where they say anything."""
-        return prediction if self._rates is None else _with(prediction, self._rates.seconds_of(sums_by_kind(graph, device)))
-
-    def apply_all(self, predictions: list[Prediction], graphs: SizedGraphs, device: Device) -> list[Prediction]:
-        """Return what :meth:`apply` does of each of ``graphs``."""
-        return predictions if self._rates is None else list(map(_with, predictions, self._rates.seconds_of_all(graphs, device)))
+    def apply(self, predictions: list[Prediction], graphs: GraphBatch, device: Device) -> list[Prediction]:
+        """Return the predictions of ``graphs`` with the latency by rates, where they say anything."""
+        if self._rates is None:
+            return predictions
+        return list(map(_with, predictions, map(self._rates.seconds_of, sums_by_kind(graphs, device))))
 
 
 def _with(prediction: Prediction, step_time: Estimate | None) -> Prediction:

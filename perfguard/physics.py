@@ -116,7 +116,7 @@ _known: WeakKeyDictionary[OpGraph, _Needs] = WeakKeyDictionary()
 def _needs(graph: OpGraph) -> _Needs:
     if graph not in _known:
         update = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
-        shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in (graph.twin or graph).ops]
+        shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.skeleton.ops]
         _known[graph] = _Needs(
             _most_alive(graph, StorageKind.PARAMETER, StorageKind.BUFFER, *update),
             _most_alive(graph, *update),
@@ -131,7 +131,7 @@ def _most_alive(graph: OpGraph, *kinds: StorageKind) -> float:
     """Most bytes of storages of these ``kinds`` that are alive at once."""
     kind, births, deaths = graph.lifetimes
     chosen = np.isin(kind, kinds)
-    change = np.zeros(len(graph.op_starts) + 2)
+    change = np.zeros(len(graph.skeleton.ops) + 3)
     num_bytes = graph.storage_bytes[chosen].astype(np.float64)
     np.add.at(change, births[chosen] + 1, num_bytes)
     np.subtract.at(change, deaths[chosen] + 2, num_bytes)

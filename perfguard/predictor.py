@@ -14,7 +14,7 @@ from perfguard.exceptions import PredictorError
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.graph import GraphBatch, OpGraph
     from perfguard.measure import Measurement
 
 ENTRY_POINT_GROUP = "perfguard.predictors"
@@ -195,7 +195,7 @@ class Predictor(Protocol):
 class BatchPredictor(Protocol):
     """A predictor that is asked for thousands of sizes of one network, and takes them at once."""
 
-    def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
+    def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
         """Of each of ``graphs`` what `predict` says."""
 
 

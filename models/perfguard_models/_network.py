@@ -16,12 +16,12 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import SAGEConv
 from torch_geometric.utils import scatter
 
-from perfguard.features import GRAPH_FEATURES, NODE_FEATURES
-from perfguard.graph import KIND_INDEX, OP_KINDS
+from perfguard.graph import OP_KINDS
+from perfguard_models.features.graph import GRAPH_FEATURES, NODE_FEATURES, graph_features, kinds_of
 
 if TYPE_CHECKING:
-    from perfguard.graph import OpGraph
-    from perfguard.sized_features import SizedFeatures
+    from perfguard.devices import Device
+    from perfguard.graph import GraphBatch
 
 _OPS_AT_ONCE = 8192
 """More would not fit the processor's caches."""
@@ -139,25 +139,24 @@ class GuardNetwork(nn.Module):
         )
 
 
-def batches_of(features: SizedFeatures, form: OpGraph) -> Iterator[Batch]:
-    """What :func:`perfguard.features.featurize` gives for graphs of one form, some at once."""
-    number, num_ops, _ = features.x.shape
-    kinds = torch.tensor([KIND_INDEX[op.kind] for op in form.ops], dtype=torch.long)
-    edges = torch.from_numpy(form.edges)
-    at_once = max(_OPS_AT_ONCE // max(num_ops, 1), 1)
-    for start in range(0, number, at_once):
-        rows = slice(start, start + at_once)
-        many = len(features.x[rows])
-        offsets = num_ops * torch.arange(many)
+def batches_of(graphs: GraphBatch, device: Device) -> Iterator[Batch]:
+    """Yield what the network reads of ``graphs`` on ``device``, some of them at once."""
+    num_ops = len(graphs.skeleton.ops)
+    kinds, edges = kinds_of(graphs.skeleton), torch.from_numpy(graphs.skeleton.edges)
+    features = [torch.from_numpy(values) for values in graph_features(graphs, device)]
+    for x, columns, roofline, log_memory, log_time in zip(
+        *(values.split(max(_OPS_AT_ONCE // max(num_ops, 1), 1)) for values in features), strict=True
+    ):
+        number = len(x)
         yield Batch(
-            x=torch.from_numpy(features.x[rows]).flatten(0, 1),
-            kind=kinds.repeat(many),
-            edge_index=(edges[:, None, :] + offsets[None, :, None]).flatten(1),
-            globals=torch.from_numpy(features.globals[rows]),
-            roofline=torch.from_numpy(features.roofline[rows]).float().flatten(),
-            log_memory=torch.from_numpy(features.log_memory[rows]).float(),
-            log_time=torch.from_numpy(features.log_time[rows]).float(),
-            batch=torch.arange(many).repeat_interleave(num_ops),
+            x=x.flatten(0, 1),
+            kind=kinds.repeat(number),
+            edge_index=(edges[:, None, :] + num_ops * torch.arange(number)[None, :, None]).flatten(1),
+            globals=columns,
+            roofline=roofline.flatten(),
+            log_memory=log_memory,
+            log_time=log_time,
+            batch=torch.arange(number).repeat_interleave(num_ops),
         )
 
 

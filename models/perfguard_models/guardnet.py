@@ -10,7 +10,6 @@ that leaves over, trees learn from many runs (`refinement`).
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import statistics
@@ -26,29 +25,27 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph, SizedGraphs, StorageKind, unknown_operators, unknown_span
+from perfguard.graph import GraphBatch, OpGraph, StorageKind, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models._engines import (
     UNTRAINED_LOG_SIGMA,
-    Answer,
-    Answers,
     CpuEngine,
     Engine,
     GpuEngine,
+    RawPrediction,
     physics_of,
     place_of,
     placed,
     scale_of,
-    spent_of,
+    time_shares_of,
 )
 from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, learnt
 from perfguard_models._surroundings import undisturbed
+from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.refinement import Lesson, Refinement, refined, rows_of
-from perfguard_models.sized_sums import sums_of_all
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
-from perfguard_models.sums import SUMS, sums_of
 from perfguard_models.trained import trained_of
 from perfguard_models.weight_files import read_pair
 
@@ -108,14 +105,13 @@ class GuardNet:
         self._powers: dict[str, tuple[float, float]] = {}
         self._summaries: dict[tuple[str, Target], Place] = {}
         self._refinement: Refinement | None = None
-        self._answers: WeakKeyDictionary[OpGraph, dict[str, Answer]] = WeakKeyDictionary()
-        self._corrections: WeakKeyDictionary[OpGraph, dict[str, dict[Target, float]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[OpGraph, dict[str, RawPrediction]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_answers": None, "_corrections": None}
+        return self.__dict__ | {"_known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_answers": WeakKeyDictionary(), "_corrections": WeakKeyDictionary()})
+        self.__dict__.update(state | {"_known": WeakKeyDictionary()})
 
     @property
     def lineage(self) -> str:
@@ -131,100 +127,53 @@ class GuardNet:
     @undisturbed
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
-        answer, compiled = self._answer(graph, device), self._compiled(graph, device)
-        launched = graph if compiled is None else compiled.graph
-        trained = (device.id, "memory") in self._posteriors or (
-            self._engines[device.kind].trained_on(device) and all(answer.known.values())
-        )
-        correction = self._correction(graph, device, answer)
-        memory = self._estimate("memory", answer, correction["memory"], graph, device)
-        step_time = self._estimate("time", answer, correction["time"], graph, device)
-        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
-        total_time = None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma)
-        power = self._powers.get(device.id)
-        energy = None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1])
-        by_kind: dict[str, float] = {}
-        scale = step_time.median / math.exp(answer.log_value["time"])
-        for op, seconds in zip((graph.twin or graph).ops, answer.op_time_s.tolist(), strict=True):
-            by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds * scale
-        return Prediction(
-            peak_memory=memory,
-            step_time=step_time,
-            total_time=total_time,
-            predictor=self.name,
-            device_id=device.id,
-            trained_on_device=trained,
-            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in launched.bytes_by_kind().items() if num_bytes},
-            time_by_kind_s=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-            gpu_util=answer.shares.get("gpu_util"),
-            sm_active=answer.shares.get("sm_active"),
-            energy=energy,
-            unmodelled=launched.unmodelled,
-        )
+        compiled = self._compiled(graph, device)
+        launched = (graph if compiled is None else compiled.graph).as_batch()
+        raw = self._raw(graph, device, with_step_features=self._refinement is not None)
+        return self._predictions(graph.as_batch(), launched, raw, device, steps)[0]
 
     @undisturbed
-    def predict_all(self, graphs: SizedGraphs, device: Device) -> list[Prediction]:
+    def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
         """See :class:`perfguard.predictor.BatchPredictor`."""
-        form, engine = graphs.form, self._engines[device.kind]
-        one_by_one = self._compiled(form, device) is not None or unknown_operators(form)
-        answers = None if one_by_one else engine.answer_all(graphs, device)
-        if answers is None:
+        if self._compiled(graphs.skeleton, device) is not None:  # which operators share a kernel depends on sizes
             return [self.predict(graph, device) for graph in graphs]
-        memory, step_time = (self._estimates(target, answers, graphs, device) for target in TARGETS)
+        raw = _widened(self._engines[device.kind].predict(graphs, device), graphs)
+        return self._predictions(graphs, graphs, raw, device)
+
+    def _predictions(
+        self, graphs: GraphBatch, launched: GraphBatch, raw: RawPrediction, device: Device, steps: int | None = None
+    ) -> list[Prediction]:
+        """The prediction of each of ``graphs``, of which ``launched`` is what really runs."""
+        if self._refinement is not None:
+            raw = _with_step_features(raw, graphs, device)
+        memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
+        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
-        trained = np.logical_and.reduce(list(answers.known.values())) & engine.trained_on(device)
-        kinds = sorted(form.kinds)
-        of_kind = np.array([[op.kind == kind for kind in kinds] for op in form.ops], dtype=np.float64)
-        scale = [estimate.median for estimate in step_time] / np.exp(answers.log_value["time"])
-        by_kind = (answers.op_time_s @ of_kind.reshape(len(form.ops), len(kinds)) * scale[:, None]).tolist()
-        at_peak = graphs.bytes_by_kind.astype(np.int64).tolist()
-        shares = [dict(zip(answers.shares, row, strict=True)) for row in np.array([*answers.shares.values()]).T.tolist()]
+        trained = np.logical_and.reduce(list(raw.known.values())) & self._engines[device.kind].trained_on(device)
+        ops, kinds = graphs.skeleton.ops, sorted(graphs.skeleton.kinds)
+        of_kind = np.array([[op.kind == kind for kind in kinds] for op in ops], dtype=np.float64).reshape(len(ops), len(kinds))
+        scale = [estimate.median for estimate in step_time] / np.exp(raw.log_value["time"])
+        by_kind = (raw.op_time_s @ of_kind * scale[:, None]).tolist()
+        at_peak = launched.bytes_by_kind().tolist()
+        shares = {name: [None if math.isnan(share) else share for share in found] for name, found in raw.shares.items()}
         return [
             Prediction(
                 peak_memory=memory[at],
-                step_time=step_time[at],
-                total_time=None,
+                step_time=time,
+                total_time=None if steps is None else time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma),
                 predictor=self.name,
                 device_id=device.id,
                 trained_on_device=has_learnt or bool(trained[at]),
                 bytes_at_peak={kind.name.lower(): held for kind, held in zip(StorageKind, at_peak[at], strict=True) if held},
                 time_by_kind_s=dict(sorted(zip(kinds, by_kind[at], strict=True), key=lambda item: -item[1])),
-                gpu_util=shares[at].get("gpu_util") if shares else None,
-                sm_active=shares[at].get("sm_active") if shares else None,
-                energy=None if power is None else step_time[at].scaled(math.exp(power[0]), log_sigma=power[1]),
-                unmodelled=form.unmodelled,
+                gpu_util=shares["gpu_util"][at] if shares else None,
+                sm_active=shares["sm_active"][at] if shares else None,
+                energy=None if power is None else time.scaled(math.exp(power[0]), log_sigma=power[1]),
+                unmodelled=launched.skeleton.unmodelled,
             )
-            for at in range(len(graphs))
+            for at, time in enumerate(step_time)
         ]
-
-    def _estimates(self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device) -> list[Estimate]:
-        """:meth:`_estimate` for each of ``graphs``."""
-        x, prior, prior_scale = answers.embedding[target], answers.prior[target], answers.prior_scale[target]
-        posterior = self._posteriors.get((device.id, target))
-        if posterior is None:
-            mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
-        else:
-            of_the_process = posterior.prior.total
-            scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
-            setting = _setting_of(graphs.form)
-            place = placed(x, answers.spent, answers.experts[target], regime=posterior.regime, scale=scale, setting=setting)
-            before = torch.from_numpy(prior.total * prior_scale)
-            means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
-            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
-            mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
-        median = np.exp(answers.log_value[target] + self._corrections_of_all(target, answers, graphs, device) + mean)
-        return list(map(Estimate, median.tolist(), log_sigma.tolist()))
-
-    def _corrections_of_all(
-        self, target: Target, answers: Answers, graphs: SizedGraphs, device: Device
-    ) -> npt.NDArray[np.float64]:
-        """What the refinement adds to each. Shape: (C,)."""
-        if self._refinement is None:
-            return np.zeros(len(graphs))
-        sums = sums_of_all(graphs, device) if answers.sums is None else answers.sums
-        return self._refinement.corrections(target, device.id, _seen_by_trees(target, sums, answers.log_value[target]))
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -259,7 +208,6 @@ class GuardNet:
         if refinement is not None and refinement.made_for != self.lineage:
             raise PredictorError(f"Weights refined for {refinement.made_for!r} do not fit {self.lineage!r}.")
         self._refinement = refinement
-        self._corrections = WeakKeyDictionary()
         self._posteriors.clear()
 
     @property
@@ -280,45 +228,37 @@ class GuardNet:
         return None if (made := refined(self.lineage, _pooled(lessons), seed=seed)) is None else made.to_bytes()
 
     def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
-        answers = [self._answer(row.graph, row.device) for row in rows]
-        residuals = _residuals_of(rows, answers, target)
+        raws = [self._raw(row.graph, row.device, with_step_features=True) for row in rows]
+        residuals = _residuals_of(rows, raws, target)
         shipped = self._shipped(rows[0].device, target, residuals.prior)
         posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
         summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
-        sums = [_sums_of(answer, row.graph, row.device) for row, answer in zip(rows, answers, strict=True)]
-        values = np.array([answer.log_value[target] for answer in answers])
-        x = _seen_by_trees(target, np.stack([*sums, *summary.sums]), np.append(values, summary.log_value[target]))
+        sums, values = _features_and_values(target, raws)
+        x = _seen_by_trees(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value[target]]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
         return Lesson(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
-    def _correction(self, graph: OpGraph, device: Device, answer: Answer) -> dict[Target, float]:
-        """What the refinement adds."""
+    def _corrections(self, target: Target, raws: Sequence[RawPrediction], device: Device) -> npt.NDArray[np.float64]:
+        """What the refinement adds to each graph of ``raws``. Shape: (n,)."""
         if self._refinement is None:
-            return dict.fromkeys(TARGETS, 0.0)
-        of_graph = self._corrections.setdefault(graph, {})
-        key = repr(device)
-        if key not in of_graph:
-            sums, values = _sums_of(answer, graph, device)[None], answer.log_value
-            rows = {target: _seen_by_trees(target, sums, np.array([values[target]])) for target in TARGETS}
-            of_graph[key] = {
-                target: float(self._refinement.corrections(target, device.id, rows[target])[0]) for target in TARGETS
-            }
-        return of_graph[key]
+            return np.zeros(sum(len(raw.log_value[target]) for raw in raws))
+        return self._refinement.corrections(target, device.id, _seen_by_trees(target, *_features_and_values(target, raws)))
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
         """Of the rows whose ``target`` was measured, for a process of this ``prior``, or of their own; None: of none."""
         known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
-        answers = [self._answer(row.graph, row.device) for row in known]
-        found = _residuals_of(known, answers, target, prior)
-        if self._refinement is None:
+        refinement = self._refinement
+        raws = [self._raw(row.graph, row.device, with_step_features=refinement is not None) for row in known]
+        found = _residuals_of(known, raws, target, prior)
+        if refinement is None:
             return found
-        said = [self._correction(row.graph, row.device, answer)[target] for row, answer in zip(known, answers, strict=True)]
-        held_out = [self._refinement.held_out(target, row.decision_id) for row in known]
-        pairs = [(own, own if other is None else other) for own, other in zip(said, held_out, strict=True)]
-        corrections, without = torch.tensor(pairs, dtype=torch.float64).T
-        return found._replace(at=found.at._replace(memorised=corrections - without), y=found.y - without)
+        own = torch.from_numpy(self._corrections(target, raws, known[0].device))
+        held_out = [refinement.held_out(target, row.decision_id) for row in known]
+        without = torch.tensor([math.nan if one is None else one for one in held_out], dtype=torch.float64)
+        without = torch.where(without.isnan(), own, without)
+        return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
@@ -350,32 +290,37 @@ class GuardNet:
         at, y = (Place(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
         self._posteriors[key] = learnt(known.prior, at, y, shipped, limits)
 
-    def _estimate(self, target: Target, answer: Answer, correction: float, graph: OpGraph, device: Device) -> Estimate:
-        x, prior = answer.embedding[target], answer.prior[target]
+    def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
+        x, prior, prior_scale = raw.embedding[target], raw.prior[target], raw.prior_scale[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = 0.0, float(prior.before(x).sqrt())
+            mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
         else:
             of_the_process = posterior.prior.total
-            scale = scale_of(prior.total, of_the_process)
-            setting = _setting_of(graph)
-            place = placed(x, answer.spent, answer.experts[target], regime=posterior.regime, scale=scale, setting=setting)
-            # The process has one prior; this graph may be harder or easier than those that it was made for.
-            means, log_sigmas = posterior.at(place, times=prior.total / of_the_process / scale)
-            before = torch.full_like(means, prior.total)
+            scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
+            place = placed(
+                x, raw.time_shares, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton)
+            )
+            # The process has one prior; a graph may be harder or easier than those that it was made for.
+            before = torch.from_numpy(prior.total * prior_scale)
+            means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
-            mean, log_sigma = float(means), float(log_sigmas)
-        log_sigma = max(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
-        return Estimate(math.exp(answer.log_value[target] + correction + mean), log_sigma)
+            mean, log_sigma = means.numpy(), log_sigmas.numpy()
+        log_sigma = np.maximum(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
+        median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
+        return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
-    def _answer(self, graph: OpGraph, device: Device) -> Answer:
-        of_graph = self._answers.setdefault(graph, {})
+    def _raw(self, graph: OpGraph, device: Device, *, with_step_features: bool = False) -> RawPrediction:
+        """What the weights predict of ``graph``: a batch of one, kept as long as the graph is."""
+        of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
             engine, compiled = self._engines[device.kind], self._compiled(graph, device)
-            answer = engine.answer(graph if compiled is None else compiled.eager, device)
-            answer = _widened(answer, graph if compiled is None else compiled.eager)
-            of_graph[key] = answer if compiled is None else _on_kernels(answer, compiled, device)
+            eager = (graph if compiled is None else compiled.eager).as_batch()
+            raw = _widened(engine.predict(eager, device), eager)
+            of_graph[key] = raw if compiled is None else _on_kernels(raw, compiled, device)
+        if with_step_features:
+            of_graph[key] = _with_step_features(of_graph[key], graph.as_batch(), device)
         return of_graph[key]
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
@@ -385,46 +330,51 @@ class GuardNet:
         return as_compiled(graph, device)
 
 
-def _widened(answer: Answer, graph: OpGraph) -> Answer:
-    """``answer`` in the middle of what the opaque operators of ``graph`` allow, and as unsure; measured runs narrow it again."""
-    opaque = list(unknown_operators(graph))
+def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
+    """``raw`` in the middle of what the opaque operators of ``graphs`` allow, and as unsure; measured runs narrow it again."""
+    opaque = list(unknown_operators(graphs.skeleton))
     if not opaque:
-        return answer
-    span = unknown_span(graph, answer.op_time_s.tolist(), math.exp(answer.log_value["memory"]))
-    op_time_s = answer.op_time_s.clone()
-    op_time_s[opaque] += op_time_s.sum() * math.expm1(span["time"] / 2) / len(opaque)
-    return answer._replace(
-        log_value={target: value + span[target] / 2 for target, value in answer.log_value.items()},
+        return raw
+    memory_bytes = np.exp(raw.log_value["memory"]).tolist()
+    spans = list(map(unknown_span, graphs, raw.op_time_s.tolist(), memory_bytes))
+    half = {target: np.array([span[target] / 2 for span in spans]) for target in TARGETS}
+    op_time_s = raw.op_time_s.copy()
+    op_time_s[:, opaque] += (op_time_s.sum(axis=1) * np.expm1(half["time"]) / len(opaque))[:, None]
+    scale = dict(raw.prior_scale)
+    for target in TARGETS:
+        before = raw.prior[target].before(raw.embedding[target]).sqrt().numpy() * scale[target]
+        scale[target] = scale[target] * np.hypot(before, half[target] / HALF_INTERVAL) / before
+    return raw._replace(
+        log_value={target: value + half[target] for target, value in raw.log_value.items()},
         op_time_s=op_time_s,
-        prior={target: _times_as_unsure(answer, target, span[target] / 2 / HALF_INTERVAL) for target in TARGETS},
+        prior_scale=scale,
     )
 
 
-def _times_as_unsure(answer: Answer, target: Target, more: float) -> ResidualPrior:
-    """The prior with all its terms larger, so that its standard deviation has ``more`` in it."""
-    prior = answer.prior[target]
-    before = float(prior.before(answer.embedding[target]).sqrt())
-    times = math.hypot(before, more) / before
-    terms = ("bias", "linear", "local", "noise", "trust", "kernels", "kind")
-    return dataclasses.replace(prior, **{term: getattr(prior, term) * times for term in terms})
-
-
-def _on_kernels(answer: Answer, compiled: Compiled, device: Device) -> Answer:
-    """What was said of the eager graph, for the kernels that are launched instead."""
-    op_time_s = answer.op_time_s * torch.from_numpy(compiled.time_shares(device)).to(answer.op_time_s)
-    saved = math.log(max(float(op_time_s.sum()), 1e-12) / max(float(answer.op_time_s.sum()), 1e-12))
+def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
+    """What was predicted of the eager graph, for the kernels that are launched instead."""
+    op_time_s = raw.op_time_s * compiled.time_shares(device)
+    saved = np.log(np.maximum(op_time_s.sum(axis=1), 1e-12) / np.maximum(raw.op_time_s.sum(axis=1), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
-    log_value = {target: value + changes[target] for target, value in answer.log_value.items()}
-    answer = answer._replace(log_value=log_value, op_time_s=op_time_s)
-    if answer.sums is None:
-        return answer
-    sums = answer.sums.copy()
-    sums[SUMS.index("compiled")] = 1.0
-    return answer._replace(sums=sums, spent=spent_of(sums[None]))
+    log_value = {target: value + changes[target] for target, value in raw.log_value.items()}
+    raw = raw._replace(log_value=log_value, op_time_s=op_time_s)
+    if raw.step_features is None:
+        return raw
+    features = raw.step_features.copy()
+    features[:, STEP_FEATURES.index("compiled")] = 1.0
+    return raw._replace(step_features=features, time_shares=time_shares_of(features))
 
 
-def _sums_of(answer: Answer, graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
-    return sums_of(graph, device) if answer.sums is None else answer.sums
+def _with_step_features(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
+    return raw if raw.step_features is not None else raw._replace(step_features=step_features(graphs, device))
+
+
+def _features_and_values(
+    target: Target, raws: Sequence[RawPrediction]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """The step features and the log values of all graphs of ``raws``. Shapes: (n, len(STEP_FEATURES)), (n,)."""
+    features = [raw.step_features for raw in raws if raw.step_features is not None]
+    return np.concatenate(features), np.concatenate([raw.log_value[target] for raw in raws])
 
 
 def _seen_by_trees(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
@@ -446,20 +396,21 @@ class _Residuals(NamedTuple):
 
 
 def _residuals_of(
-    rows: Sequence[Observation], answers: Sequence[Answer], target: Target, prior: ResidualPrior | None = None
+    rows: Sequence[Observation], raws: Sequence[RawPrediction], target: Target, prior: ResidualPrior | None = None
 ) -> _Residuals:
-    """Beyond the ``answers``, of at least one row, all with ``target`` measured, for a process of this ``prior``; None: the
-    middle one of the rows."""
-    predicted = torch.tensor([answer.log_value[target] for answer in answers], dtype=torch.float64)
+    """Beyond ``raws``, batches of one for at least one row, all with ``target`` measured, for a process of this ``prior``; None:
+    the middle one of the rows."""
+    predicted = torch.from_numpy(np.concatenate([raw.log_value[target] for raw in raws]))
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
+    priors = [raw.prior_at(target, 0) for raw in raws]
     if prior is None:
-        prior = sorted((answer.prior[target] for answer in answers), key=lambda one: one.total)[len(answers) // 2]
+        prior = sorted(priors, key=lambda one: one.total)[len(priors) // 2]
     place = placed(
-        torch.cat([answer.embedding[target] for answer in answers]),
-        torch.cat([answer.spent for answer in answers]),
-        torch.cat([answer.experts[target] for answer in answers]),
+        torch.cat([raw.embedding[target] for raw in raws]),
+        torch.cat([raw.time_shares for raw in raws]),
+        torch.cat([raw.alternatives[target] for raw in raws]),
         regime=torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
-        scale=torch.tensor([scale_of(answer.prior[target].total, prior.total) for answer in answers], dtype=torch.float64),
+        scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
         setting=torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
     )
     return _Residuals(prior, place, measured - predicted)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 
 Arrays = dict[str, npt.NDArray[Any]]
 """The features of one step on one device, by name."""
@@ -102,10 +102,10 @@ def share_of(logit: float) -> float:
 
 
 def sums_table(runs: Sequence[Example]) -> npt.NDArray[np.float32]:
-    """The sums of each step. Shape: (n, len(SUMS))."""
+    """The sums of each step. Shape: (n, len(STEP_FEATURES))."""
     return np.stack([run.view["sums"] for run in runs])
 
 
 def column(runs: Sequence[Example], name: str) -> npt.NDArray[np.float64]:
     """One of the sums. Shape: (n,)."""
-    return np.array([run.view["sums"][SUMS.index(name)] for run in runs], dtype=np.float64)
+    return np.array([run.view["sums"][STEP_FEATURES.index(name)] for run in runs], dtype=np.float64)

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.kernel_shapes import CARD, TAUGHT
+from perfguard_models.features.kernel_shapes import CARD, TAUGHT
+from perfguard_models.features.operators import NAMES
 from perfguard_models.learner import TARGETS, Example, Predicted, State
-from perfguard_models.operators import NAMES
 from perfguard_models.trees import Forest
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch_geometric.utils import scatter
 
+from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES
 from perfguard_models.learner import TARGETS, Example, Predicted, State
-from perfguard_models.operators import COLUMNS, DEVICE_COLUMNS, NAMES
 
 if TYPE_CHECKING:
     from typing_extensions import Self

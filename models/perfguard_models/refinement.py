@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 
 from perfguard.exceptions import PredictorError
 from perfguard.predictor import Target
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.trees import Forest, forest_of_bagging
 
 FORMAT = 2
@@ -125,14 +125,14 @@ class _Part(NamedTuple):
 
 def columns_of(target: str) -> int:
     """How many numbers the trees see of a run."""
-    return len(SUMS) + _PHYSICS_COLUMNS[target] + 1
+    return len(STEP_FEATURES) + _PHYSICS_COLUMNS[target] + 1
 
 
 def rows_of(
     sums: npt.NDArray[np.float32], physics: npt.NDArray[np.float64], log_value: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float32]:
-    """What the trees see of C runs: their sums (C, len(SUMS)), how far physics is from the predictor (C, 1 or 3), and what that
-    says (C,). Shape: (C, columns)."""
+    """What the trees see of C runs: their step features (C, len(STEP_FEATURES)), how far physics is from the predictor (C, 1 or
+    3), and what that says (C,). Shape: (C, columns)."""
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 
@@ -159,4 +159,4 @@ def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -
 
 def _fingerprint() -> str:
     """Of the columns' names and their order: trees for others would read nonsense."""
-    return hashlib.sha256(repr((SUMS, sorted(_PHYSICS_COLUMNS.items()))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((STEP_FEATURES, sorted(_PHYSICS_COLUMNS.items()))).encode()).hexdigest()[:16]

@@ -37,7 +37,7 @@ class Setting:
             layout=graph.layout,
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
-            is_single=len(graph.op_starts) == 2,
+            is_single=len(graph.skeleton.ops) == 1,
         )
 
     @property

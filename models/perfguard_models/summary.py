@@ -17,7 +17,7 @@ from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
 from perfguard.predictor import TARGETS
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.weight_files import check_hash, read_pair
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
     """N steps on GPUs, and what weights say of them."""
 
     device_ids: npt.NDArray[np.str_]  # shape: (N,)
-    sums: npt.NDArray[np.float32]  # shape: (N, len(SUMS))
+    sums: npt.NDArray[np.float32]  # shape: (N, len(STEP_FEATURES))
     log_value: Mapping[str, npt.NDArray[np.float64]]
     """By target; NaN where they do not know the like. Shapes: (N,)"""
     members: Mapping[str, npt.NDArray[np.float64]]
@@ -48,7 +48,7 @@ class Summary(NamedTuple):
 
 NOTHING = Summary(
     np.zeros(0, dtype=np.str_),
-    np.zeros((0, len(SUMS)), dtype=np.float32),
+    np.zeros((0, len(STEP_FEATURES)), dtype=np.float32),
     {target: np.zeros(0) for target in TARGETS},
     {target: np.zeros((0, 2)) for target in TARGETS},
     {target: np.zeros(0) for target in TARGETS},
@@ -64,7 +64,7 @@ def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summa
     data, document = read_pair(tensors, card, "GuardNet's summary", "make it again")
     check_hash(data, document, NAME)
     try:
-        if document["weights"] != weights or document["sums"] != list(SUMS):
+        if document["weights"] != weights or document["sums"] != list(STEP_FEATURES):
             return NOTHING
         found = {name: tensor.numpy() for name, tensor in load_tensors(data).items()}
         return Summary(

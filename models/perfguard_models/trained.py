@@ -11,15 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OP_KINDS, OpGraph
-from perfguard_models import kernel_shapes, operators, sums
+from perfguard.graph import OP_KINDS, GraphBatch
 from perfguard_models.calibration import Calibration
 from perfguard_models.ensemble import GuardEnsemble
+from perfguard_models.features import kernel_shapes, operators, step
 from perfguard_models.learner import Arrays, Learner, Step
 from perfguard_models.operator_forest import OperatorForest
 from perfguard_models.operator_network import OperatorNetwork
-from perfguard_models.quick_views import quick_operators_of, quick_sums_of
-from perfguard_models.setting import Setting
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
 if TYPE_CHECKING:
@@ -31,17 +29,26 @@ FORMAT = 1
 
 
 class FeatureSet(NamedTuple):
-    """Features of a step that a learner may read."""
+    """Features of steps that a learner may read."""
 
     columns: object
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
-    compute: Callable[[OpGraph, Device], Arrays]
+    compute: Callable[[GraphBatch, Device], list[Arrays]]
+    """Of each graph of a batch."""
+    module: str
+    """Whose source decides whether features that were kept are still good."""
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
-    "kernel_shapes": FeatureSet((kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes_of),
-    "operators": FeatureSet((operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), quick_operators_of),
-    "sums": FeatureSet(sums.SUMS, lambda graph, device: {"sums": quick_sums_of(graph, device)}),
+    "kernel_shapes": FeatureSet(
+        (kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes, kernel_shapes.__name__
+    ),
+    "operators": FeatureSet(
+        (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), operators.operator_features, operators.__name__
+    ),
+    "sums": FeatureSet(
+        step.STEP_FEATURES, lambda graphs, device: [{"sums": row} for row in step.step_features(graphs, device)], step.__name__
+    ),
 }
 """By name: those that GuardNet's learners read."""
 LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest)}
@@ -148,9 +155,13 @@ def trained_of(
     return Trained(learner, card, calibration)
 
 
-def step_of(learner: Learner, graph: OpGraph, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS) -> Step:
-    """``graph`` on ``device`` with the features that ``learner`` reads."""
-    view: Arrays = {}
+def steps_of(
+    learner: Learner, graphs: GraphBatch, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS
+) -> list[Step]:
+    """Return each of ``graphs`` on ``device`` with the features that ``learner`` reads."""
+    is_single = len(graphs.skeleton.ops) == 1
+    views: list[Arrays] = [{} for _ in range(len(graphs))]
     for name in learner.views:
-        view |= feature_sets[name].compute(graph, device)
-    return Step(device.id, Setting.of(graph, device).is_single, view)
+        for view, found in zip(views, feature_sets[name].compute(graphs, device), strict=True):
+            view.update(found)
+    return [Step(device.id, is_single, view) for view in views]

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
-from perfguard_models.sums import SUMS
 from perfguard_models.trees import Forest, forest_of_boosting
 from perfguard_training.dataset import ALL_TABLES, WORKLOADS, Run
 from perfguard_training.learner import OnEpoch, labels_of
@@ -97,7 +97,7 @@ class Trees:
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:
         self.settings = {"trees": trees, "learning_rate": learning_rate, "leaves": leaves, "seed": seed}
         self._forests: dict[str, Forest] = {}
-        self._columns = [i for i, name in enumerate(SUMS) if self.replay or not name.startswith(_REPLAY)]
+        self._columns = [i for i, name in enumerate(STEP_FEATURES) if self.replay or not name.startswith(_REPLAY)]
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_training.learner.Trainable`."""

@@ -43,7 +43,7 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError, PredictorError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.tables import OperatorRow, parser_of, read_table
-from perfguard_models.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operators_of
+from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operator_features
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 from perfguard_training.dataset import Run
 
@@ -151,7 +151,7 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
 def _seen(row: OperatorRow) -> KernelRow:
     assert row.step_time_s is not None
     device = resolve_device(row.gpu)
-    view = operators_of(row.graph(None, TraceCache(), device), device)
+    (view,) = operator_features(row.graph(None, TraceCache(), device).as_batch(), device)
     x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
     family = kernel_family(row.kernel)
     return KernelRow(row.model, row.gpu, row.sizes, family, row.step_time_s, x, int(view["name"][0]), float(view["roofline"][0]))
@@ -188,7 +188,7 @@ class KernelModel:
 
     def of_operator(self, graph: OpGraph, device: Device, *, most: int = 5) -> list[str]:
         """The families of kernels that a graph of one operator most likely runs, the likeliest first."""
-        view = operators_of(graph, device)
+        (view,) = operator_features(graph.as_batch(), device)
         x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
         row = KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
         return [self.families[at] for at in self.answers([row])[1][0, :most]]

@@ -18,7 +18,7 @@ from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
-from perfguard_models.trained import FeatureSet, Trained, read_trained, step_of
+from perfguard_models.trained import FeatureSet, Trained, read_trained, steps_of
 from perfguard_papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, layers_of
 from perfguard_training.registry import learner_class
 
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-_LAYERS = FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device)._asdict())
+_LAYERS = FeatureSet(
+    (NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS),
+    lambda graphs, device: [layers_of(graph, device)._asdict() for graph in graphs],
+    layers_of.__module__,
+)
 FEATURE_SETS: Mapping[str, FeatureSet] = {**trained.FEATURE_SETS, "layers": _LAYERS}
 """GuardNet's, and the network as the papers see it."""
 _UNKNOWN_LOG_SIGMA = 1.0
@@ -90,7 +94,7 @@ class Served:
         key = repr(device)
         if key not in of_graph:
             learner = self._trained.learner
-            of_graph[key] = predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
+            of_graph[key] = predict_with_spread(learner, steps_of(learner, graph.as_batch(), device, FEATURE_SETS))
         return of_graph[key]
 
     def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:

@@ -14,20 +14,20 @@ import inspect
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from perfguard.devices import Device, resolve_device
+from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
-from perfguard_models import kernel_shapes, operators, sums
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.learner import Arrays
+from perfguard_models.trained import FeatureSet
 from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
 
 WORKLOADS = ("workload", "collected")
@@ -70,27 +70,15 @@ class Run(NamedTuple):
         return f"{self.gpu} {self.mode} {self.variant}{' with convolutions' if self.table == 'workload' else ''}"
 
 
-class View(NamedTuple):
-    """A way to see a graph on a device, as arrays."""
-
-    see: Callable[[OpGraph, Device], Arrays]
-    module: str
-    """Whose source decides whether a cached view is still good."""
-
-
-def _layers(graph: OpGraph, device: Device) -> Arrays:
-    found: Arrays = importlib.import_module(_LAYERS).layers_of(graph, device)._asdict()
-    return found
-
-
-_LAYERS = "perfguard_papers.layers"
+_FEATURES_OF_PAPERS = "perfguard_papers.served"
 """By name: the papers' package imports this one."""
-VIEWS = {
-    "kernel_shapes": View(kernel_shapes.kernel_shapes_of, kernel_shapes.__name__),
-    "layers": View(_layers, _LAYERS),
-    "operators": View(operators.operators_of, operators.__name__),
-    "sums": View(lambda graph, device: {"sums": sums.sums_of(graph, device)}, sums.__name__),
-}
+_SHARED_BY_FEATURES = ("perfguard_models.features.convolutions", "perfguard_models.features.exact")
+
+
+def feature_sets() -> Mapping[str, FeatureSet]:
+    """All features that a learner may read, by name."""
+    found: Mapping[str, FeatureSet] = importlib.import_module(_FEATURES_OF_PAPERS).FEATURE_SETS
+    return found
 
 
 class Dataset(NamedTuple):
@@ -111,7 +99,7 @@ class Dataset(NamedTuple):
 def dataset_of(
     tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
 ) -> Dataset:
-    """The runs of ``tables``, seen as ``view`` (one of VIEWS, or several).
+    """The runs of ``tables``, seen as ``view`` (the name of one of `feature_sets`, or several).
 
     Args:
         tables: workload, operator, transformer or perceptron tables.
@@ -214,7 +202,9 @@ def _fingerprint(groups: Sequence[Group], name: str) -> str:
     rows = [
         (group.archive.name, [(row.gpu, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
     ]
-    return hashlib.sha256(repr((inspect.getsource(importlib.import_module(VIEWS[name].module)), rows)).encode()).hexdigest()[:16]
+    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES)
+    source = [inspect.getsource(importlib.import_module(module)) for module in modules]
+    return hashlib.sha256(repr((source, rows)).encode()).hexdigest()[:16]
 
 
 def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
@@ -225,7 +215,8 @@ def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]
             found.append(graph)
             continue
         if previous is None or previous[0] is not graph:
-            previous = graph, {name: VIEWS[name].see(graph, device) for name in names}
+            batch, known = graph.as_batch(), feature_sets()
+            previous = graph, {name: known[name].compute(batch, device)[0] for name in names}
         found.append(previous[1])
     return found
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from perfguard_models.kernel_shapes import TAUGHT
+from perfguard_models.features.kernel_shapes import TAUGHT
 from perfguard_models.operator_forest import (
     APART,
     Array,

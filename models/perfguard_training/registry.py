@@ -7,18 +7,15 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from perfguard.exceptions import PredictorError
-from perfguard_models.trained import FeatureSet
-from perfguard_training.dataset import VIEWS
+from perfguard_training.dataset import feature_sets
 from perfguard_training.learner import Trainable
 
 _PACKAGES = ("perfguard_models.", "perfguard_training.", "perfguard_papers.")
 _RUNS = "perfguard_training.dataset"
-_FEATURES_OF_PAPERS = "perfguard_papers.served"
 _WHERE = {
     "guardnet": ("perfguard_training.ensemble", "TrainableEnsemble"),
     "guardnet-network": ("perfguard_training.operator_network", "TrainableNetwork"),
@@ -35,12 +32,6 @@ _WHERE = {
 }
 """By name, for the papers' package imports this one."""
 NAMES = tuple(_WHERE)
-
-
-def feature_sets() -> Mapping[str, FeatureSet]:
-    """All features that a learner may read, by name."""
-    found: Mapping[str, FeatureSet] = importlib.import_module(_FEATURES_OF_PAPERS).FEATURE_SETS
-    return found
 
 
 def learner_class(name: str) -> type[Trainable]:
@@ -62,7 +53,7 @@ def source_of(name: str) -> str:
     Comments and docstrings do not count. How graphs are traced and tables are read does not either: `perfguard_training.dataset`
     says what runs are, and they are hashed themselves.
     """
-    waiting = [_WHERE[name][0], *(VIEWS[view].module for view in learner_class(name).views)]
+    waiting = [_WHERE[name][0], *(feature_sets()[view].module for view in learner_class(name).views)]
     code: dict[str, str] = {}
     while waiting:
         module = waiting.pop()

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from perfguard.devices import resolve_device
 from perfguard.predictor import TARGETS
-from perfguard_models._engines import Answer, GpuEngine
+from perfguard_models._engines import GpuEngine, RawPrediction
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.summary import NAME, Summary
-from perfguard_models.sums import SUMS
 from perfguard_models.trained import read_trained
 from perfguard_models.weight_files import write_pair
 from perfguard_training.dataset import Run, dataset_of, graphs_of
@@ -27,18 +28,19 @@ STEPS_A_SETTING = 32
 _MOST_OPERATORS = 30_000
 
 
-def summary_of(answers: Iterable[tuple[str, Answer]]) -> Summary:
-    """Of answers on the GPUs of these names."""
-    found = [(device_id, answer) for device_id, answer in answers if answer.sums is not None]
+def summary_of(raws: Iterable[tuple[str, RawPrediction]]) -> Summary:
+    """Of raw predictions on the GPUs of these names."""
+    found = [(device_id, raw, features) for device_id, raw in raws if (features := raw.step_features) is not None]
+
+    def column(values: Callable[[RawPrediction], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+        return np.concatenate([values(raw) for _, raw, _ in found])
+
     return Summary(
-        np.array([device_id for device_id, _ in found], dtype=np.str_),
-        np.stack([answer.sums for _, answer in found if answer.sums is not None]),
-        {
-            target: np.array([answer.log_value[target] if answer.known[target] else np.nan for _, answer in found])
-            for target in TARGETS
-        },
-        {target: np.stack([answer.members[target] for _, answer in found]) for target in TARGETS},
-        {target: np.array([answer.prior[target].total for _, answer in found]) for target in TARGETS},
+        np.array([device_id for device_id, _, features in found for _ in features], dtype=np.str_),
+        np.concatenate([features for _, _, features in found]),
+        {target: column(lambda raw: np.where(raw.known[target], raw.log_value[target], np.nan)) for target in TARGETS},  # noqa: B023
+        {target: column(lambda raw: raw.members[target]) for target in TARGETS},  # noqa: B023
+        {target: column(lambda raw: raw.prior[target].total * raw.prior_scale[target]) for target in TARGETS},  # noqa: B023
     )
 
 
@@ -53,7 +55,13 @@ def write_summary(out: Path, summary: Summary, weights: str, command: str) -> st
         tensors[f"{target}.value"] = torch.from_numpy(summary.log_value[target]).float()
         tensors[f"{target}.members"] = torch.from_numpy(summary.members[target]).float()
         tensors[f"{target}.log_sigma"] = torch.from_numpy(summary.log_sigma[target]).float()
-    card = {"weights": weights, "device_ids": device_ids, "sums": list(SUMS), "steps": len(summary.sums), "command": command}
+    card = {
+        "weights": weights,
+        "device_ids": device_ids,
+        "sums": list(STEP_FEATURES),
+        "steps": len(summary.sums),
+        "command": command,
+    }
     return write_pair(out, tensors, card)
 
 
@@ -84,11 +92,11 @@ def main() -> None:
     runs = dataset_of(arguments.tables, ("sums",), cache=arguments.cache, most_operators=_MOST_OPERATORS).runs
     chosen = drawn(runs)
     wanted = {_key_of(runs[index]) for index in chosen}
-    answers: dict[tuple[object, ...], tuple[str, Answer]] = {}
+    raws: dict[tuple[object, ...], tuple[str, RawPrediction]] = {}
     for run, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
-        answers[_key_of(run)] = run.gpu, engine.answer(graph, resolve_device(run.gpu))
+        raws[_key_of(run)] = run.gpu, engine.predict(graph.as_batch(), resolve_device(run.gpu))
     command = f"python -m perfguard_training.summary {' '.join(['TABLE'] * len(arguments.tables))} --out DIR"
-    print(write_summary(arguments.out / NAME, summary_of(answers.values()), trained.card["sha256"], command), end="")
+    print(write_summary(arguments.out / NAME, summary_of(raws.values()), trained.card["sha256"], command), end="")
 
 
 def _key_of(run: Run) -> tuple[object, ...]:

@@ -7,12 +7,13 @@ from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_oper
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
 from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import KIND_INDEX, OP_KINDS
+from perfguard.graph._graph_batch import GraphBatch, summed_by
+from perfguard.graph._op import Op, Phase, Storage, StorageKind
 from perfguard.graph._opaque import opaque
 from perfguard.graph._parametric import ParametricGraph
-from perfguard.graph._roofline import channel_padding, channel_padding_of_all, roofline_of_all, roofline_s
-from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind, are_sizes
+from perfguard.graph._roofline import batch_roofline_s, channel_padding, roofline_s
+from perfguard.graph._schema import OpGraph
 from perfguard.graph._sequence import SequenceTracer
-from perfguard.graph._sized import SizedGraphs
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
 from perfguard.graph._unknown import unknown_operators, unknown_span
 
@@ -23,25 +24,24 @@ __all__ = [
     "AllocatorReplay",
     "AllocatorSettings",
     "CachingAllocator",
+    "GraphBatch",
     "Op",
     "OpGraph",
     "OperatorCost",
     "ParametricGraph",
     "Phase",
     "SequenceTracer",
-    "SizedGraphs",
     "Storage",
     "StorageKind",
     "TraceCache",
-    "are_sizes",
+    "batch_roofline_s",
     "bytes_by_module",
     "channel_padding",
-    "channel_padding_of_all",
     "cost_by_operator",
     "opaque",
     "replay_allocator",
-    "roofline_of_all",
     "roofline_s",
+    "summed_by",
     "timeline",
     "trace",
     "unknown_operators",

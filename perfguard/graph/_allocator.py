@@ -207,7 +207,7 @@ class Step(Protocol):
     @property
     def storage_bytes(self) -> npt.NDArray[Any]: ...
     @property
-    def twin(self) -> Step | None: ...
+    def skeleton(self) -> Step: ...
 
 
 class Program(NamedTuple):
@@ -226,10 +226,10 @@ _programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
 
 def program_of(graph: Step) -> Program:
     """Of one step of ``graph``; graphs that differ in their sizes alone share it."""
-    first = graph.twin or graph
-    known = _programs.get(first)
+    skeleton = graph.skeleton
+    known = _programs.get(skeleton)
     if known is None:
-        known = _programs[first] = _make_program(first.ops, first.storages)
+        known = _programs[skeleton] = _make_program(skeleton.ops, skeleton.storages)
     return known
 
 

@@ -1,4 +1,4 @@
-"""One operator and one storage of a step; `_schema.py` says how they make a graph."""
+"""Operators and storages: what a graph is made of."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._graph_batch import GraphBatch, Ints, skeleton_key
 from perfguard.graph._polynomials import LARGEST, Bools, Polynomials, distinct
 from perfguard.graph._schema import OpGraph
-from perfguard.graph._sized import Ints, SizedGraphs, dimensions_in, form_of, numbers_of
 
 Widths = tuple[int, ...]
 _SPARE = 2
@@ -89,7 +89,7 @@ class ParametricGraph:
         else:
             self._explore()
 
-    def at(self, points: Ints, use: Callable[[OpGraph], _T]) -> tuple[SizedGraphs | None, Ints, dict[int, _T]]:
+    def at(self, points: Ints, use: Callable[[OpGraph], _T]) -> tuple[GraphBatch | None, Ints, dict[int, _T]]:
         """The graphs for ``points`` (C, K).
 
         Args:
@@ -115,7 +115,7 @@ class ParametricGraph:
             return None, np.arange(0), traced
         rows = np.setdiff1d(np.arange(len(points)), list(traced))
         values, _ = self._polynomials.at(points[rows])
-        return SizedGraphs(self._form, values, self._columns) if len(rows) else None, rows, traced
+        return GraphBatch(self._form.skeleton, values, self._columns) if len(rows) else None, rows, traced
 
     def _first_unknown(self, points: Ints) -> Ints:
         """Those of ``points`` that must be traced, as far as is known, the one that shows most first. Indices."""
@@ -144,7 +144,7 @@ class ParametricGraph:
     def _note(self, point: Widths, graph: OpGraph) -> None:
         at = np.array([point], dtype=np.int64)
         values, whole = self._polynomials.at(at)
-        agrees = bool(whole[0]) and form_of(graph) == self._key and numbers_of(graph) == values[0, self._columns].tolist()
+        agrees = bool(whole[0]) and skeleton_key(graph) == self._key and graph.sizes.tolist() == values[0, self._columns].tolist()
         if agrees:
             self._low, self._high = np.minimum(self._low, at[0]), np.maximum(self._high, at[0])
             self._conditions.know(at, values)
@@ -176,9 +176,9 @@ class ParametricGraph:
         while True:
             for point in self._fresh(wanted, points):
                 graph = self._traced_once(point)
-                if form_of(graph) == self._key:
+                if skeleton_key(graph) == self._key:
                     points.append(point)
-                    numbers.append(numbers_of(graph))
+                    numbers.append(graph.sizes.tolist())
                 else:
                     self._different.append(point)
             if max(map(max, numbers)) >= _LARGEST:
@@ -195,7 +195,7 @@ class ParametricGraph:
         at = np.array(points, dtype=np.int64)
         self._low, self._high = at.min(axis=0), at.max(axis=0)
         values, _ = fitted.at(at)
-        self._conditions = _BranchConditions(at, values, np.unique(columns[dimensions_in(self._form)]))
+        self._conditions = _BranchConditions(at, values, np.unique(columns[self._form.size_layout.dimensions]))
         self._check_different(self._different)
         self._probe()
 
@@ -205,18 +205,18 @@ class ParametricGraph:
         pool = [tuple(self._rng.choice(values) for values in self._values) for _ in range(_POOL)]
         base = max(pool, key=lambda point: len(set(point)))
         self._form = self._traced_once(base)
-        self._key = form_of(self._form)
+        self._key = skeleton_key(self._form)
         self.num_ops = max(len(self._form.ops), 1)
-        points, numbers = [base], [numbers_of(self._form)]
+        points, numbers = [base], [self._form.sizes.tolist()]
         for at, end in itertools.product(range(len(base)), (-1, 0)):
             values = self._values[at]
             tried = (values[end], *self._rng.sample(values, min(len(values), _POOL)))
             others = [(*base[:at], value, *base[at + 1 :]) for value in tried]
             for point in [other for other in others if other not in points][:_TRIES]:
                 graph = self._traced_once(point)
-                if form_of(graph) == self._key:
+                if skeleton_key(graph) == self._key:
                     points.append(point)
-                    numbers.append(numbers_of(graph))
+                    numbers.append(graph.sizes.tolist())
                     break
                 self._different.append(point)
             else:

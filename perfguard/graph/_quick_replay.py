@@ -37,17 +37,17 @@ _MANY = 128
 _ROOM = 12
 
 
-def reserved_bytes_of(form: Step, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """As ``replay_allocator(graph).reserved_bytes`` for each of C graphs that differ in their sizes alone.
+def reserved_bytes_of(skeleton: Step, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """As ``replay_allocator(graph).reserved_bytes`` for each of C graphs with one skeleton.
 
     Args:
-        form: any graph of the form.
+        skeleton: what they have in common.
         storage_bytes: of each graph the bytes of its storages. Shape: (C, S).
 
     Returns:
         int64, or Python's integers where these would not fit. Shape: (C,).
     """
-    program, settings = program_of(form), AllocatorSettings()
+    program, settings = program_of(skeleton), AllocatorSettings()
     units = _reserved_units(program, _wanted(program, storage_bytes)) if len(storage_bytes) >= _MANY else None
     if units is not None:
         return units * MIN_BLOCK

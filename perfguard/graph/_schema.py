@@ -8,9 +8,10 @@ The fields and their legal values, once and for all:
                   storage is alive while `ops[death]` runs), `len(ops)` if it outlives the step.
     ops[i].inputs / outputs   indices into `storages`; an operator that writes in place has the same index in both.
 
-A study's graphs differ in their numbers alone (bytes, FLOPs, sizes) as long as it changes nothing but sizes. Such a graph is its
-`twin`, which was there before, and its `numbers`: operators and storages are made when somebody looks at them, and what does not
-depend on numbers is worked out for the twin, once.
+A study's graphs differ in their sizes alone (bytes, FLOPs, shapes) as long as it changes nothing but sizes. Such a graph is the
+`skeleton` of a graph that was there before, with other `sizes`: operators and storages are made when somebody reads them, and
+what does not depend on sizes is worked out for the skeleton, once. What depends on sizes is computed for a `GraphBatch`; a
+graph's own properties are those of a batch of one.
 """
 
 from __future__ import annotations
@@ -20,17 +21,15 @@ import importlib
 import json
 import warnings
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
-from perfguard.graph._allocator import replay_allocator
+from perfguard.graph._graph_batch import LARGEST, GraphBatch, SizeLayout, filled, sizes_of
 from perfguard.graph._op import Op, Phase, Storage, StorageKind
 
 if TYPE_CHECKING:
@@ -38,10 +37,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 _MAX_SERIALISED_BYTES = 256 * 2**20
-_LARGEST = 2**62
-"""Of the numbers, and of their sums, that are kept in 64 bits; larger ones are Python's own."""
-
-
+_SETTINGS = ("mode", "precision", "layout", "options", "unmodelled")
 _LASTING = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -65,103 +61,104 @@ class OpGraph:
     unmodelled: tuple[str, ...] = field(default=())
     """What the trace could not account for, in words. Never empty in silence."""
 
-    @staticmethod
-    def alike(twin: OpGraph, numbers: npt.NDArray[Any]) -> OpGraph:
-        """``twin`` with other ``numbers``, in the order of :attr:`numbers`."""
-        if numbers.dtype == object and max(numbers.tolist(), default=0) < _LARGEST:
-            numbers = numbers.astype(np.int64)
+    def with_sizes(self, sizes: npt.NDArray[Any]) -> OpGraph:
+        """This graph with other sizes.
+
+        Args:
+            sizes: in the order of :attr:`sizes`. Shape: (len(self.sizes),).
+        """
+        if sizes.dtype == object and max(sizes.tolist(), default=0) < LARGEST:
+            sizes = sizes.astype(np.int64)
         graph = object.__new__(OpGraph)
-        settings = {name: getattr(twin, name) for name in ("mode", "precision", "layout", "options", "unmodelled")}
-        graph.__dict__.update(settings, twin=twin.twin or twin, numbers=numbers)
+        graph.__dict__.update({name: getattr(self, name) for name in _SETTINGS}, _skeleton=self.skeleton, sizes=sizes)
         return graph
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What :meth:`alike` left out."""
-            twin = self.__dict__.get("twin")
-            if twin is None or name not in ("ops", "storages"):
+            """What :meth:`with_sizes` left out."""
+            if name not in ("ops", "storages") or "sizes" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            numbers = iter(self.numbers.tolist())
-            storages = tuple([Storage(next(numbers), *storage[1:]) for storage in twin.storages])
-            self.__dict__.update(storages=storages, ops=tuple([_with_numbers(op, numbers) for op in twin.ops]))
+            ops, storages = filled(self.skeleton, self.sizes)
+            self.__dict__.update(ops=ops, storages=storages)
             return self.__dict__[name]
 
-    @cached_property
-    def twin(self) -> OpGraph | None:
-        """A graph that differs from this one in its numbers alone; None: it is the first of its kind."""
-        return None
+    @property
+    def skeleton(self) -> OpGraph:
+        """The operators and storages of this graph, whose sizes nobody reads: one object for all graphs of `with_sizes`.
+
+        It is another object than the graph, so that the graph can hold its batch without a cycle of references.
+        """
+        if self.is_skeleton:
+            return self
+        if "_skeleton" not in self.__dict__:
+            skeleton = object.__new__(OpGraph)
+            fields = {name: getattr(self, name) for name in ("ops", "storages", *_SETTINGS)}
+            skeleton.__dict__.update(fields, is_skeleton=True)
+            self.__dict__["_skeleton"] = skeleton
+        found: OpGraph = self.__dict__["_skeleton"]
+        return found
 
     @cached_property
-    def numbers(self) -> npt.NDArray[Any]:
+    def is_skeleton(self) -> bool:
+        """Whether it is the :attr:`skeleton` of other graphs."""
+        return False
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[Any]:
         """Bytes of the storages; of each operator FLOPs, bytes read and written, and the sizes in its shape and attributes.
 
         int64, or Python's integers where they are larger.
         """
-        numbers = [storage.num_bytes for storage in self.storages]
-        for op in self.ops:
-            numbers += [op.flops, op.bytes_read, op.bytes_written, *op.shape]
-            for value in op.attributes.values():
-                if are_sizes(value):
-                    numbers += value
-        return np.array(numbers, dtype=np.int64 if max(numbers, default=0) < _LARGEST else object)
+        return sizes_of(self)
+
+    def as_batch(self) -> GraphBatch:
+        """The batch of this graph alone."""
+        if "_batch" not in self.__dict__:
+            self.__dict__["_batch"] = GraphBatch(self.skeleton, self.sizes[None])
+        batch: GraphBatch = self.__dict__["_batch"]
+        return batch
 
     @cached_property
-    def op_starts(self) -> npt.NDArray[np.int64]:
-        """Where the numbers of each operator begin, and where they end. Shape: (len(ops) + 1,)."""
-        if self.twin is not None:
-            return self.twin.op_starts
-        sizes = [[op.shape, *(value for value in op.attributes.values() if are_sizes(value))] for op in self.ops]
-        lengths = [3 + sum(map(len, some)) for some in sizes]
-        return np.cumsum([len(self.storages), *lengths])
-
-    @cached_property
-    def storage_bytes(self) -> npt.NDArray[Any]:
-        """Of each storage: int64, or Python's integers where their sum does not fit. Shape: (len(storages),)."""
-        num_bytes = self.numbers[: self.op_starts[0]]
-        return np.asarray(num_bytes.astype(np.int64 if num_bytes.sum(dtype=np.float64) < _LARGEST else object))
-
-    @property
-    def costs(self) -> npt.NDArray[Any]:
-        """FLOPs, bytes read and bytes written of each operator. Shape: (3, len(ops))."""
-        return np.asarray(self.numbers[self.op_starts[:-1] + np.arange(3)[:, None]])
+    def size_layout(self) -> SizeLayout:
+        """Where the sizes of each operator are among :attr:`sizes`."""
+        return SizeLayout(self) if self.is_skeleton else self.skeleton.size_layout
 
     @cached_property
     def lifetimes(self) -> npt.NDArray[np.int64]:
         """Kind, birth and death of each storage. Shape: (3, len(storages))."""
-        if self.twin is not None:
-            return self.twin.lifetimes
+        if not self.is_skeleton:
+            return self.skeleton.lifetimes
         columns = [(storage.kind, storage.birth, storage.death) for storage in self.storages]
         return np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy()
 
-    @cached_property
+    @property
+    def storage_bytes(self) -> npt.NDArray[Any]:
+        """Of each storage: int64, or Python's integers where their sum does not fit. Shape: (len(storages),)."""
+        return np.asarray(self.as_batch().storage_bytes[0])
+
+    @property
+    def costs(self) -> npt.NDArray[Any]:
+        """FLOPs, bytes read and bytes written of each operator. Shape: (3, len(ops))."""
+        return np.asarray(self.as_batch().costs[:, 0])
+
+    @property
     def live_bytes(self) -> npt.NDArray[Any]:
         """Bytes alive while each operator runs, its outputs included: int64, or float64 beyond that. Shape: (len(ops) + 1,).
 
         The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
         """
-        return self.live_bytes_of(*StorageKind)
-
-    def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
-        """As :attr:`live_bytes`, of storages of ``kinds`` alone."""
-        num_ops = len(self.op_starts) - 1
-        of_kinds = np.isin(self.lifetimes[0], kinds)
-        (_, births, deaths), num_bytes = self.lifetimes[:, of_kinds], self.storage_bytes[of_kinds]
-        change = np.zeros(num_ops + 3, dtype=num_bytes.dtype)
-        np.add.at(change, births + 1, num_bytes)
-        np.subtract.at(change, deaths + 2, num_bytes)
-        live = np.cumsum(change)[: num_ops + 1]
-        return live.astype(np.float64) if live.dtype == object else live
+        return np.asarray(self.as_batch().live_bytes[0])
 
     @property
     def peak_index(self) -> int:
         """Index of the operator at which most bytes are alive; -1 for the time before the first one."""
-        return int(np.argmax(self.live_bytes)) - 1
+        return int(self.as_batch().peak_index[0])
 
     @property
     def peak_live_bytes(self) -> int:
         """Most bytes alive at once in the step."""
-        return int(self.live_bytes.max())
+        return int(self.as_batch().peak_live_bytes[0])
 
     @cached_property
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
@@ -173,37 +170,29 @@ class OpGraph:
         """
         if not self.unmodelled:
             return self.bytes_by_kind()
-        at = int(np.argmax(self.live_bytes_of(*_LASTING))) - 1
-        return {kind: num_bytes for kind, num_bytes in self._bytes_by_kind(at).items() if kind in _LASTING}
+        at = int(np.argmax(self.as_batch().live_bytes_of(*_LASTING)[0])) - 1
+        return {kind: num_bytes for kind, num_bytes in self.bytes_by_kind(at).items() if kind in _LASTING}
 
-    @cached_property
+    @property
     def reserved_bytes(self) -> int:
         """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        return replay_allocator(self).reserved_bytes
+        return int(self.as_batch().reserved_bytes[0])
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
         """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
-        return dict(self._bytes_by_kind_at_peak) if at is None else self._bytes_by_kind(at)
-
-    @cached_property
-    def _bytes_by_kind_at_peak(self) -> dict[StorageKind, int]:
-        return self._bytes_by_kind(self.peak_index)
-
-    def _bytes_by_kind(self, index: int) -> dict[StorageKind, int]:
-        kinds, births, deaths = self.lifetimes
-        lives = (births <= index) & (index <= deaths)
-        return {kind: int(self.storage_bytes[lives & (kinds == kind)].sum()) for kind in StorageKind}
+        num_bytes = self.as_batch().bytes_by_kind(None if at is None else np.array([at]))
+        return dict(zip(StorageKind, map(int, num_bytes[0]), strict=True))
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the whole step."""
-        return sum(self.costs[0].tolist())
+        return int(self.as_batch().flops[0])
 
     @cached_property
     def edges(self) -> npt.NDArray[np.int64]:
         """Data flow: pairs (producer, consumer) of operator indices. Shape: (2, num_edges)."""
-        if self.twin is not None:
-            return self.twin.edges
+        if not self.is_skeleton:
+            return self.skeleton.edges
         writer: dict[int, int] = {}
         pairs: list[tuple[int, int]] = []
         for index, op in enumerate(self.ops):
@@ -278,27 +267,14 @@ class OpGraph:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Of its operators."""
-        if self.twin is not None:
-            return self.twin.kinds
+        if not self.is_skeleton:
+            return self.skeleton.kinds
         return frozenset(op.kind for op in self.ops)
 
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the graph's content, hexadecimal."""
         return hashlib.sha256(self._to_json()).hexdigest()
-
-
-def are_sizes(value: Any) -> bool:
-    """Whether an attribute is made of sizes, not of names as those of a fused kernel."""
-    return isinstance(value, tuple) and not any(isinstance(item, str) for item in value)
-
-
-def _with_numbers(op: Op, numbers: Iterator[int]) -> Op:
-    name, kind, phase, _, _, _, inputs, outputs, module, shape, dtype, attributes = op
-    flops, read, written, sizes = next(numbers), next(numbers), next(numbers), tuple(islice(numbers, len(shape)))
-    if attributes:
-        attributes = {key: tuple(islice(numbers, len(value))) if are_sizes(value) else value for key, value in attributes.items()}
-    return Op(name, kind, phase, flops, read, written, inputs, outputs, module, sizes, dtype, attributes)
 
 
 def _op_from_json(row: list[Any]) -> Op:
@@ -319,4 +295,4 @@ def _op_from_json(row: list[Any]) -> Op:
     )
 
 
-__all__ = ["SCHEMA_VERSION", "Op", "OpGraph", "Phase", "Storage", "StorageKind", "are_sizes"]
+__all__ = ["SCHEMA_VERSION", "GraphBatch", "Op", "OpGraph", "Phase", "Storage", "StorageKind"]

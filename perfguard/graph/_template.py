@@ -12,13 +12,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from perfguard.graph._graph_batch import attributes_key
 from perfguard.graph._polynomials import Polynomials, distinct, monomials
-from perfguard.graph._schema import OpGraph, are_sizes
+from perfguard.graph._schema import OpGraph
 
 Sizes = tuple[int, ...]
 _Point = tuple[int, int]
@@ -50,7 +50,7 @@ class Sample:
         """All of the step but its numbers."""
         graph = self.graph
         ops = tuple(
-            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, form_of(op.attributes))
+            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, attributes_key(op.attributes))
             for op in graph.ops
         )
         return ops, tuple(storage[1:] for storage in graph.storages), graph.unmodelled
@@ -95,7 +95,7 @@ def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]], 
     if any(_is_between(sizes, samples) for sizes in strangers):
         return None
     points = np.array([_point(sizes, axes) for sizes in samples], dtype=np.int64)
-    numbers, columns = distinct(np.stack([sample.graph.numbers for sample in samples.values()]))
+    numbers, columns = distinct(np.stack([sample.graph.sizes for sample in samples.values()]))
     for terms in map(np.array, _OF_ONE if len(axes) == 1 else _OF_TWO):
         polynomials = Polynomials.through(points, terms, numbers) if len(terms) < len(points) else None
         if polynomials is not None and polynomials.agree(points, numbers).all():
@@ -162,14 +162,10 @@ class Template:
         return bool(self._hidden.agree(at, monomials(at.astype(object), self._hidden_terms)).all())
 
     def at(self, sizes: Sizes) -> OpGraph | None:
-        """The graph for ``sizes``, which must be in reach; None if its numbers would not be whole."""
+        """The graph for ``sizes``, which must be in reach; None if its sizes would not be whole."""
         numbers, whole = self._polynomials.at(np.array([_point(sizes, self._axes)]))
-        return OpGraph.alike(self._graph, numbers[0, self._columns]) if whole[0] else None
+        return self._graph.with_sizes(numbers[0, self._columns]) if whole[0] else None
 
 
 def _point(sizes: Sizes, axes: Sequence[tuple[int, ...]]) -> _Point:
     return sizes[axes[0][0]], sizes[axes[1][0]] if len(axes) > 1 else 0
-
-
-def form_of(attributes: Mapping[str, Any]) -> Hashable:
-    return tuple((key, len(value) if are_sizes(value) else value) for key, value in attributes.items())

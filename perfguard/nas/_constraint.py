@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from perfguard._predict import Network
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.graph import GraphBatch, OpGraph
 
 _N = TypeVar("_N", bound="Network")
 
@@ -119,15 +119,15 @@ class LatencyConstraint:
     def predict(self, model: Network) -> Prediction:
         """What one inference of ``model`` costs."""
         graph = self.graph_of(model)
-        return self._rates.apply(self.predictor.predict(graph, self.device), graph, self.device)
+        return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 
-    def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
+    def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
         """What :meth:`predict` says of each of ``graphs``."""
         if isinstance(self.predictor, BatchPredictor):
             predictions = self.predictor.predict_all(graphs, self.device)
         else:
             predictions = [self.predictor.predict(graph, self.device) for graph in graphs]
-        return self._rates.apply_all(predictions, graphs, self.device)
+        return self._rates.apply(predictions, graphs, self.device)
 
     def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
         """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from perfguard._predict import Network
-    from perfguard.graph import OpGraph, SizedGraphs
+    from perfguard.graph import GraphBatch, OpGraph
     from perfguard.predictor import Prediction
     from perfguard.verdict import Verdict
 
@@ -27,7 +27,7 @@ class Constraint(Protocol):
     def predict(self, model: Network) -> Prediction:
         """Return what one inference of ``model`` costs."""
 
-    def predict_all(self, graphs: SizedGraphs) -> list[Prediction]:
+    def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
         """Return what :meth:`predict` says of each of ``graphs``."""
 
     def verdict_on(self, prediction: Prediction) -> Verdict:

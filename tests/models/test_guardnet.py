@@ -23,13 +23,13 @@ from torch_geometric.data import Batch, Data
 
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PredictorError
-from perfguard.features import featurize
 from perfguard.graph import OpGraph, roofline_s, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Prediction, Predictor
 from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet
 from perfguard_models._network import GuardNetwork
+from perfguard_models.features.graph import featurize
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
 

@@ -103,7 +103,7 @@ def test_other_weights_have_no_summary() -> None:
 
 def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> None:
     engine = GpuEngine(trained())
-    summary = summary_of((A100.id, engine.answer(graph, A100)) for graph in convnets())
+    summary = summary_of((A100.id, engine.predict(graph.as_batch(), A100)) for graph in convnets())
     write_summary(tmp_path / NAME, summary, "some weights", "a test")
     tensors, card = tmp_path / f"{NAME}.safetensors", tmp_path / f"{NAME}.json"
     again = read_summary(tensors, card, "some weights")

@@ -244,7 +244,7 @@ def test_one_absurd_batch_does_not_slow_down_the_others() -> None:
     for batch in (2, 3, 4 * 10**13 + 2, 10**13 + 2):
         cache.trace(workload(PERCEPTRON, batch, 64), target=A100)
     computed = cache.trace(workload(PERCEPTRON, 34, 64), target=A100)
-    assert computed.numbers.dtype == "int64"
+    assert computed.sizes.dtype == "int64"
     assert computed.content_hash == trace(workload(PERCEPTRON, 34, 64), target=A100).content_hash
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
-from perfguard_models.sums import SUMS
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_training import graphs
 from perfguard_training.dataset import Dataset, Run, dataset_of, folds
 from perfguard_training.ensemble import bracketed
@@ -109,7 +109,7 @@ def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
         assert run.view["count"].min() >= 1
         assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
         total = float((run.view["count"] * run.view["roofline"]).sum())
-        assert total == pytest.approx(math.exp(run.view["sums"][SUMS.index("log_roofline")]), rel=1e-3)
+        assert total == pytest.approx(math.exp(run.view["sums"][STEP_FEATURES.index("log_roofline")]), rel=1e-3)
 
 
 @needs_timm

@@ -12,10 +12,10 @@ from torch import nn
 
 from perfguard import Workload
 from perfguard.devices import resolve_device
-from perfguard.graph import OpGraph, TraceCache, trace
+from perfguard.graph import GraphBatch, OpGraph, TraceCache, trace
 from perfguard.tables import OperatorRow
 from perfguard_models import _engines, guardnet
-from perfguard_models.kernel_shapes import CARD, TAUGHT, kernel_shapes_of
+from perfguard_models.features.kernel_shapes import CARD, TAUGHT, kernel_shapes
 from perfguard_training.dataset import Run
 from perfguard_training.operator_forest import TrainableForest, least_relative_error
 
@@ -31,7 +31,7 @@ def graph_of(op: str, sizes: tuple[int, ...]) -> OpGraph:
 def run_of(graph: OpGraph, gpu: str, seconds: float | None = None) -> Run:
     labels = {} if seconds is None else {"time": math.log(seconds)}
     table = "operator" if len(graph.ops) == 1 else "transformer"
-    view: dict[str, Any] = kernel_shapes_of(graph, resolve_device(gpu))
+    view: dict[str, Any] = kernel_shapes(graph.as_batch(), resolve_device(gpu))[0]
     return Run(table, "", "f", "m", gpu, "infer", "fp32", "s", 1, labels, 2**34, True, view)
 
 
@@ -58,7 +58,7 @@ def test_each_kind_of_operator_is_told_by_what_it_computes() -> None:
         graph_of("linear", (1, 64, 32, 16)), graph_of("bmm", (4, 64, 32, 16)), graph_of("softmax", (8, 16)),
         graph_of("ln", (8, 16)), graph_of("gelu", (8, 16)), graph_of("conv", (1, 3, 8, 3, 32, 1, 1)),
     ]  # fmt: skip
-    views = [kernel_shapes_of(graph, resolve_device("t4")) for graph in graphs]
+    views = [kernel_shapes(graph.as_batch(), resolve_device("t4"))[0] for graph in graphs]
     assert [int(view["kernel_kind"][0]) for view in views] == list(range(len(TAUGHT) + 1))
     np.testing.assert_array_equal(views[1]["kernel_size"], [[4, 64, 32, 16]])
     assert dict(zip(CARD, views[0]["card"], strict=True))["generation"] == 7.5
@@ -67,7 +67,7 @@ def test_each_kind_of_operator_is_told_by_what_it_computes() -> None:
 def test_equal_operators_are_one_row_with_a_count() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
-    view = kernel_shapes_of(trace(Workload(model, inputs=(8, 64), mode="infer")), resolve_device("t4"))
+    (view,) = kernel_shapes(trace(Workload(model, inputs=(8, 64), mode="infer")).as_batch(), resolve_device("t4"))
     assert view["kernel_count"].tolist() == [5.0]
 
 
@@ -107,9 +107,9 @@ def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
     calls: list[str] = []
     ask = _engines.by_operators
 
-    def noted(answer: _engines.Answer, graph: OpGraph, device: Any) -> _engines.Answer:
+    def noted(raw: _engines.RawPrediction, graphs: GraphBatch, device: Any) -> _engines.RawPrediction:
         calls.append(device.id)
-        return ask(answer, graph, device)
+        return ask(raw, graphs, device)
 
     monkeypatch.setattr(_engines, "by_operators", noted)
     graph, device = graph_of("linear", (1, 4096, 4096, 4096)), resolve_device(gpu)
@@ -122,5 +122,5 @@ def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
 
 def test_what_nobody_taught_it_is_left_to_who_knows() -> None:
     graph, device = graph_of("conv", (8, 64, 64, 3, 56, 1, 1)), resolve_device("h100-sxm-80gb")
-    answer = _engines.by_physics(guardnet.load()._answer(graph, device), graph, device, ["time"])
-    assert _engines.by_operators(answer, graph, device) is answer
+    raw = guardnet.load()._raw(graph, device)
+    assert _engines.by_operators(raw, graph.as_batch(), device) is raw

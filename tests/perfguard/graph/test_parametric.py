@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perfguard import OpGraph, Workload, trace
-from perfguard.graph import ParametricGraph, SizedGraphs
+from perfguard.graph import ParametricGraph
 
 INPUTS = (2, 3, 12, 12)
 Widths = tuple[int, ...]
@@ -305,16 +305,3 @@ def test_candidates_that_were_computed_are_not_traced() -> None:
     assert before <= 50
     _, computed = graphs_at(elastic, points)
     assert (computed, elastic.num_traces) == (300, before)
-
-
-def test_sized_graphs_are_the_graphs_that_they_were_made_of() -> None:
-    graphs = [tracer(chain)(widths) for widths in ((8, 8, 8), (5, 9, 17), (40, 64, 128))]
-    sized = SizedGraphs.of(graphs)
-    assert [graph.content_hash for graph in sized] == [graph.content_hash for graph in graphs]
-    assert sized.peak_live_bytes.tolist() == [graph.peak_live_bytes for graph in graphs]
-    assert sized.peak_index.tolist() == [graph.peak_index for graph in graphs]
-    assert sized.live_bytes.tolist() == [graph.live_bytes.tolist() for graph in graphs]
-    assert sized.bytes_by_kind.tolist() == [list(graph.bytes_by_kind().values()) for graph in graphs]
-    assert sized.reserved_bytes.tolist() == [graph.reserved_bytes for graph in graphs]
-    assert sized.flops.tolist() == [graph.flops for graph in graphs]
-    assert sized.part(slice(1, 3))[0].content_hash == graphs[1].content_hash

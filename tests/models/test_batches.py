@@ -1,32 +1,25 @@
-"""What GuardNet says of many sizes of a network at once is what it says of each."""
+"""GuardNet predicts a graph alone as it does among others of its batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from perfguard import Device, Measurement, Observation, OpGraph, Prediction, Workload, load_predictor, resolve_device, trace
-from perfguard.features import featurize
-from perfguard.graph import SizedGraphs, channel_padding, channel_padding_of_all, roofline_of_all, roofline_s
+from perfguard.graph import GraphBatch
 from perfguard.predictor import BatchPredictor
-from perfguard.sized_features import featurize_all
 from perfguard_models.guardnet import GuardNet, load
-from perfguard_models.operators import operators_of
-from perfguard_models.sized_operators import operators_of_all
-from perfguard_models.sized_sums import sums_of_all
-from perfguard_models.sums import SUMS, sums_of
 from tests.doubles import TOY_CPU
 
 SIZES = ((8, 16), (5, 33), (24, 24), (64, 7), (96, 128), (16, 4))
-ONE_ULP = 4e-6
-"""Twice the distance of neighbouring numbers in single precision at the logarithm of a gibibyte."""
+TOLERANCE = 1e-5
+"""Sums of single precision are added in another order."""
 
 
 class Mixed(nn.Module):
@@ -55,24 +48,34 @@ def perceptron(a: int, b: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, a), nn.Tanh(), nn.Linear(a, b), nn.ReLU(), nn.Linear(b, 2))
 
 
+def half_convolution(a: int, b: int) -> nn.Module:
+    """More of the roofline is in the convolution or in the products, depending on the widths."""
+    return nn.Sequential(
+        nn.Conv2d(3, a, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * a, 8 * b), nn.Linear(8 * b, 64 * b)
+    )
+
+
+MODELS = {"mixed": Mixed, "perceptron": perceptron, "half": half_convolution}
+
+
 @functools.cache
 def graphs_of(target: str, what: str = "mixed", **fields: Any) -> tuple[OpGraph, ...]:
     def traced(widths: Sequence[int]) -> OpGraph:
         with torch.device("meta"):
-            model = Mixed(*widths) if what == "mixed" else perceptron(*widths)
-        inputs = (4, 3, 32, 32) if what == "mixed" else (64, 3)
+            model = MODELS[what](*widths)
+        inputs = (64, 3) if what == "perceptron" else (4, 3, 32, 32)
         loss = {"loss": lambda y: y.float().mean()} if fields.get("mode") == "train" else {}
         return trace(Workload(model, inputs, **{"mode": "infer"} | fields | loss), target=resolve_device(target))
 
     return tuple(traced(widths) for widths in SIZES)
 
 
-def assert_alike(found: Sequence[Prediction], expected: Sequence[Prediction], *, rel: float = ONE_ULP) -> None:
+def assert_alike(found: Sequence[Prediction], expected: Sequence[Prediction], *, rel: float = TOLERANCE) -> None:
     for one, other in zip(found, expected, strict=True):
         for estimate, same in ((one.peak_memory, other.peak_memory), (one.step_time, other.step_time)):
             assert estimate.median == pytest.approx(same.median, rel=rel)
             assert estimate.log_sigma == pytest.approx(same.log_sigma, rel=rel)
-        assert one.time_by_kind_s == pytest.approx(other.time_by_kind_s, rel=max(rel, 1e-5))
+        assert one.time_by_kind_s == pytest.approx(other.time_by_kind_s, rel=rel)
         assert one.bytes_at_peak == other.bytes_at_peak
         assert (one.gpu_util is None) == (other.gpu_util is None)
         assert one.gpu_util is None or one.gpu_util == pytest.approx(other.gpu_util, rel=1e-5)
@@ -82,34 +85,32 @@ def assert_alike(found: Sequence[Prediction], expected: Sequence[Prediction], *,
 
 SETTINGS = [
     ("cpu", "mixed", {}),
-    ("cpu", "perceptron", {}),
-    ("cpu", "mixed", {"mode": "train"}),
+    ("cpu", "perceptron", {"mode": "train"}),
     ("t4", "mixed", {}),
     ("a100", "mixed", {"cudnn_benchmark": True}),
-    ("h100-sxm-80gb", "mixed", {}),
+    ("h100-sxm-80gb", "half", {}),  # some times are those of single operators
     ("b200-sxm-180gb", "mixed", {"mode": "train"}),
     ("a100", "perceptron", {}),
     ("rtx3090", "mixed", {"precision": "amp-fp16"}),
-    ("h100-sxm-80gb", "mixed", {"precision": "bf16"}),
+    ("h100-sxm-80gb", "mixed", {"precision": "bf16"}),  # times of other GPUs are carried over
     ("rtx4090", "mixed", {"compiled": True}),
 ]
 
 
 @pytest.mark.parametrize(("gpu", "what", "fields"), SETTINGS)
-def test_all_at_once_is_as_one_by_one(gpu: str, what: str, fields: dict[str, Any]) -> None:
+def test_prediction_in_a_batch_equals_prediction_alone(gpu: str, what: str, fields: dict[str, Any]) -> None:
     predictor, device = load_predictor(), resolve_device(gpu)
     assert isinstance(predictor, BatchPredictor)
     graphs = graphs_of(gpu, what, **fields)
-    found = predictor.predict_all(SizedGraphs.of(graphs), device)
+    found = predictor.predict_all(GraphBatch.of(graphs), device)
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
 
 
-def test_a_processor_that_was_not_learnt_from_is_answered_by_physics_in_both_ways() -> None:
-    predictor, graphs = load(), graphs_of("cpu")
-    other = TOY_CPU.__class__(**{name: getattr(TOY_CPU, name) for name in TOY_CPU.__slots__} | {"id": "other"})
+def test_unknown_processor_is_predicted_by_physics() -> None:
+    predictor, graphs, other = load(), graphs_of("cpu"), dataclasses.replace(TOY_CPU, id="other")
     expected = [predictor.predict(graph, other) for graph in graphs]
     assert not any(prediction.trained_on_device for prediction in expected)
-    assert_alike(predictor.predict_all(SizedGraphs.of(graphs), other), expected)
+    assert_alike(predictor.predict_all(GraphBatch.of(graphs), other), expected)
 
 
 def observed(graphs: Sequence[OpGraph], device: Device, predictor: GuardNet) -> list[Observation]:
@@ -123,28 +124,28 @@ def observed(graphs: Sequence[OpGraph], device: Device, predictor: GuardNet) -> 
 
 
 @pytest.mark.parametrize("gpu", ["cpu", "t4"])
-def test_what_was_learnt_counts_in_both_ways(gpu: str) -> None:
+def test_learnt_residuals_count_in_a_batch(gpu: str) -> None:
     predictor, device, graphs = load(), resolve_device(gpu), graphs_of(gpu)
-    before = [prediction.step_time.median for prediction in predictor.predict_all(SizedGraphs.of(graphs), device)]
+    before = [prediction.step_time.median for prediction in predictor.predict_all(GraphBatch.of(graphs), device)]
     predictor.fine_tune(observed(graphs[:4], device, predictor))
-    found = predictor.predict_all(SizedGraphs.of(graphs), device)
+    found = predictor.predict_all(GraphBatch.of(graphs), device)
     assert all(now.step_time.median > 1.1 * then for now, then in zip(found, before, strict=True))
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
 
 
 @pytest.mark.parametrize("gpu", ["cpu", "t4"])
-def test_a_step_that_ran_out_of_memory_counts_in_both_ways(gpu: str) -> None:
+def test_out_of_memory_counts_in_a_batch(gpu: str) -> None:
     predictor, device, graphs = load(), resolve_device(gpu), graphs_of(gpu)
     rows = observed(graphs[:4], device, predictor)
     least = 3 * predictor.predict(graphs[4], device).peak_memory.median
     failed = Measurement("oom", device.id, device.name, int(least), None, 1.0, 0, method="told", framework="")
     predictor.fine_tune([*rows, Observation(graphs[4], device, failed)])
-    found = predictor.predict_all(SizedGraphs.of(graphs), device)
+    found = predictor.predict_all(GraphBatch.of(graphs), device)
     assert found[4].peak_memory.median > least
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
 
 
-def test_refined_weights_count_in_both_ways() -> None:
+def test_refined_weights_count_in_a_batch() -> None:
     predictor, device, graphs = load(), resolve_device("t4"), graphs_of("t4")
     rows = [
         Observation(row.graph, row.device, row.measurement, decision_id=f"{6 * turn + at:032x}")
@@ -153,30 +154,6 @@ def test_refined_weights_count_in_both_ways() -> None:
     ]
     predictor.use_refinement(predictor.refine(rows))
     assert predictor.name.endswith("+")
-    found = predictor.predict_all(SizedGraphs.of(graphs), device)
+    found = predictor.predict_all(GraphBatch.of(graphs), device)
     # A column that is constant but for its last digit splits a tree by that digit.
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs], rel=1e-4)
-
-
-@pytest.mark.parametrize(("gpu", "what", "fields"), SETTINGS[:10])
-def test_each_view_is_the_same_for_all_and_for_one(gpu: str, what: str, fields: dict[str, Any]) -> None:
-    device, graphs = resolve_device(gpu), graphs_of(gpu, what, **fields)
-    sized = SizedGraphs.of(graphs)
-    features, sums, rows = featurize_all(sized, device), sums_of_all(sized, device), operators_of_all(sized, device)
-    for at, graph in enumerate(graphs):
-        assert np.allclose(roofline_of_all(sized, device)[at], roofline_s(graph, device), rtol=1e-12)
-        assert np.array_equal(channel_padding_of_all(sized, device)[:, at], channel_padding(graph, device))
-        one = featurize(graph, device)
-        assert np.allclose(features.x[at], one.x.numpy(), rtol=1e-6, atol=1e-7)
-        assert np.allclose(features.globals[at], one.globals.numpy()[0], rtol=1e-6, atol=1e-7)
-        assert math.isclose(features.log_memory[at], float(one.log_memory), rel_tol=1e-6)
-        assert math.isclose(features.log_time[at], float(one.log_time), rel_tol=1e-6)
-        expected = sums_of(graph, device)
-        assert dict(zip(SUMS, sums[at].tolist(), strict=True)) == pytest.approx(
-            dict(zip(SUMS, expected.tolist(), strict=True)), rel=1e-6, abs=1e-6
-        )
-        assert as_set(rows[at]) == as_set(operators_of(graph, device))
-
-
-def as_set(view: dict[str, Any]) -> list[tuple[Any, ...]]:
-    return sorted(zip(map(bytes, view["x"]), *(view[key].tolist() for key in ("name", "count", "roofline", "live")), strict=True))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from perfguard.devices import Device, resolve_device
-from perfguard.features import GRAPH_FEATURES, NODE_FEATURES, featurize
 from perfguard.graph import OP_KINDS, OpGraph, Storage, roofline_s, trace
 from perfguard.workload import TensorSpec, Workload
+from perfguard_models.features.graph import GRAPH_FEATURES, NODE_FEATURES, featurize
 
 GPU = resolve_device("a100")
 CPU = Device(

@@ -1,0 +1,68 @@
+"""The sizes of the convolutions in a batch of graphs.
+
+Shapes: C graphs, V convolutions, d spatial dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.graph import GraphBatch, OpGraph
+
+CONVOLUTION_KINDS = ("conv", "conv_backward")
+HALF_DTYPES = ("float16", "bfloat16")
+_FEWER_BYTES = 2**50
+"""A transform of a convolution's inputs takes a few hundred times their bytes at most, so up to here 64 bits are enough."""
+
+Ints = npt.NDArray[Any]
+"""int64, or Python's integers where these would not fit."""
+
+
+def convolutions_in(skeleton: OpGraph) -> npt.NDArray[np.int64]:
+    """Return the operators that have the attributes of a convolution: indices. Shape: (V,)."""
+    return np.array([index for index, op in enumerate(skeleton.ops) if "weight_shape" in op.attributes], dtype=np.int64)
+
+
+class Convolutions:
+    """The sizes of convolutions, forwards or backwards. Shapes: (C, V), and (C, V, d) along the spatial dimensions.
+
+    A convolution of fewer dimensions than others is filled up with dimensions of one element.
+
+    Args:
+        graphs: of a batch.
+        index: the convolutions among their operators. Shape: (V,).
+    """
+
+    def __init__(self, graphs: GraphBatch, index: npt.NDArray[np.int64]) -> None:
+        ops = [graphs.skeleton.ops[at] for at in index]
+        self.rank = np.array([len(op.attributes["stride"]) for op in ops], dtype=np.int64)  # shape: (V,)
+        self.transposed = np.array([bool(op.attributes["transposed"]) for op in ops], dtype=np.bool_)  # shape: (V,)
+        self.element_bytes = np.array([2 if op.dtype in HALF_DTYPES else 4 for op in ops], dtype=np.int64)  # shape: (V,)
+        num_dimensions = int(self.rank.max(initial=1))
+        fits = bool((graphs.peak_live_bytes < _FEWER_BYTES).all())
+
+        def sizes(name: str, first: int = 0, default: int = 1) -> Ints:
+            found = graphs.attribute(name, ops=index, length=first + num_dimensions, default=default)
+            return found if fits else found.astype(object)
+
+        in_shape, weight_shape = sizes("in_shape", 2), sizes("weight_shape", 2)
+        stride, padding, dilation = sizes("stride"), sizes("padding", default=0), sizes("dilation")
+        self.groups = sizes("groups")[..., 0]
+        self.batch, self.channels_in = in_shape[..., 0], in_shape[..., 1]
+        self.channels_out = np.where(self.transposed, weight_shape[..., 1] * self.groups, weight_shape[..., 0])
+        self.inputs, self.kernel = in_shape[..., 2:], weight_shape[..., 2:]
+        extent = dilation * (self.kernel - 1)
+        self.outputs = np.where(
+            self.transposed[:, None],
+            (self.inputs - 1) * stride - 2 * padding + extent + 1,
+            (self.inputs + 2 * padding - extent - 1) // stride + 1,
+        )
+        self.stride, self.dilation = stride.max(axis=-1), dilation.max(axis=-1)
+        self.taps, self.positions_in, self.positions_out = (
+            some.prod(axis=-1) for some in (self.kernel, self.inputs, self.outputs)
+        )
+        self.narrow_in, self.narrow_out = self.channels_in // self.groups, self.channels_out // self.groups
+        """Channels in one group."""

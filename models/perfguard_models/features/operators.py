@@ -1,0 +1,258 @@
+"""Operator features: a step as the operators that it is made of, each with what surrounds it.
+
+Equal operators in equal surroundings are one row with a count: a network repeats its blocks, so a step of a thousand operators
+has two hundred rows, and learning is as much faster. What surrounds an operator is looked up before learning instead of by
+message passing within it (Frasca et al. 2020, "SIGN: Scalable Inception Graph Neural Networks", equation 6 with r = 1): the
+kinds of operators that made its inputs, the kinds that take its output, and how fresh its inputs are.
+
+Shapes: C graphs of a batch, N operators, R rows of all graphs together.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, batch_roofline_s
+from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, convolutions_in
+from perfguard_models.features.exact import Floats, log
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+NAMES = (
+    "convolution", "convolution_backward", "addmm", "mm", "bmm", "baddbmm", "_to_copy", "add", "add_", "mul", "mul_",
+    "mean", "sum",     "native_batch_norm", "native_batch_norm_backward", "native_layer_norm", "native_layer_norm_backward",
+    "native_group_norm",     "clone", "cat", "copy_", "gelu", "gelu_backward", "sigmoid", "sigmoid_backward", "silu",
+    "silu_", "silu_backward", "relu",     "relu_", "threshold_backward", "div", "sub", "pow", "sqrt", "rsqrt", "tanh",
+    "_softmax", "_softmax_backward_data",     "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward", "constant_pad_nd", "index",     "index_put", "stack", "slice_backward",
+    "select_backward", "new_zeros", "zeros", "where", "native_dropout",     "native_dropout_backward", "upsample_bicubic2d",
+    "upsample_bilinear2d", "_foreach_add_", "_foreach_mul_",     "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",     "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward", "embedding", "linalg_vector_norm",
+)  # fmt: skip
+"""Operators with a row of their own in the embedding; all others are "other", known by their kind."""
+SIZES = (
+    "log_flops", "log_read", "log_written", "log_compute_s", "log_traffic_s", "log_roofline_s", "log_over_l2", "log_waves",
+    "log_batch", "log_channels", "log_rest", "log_kernel", "log_in", "log_out", "log_groups", "log_positions",
+    "log_m", "log_n", "log_k", "log_products",
+)  # fmt: skip
+FLAGS = (
+    "launch_bound", "forward", "backward", "optimizer", "half", "train", "nhwc", "compiled", "depthwise", "pointwise", "strided",
+    "dilated", "transposed", "few_channels", "odd_in", "odd_out", "odd_product", "has_weights", "fresh", "recent", "num_inputs",
+)  # fmt: skip
+COLUMNS = (*SIZES, *FLAGS, *(f"from_{kind}" for kind in OP_KINDS), *(f"to_{kind}" for kind in OP_KINDS))
+"""Columns of ``x``: natural logarithms, then flags and shares within 0 and 1."""
+DEVICE_COLUMNS = ("log_flops", "log_matrix_flops", "log_bandwidth", "log_sms", "log_clock", "log_l2", "log_launch")
+RECENT = 4
+"""Operators back from which an input may come to be recent."""
+THREADS = 2048
+"""Threads that a multiprocessor holds: one wave of a kernel."""
+_NUM_SIZES = len(SIZES)
+_PLACE = {name: at for at, name in enumerate(COLUMNS)}
+_VARYING = ("launch_bound", "depthwise", "pointwise", "strided", "dilated", "few_channels", "odd_in", "odd_out", "odd_product")
+"""Flags that depend on sizes; all others are the skeleton's."""
+
+
+def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return the rows of each of ``graphs`` on ``device``, in the order in which their first operators run.
+
+    Returns:
+        For each graph of d different operators: ``x`` (d, len(COLUMNS)), ``name`` (d,) indices into NAMES or len(NAMES),
+        ``count`` (d,), ``roofline`` (d,) seconds of one of them, ``live`` (d,) most bytes alive at one of them over the
+        replay's reserved bytes, ``device`` (len(DEVICE_COLUMNS),), ``reserved`` (1,) log bytes of the replay, with the context.
+    """
+    number, num_ops = len(graphs), len(graphs.skeleton.ops)
+    roofline, fixed = batch_roofline_s(graphs, device), _fixed_of(graphs.skeleton)
+    base = graphs.reserved_bytes + device.context_bytes
+    sizes, flags = _varying(graphs, roofline, device, fixed)
+    order, starts, count = _grouped(_hashed(sizes, flags, fixed.group))
+    of_graph = starts // max(num_ops, 1)
+    first = order.ravel()[starts] + of_graph * num_ops  # of each row, its first operator among all operators of all graphs
+    live = (graphs.live_bytes[:, 1:] / base[:, None]).ravel()[(order + num_ops * np.arange(number)[:, None]).ravel()]
+    most_live = np.maximum.reduceat(live, starts) if len(starts) else live
+    by_time = np.argsort(first)
+    first = first[by_time]
+    op = first % max(num_ops, 1)
+    x = fixed.columns[op]
+    x[:, :_NUM_SIZES] = sizes.reshape(-1, _NUM_SIZES)[first]
+    for at, name in enumerate(_VARYING):
+        x[:, _PLACE[name]] = (flags.ravel()[first] >> at) & 1
+    rows = {
+        "x": x,
+        "name": fixed.name[op],
+        "count": count[by_time].astype(np.float32),
+        "roofline": roofline.ravel()[first].astype(np.float32),
+        "live": most_live[by_time].astype(np.float32),
+    }
+    ends = np.searchsorted(first, num_ops * np.arange(1, number + 1)).tolist()
+    of_device, reserved = _device_features(device), log(base)[:, None]
+    return [
+        {key: values[begin:end] for key, values in rows.items()} | {"device": of_device, "reserved": reserved[at]}
+        for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+
+
+class _Fixed:
+    """What is the same for all graphs with one skeleton."""
+
+    def __init__(self, skeleton: OpGraph) -> None:
+        ops, number = skeleton.ops, len(skeleton.ops)
+        self.convolutions = convolutions_in(skeleton)
+        self.products = np.array([at for at, op in enumerate(ops) if "product" in op.attributes], dtype=np.int64)
+        kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
+        phases = np.array([op.phase for op in ops], dtype=np.int64)
+        reader, source = _reads(skeleton)
+        num_inputs = np.bincount(reader, minlength=number)
+        made, age, shares = source >= 0, reader - source, np.maximum(num_inputs, 1)
+        x = np.zeros((number, len(COLUMNS)))
+        for phase in Phase:
+            x[:, _PLACE[phase.name.lower()]] = phases == phase
+        x[:, _PLACE["half"]] = [op.dtype in HALF_DTYPES for op in ops]
+        x[:, _PLACE["train"]] = skeleton.mode == "train"
+        x[:, _PLACE["nhwc"]] = skeleton.layout == "nhwc"
+        x[:, _PLACE["compiled"]] = "compiled" in skeleton.options
+        x[:, _PLACE["transposed"]] = [bool(op.attributes.get("transposed")) for op in ops]
+        x[:, _PLACE["has_weights"]] = np.bincount(reader[~made], minlength=number) > 0
+        x[:, _PLACE["fresh"]] = np.bincount(reader[made & (age == 1)], minlength=number) / shares
+        x[:, _PLACE["recent"]] = np.bincount(reader[made & (age <= RECENT)], minlength=number) / shares
+        x[:, _PLACE["num_inputs"]] = np.minimum(num_inputs, 8) / 8
+        x[:, _NUM_SIZES + len(FLAGS) :] = _surroundings(kinds, source[made], reader[made])
+        self.columns: npt.NDArray[np.float16] = x.astype(np.float16)  # shape: (N, len(COLUMNS)), the varying ones are 0
+        known = {name: at for at, name in enumerate(NAMES)}
+        self.name = np.array([known.get(op.name, len(NAMES)) for op in ops], dtype=np.int16)  # shape: (N,)
+        rows = np.ascontiguousarray(np.concatenate([self.columns.view(np.int16), self.name[:, None]], axis=1))
+        _, group = np.unique(rows.view(np.dtype((np.void, 2 * rows.shape[1]))).ravel(), return_inverse=True)
+        self.group = group.astype(np.uint64)  # shape: (N,), equal where name and columns are
+
+
+_known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
+
+
+def _fixed_of(skeleton: OpGraph) -> _Fixed:
+    if skeleton not in _known_fixed:
+        _known_fixed[skeleton] = _Fixed(skeleton)
+    return _known_fixed[skeleton]
+
+
+def _reads(skeleton: OpGraph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each input of each operator who reads it, and who wrote it last; -1: it was there before. Shapes: (n,), (n,)."""
+    number = len(skeleton.ops)
+    reads, writes = [op.inputs for op in skeleton.ops], [op.outputs for op in skeleton.ops]
+    read, written = (np.fromiter(chain.from_iterable(some), dtype=np.int64) for some in (reads, writes))
+    reader, writer = (np.repeat(np.arange(number), list(map(len, some))) for some in (reads, writes))
+    # In the order of storages and, for each of them, of time; an operator reads before it writes.
+    order = np.argsort(np.concatenate([read * 2 * number + 2 * reader, written * 2 * number + 2 * writer + 1]), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    is_write = order >= len(read)
+    last = np.maximum.accumulate(np.where(is_write, np.arange(len(order)), -1))[place[: len(read)]]
+    found = np.where(last >= 0, order[last] - len(read), -1)
+    is_same = (found >= 0) & (written[found] == read) if len(written) else np.zeros(len(read), dtype=np.bool_)
+    return reader, np.where(is_same, writer[found] if len(writer) else -1, -1)
+
+
+def _surroundings(
+    kinds: npt.NDArray[np.int64], source: npt.NDArray[np.int64], sink: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Shares of the kinds before and after each operator. Shape: (N, 2 * len(OP_KINDS))."""
+    number = len(OP_KINDS)
+    source, sink = np.divmod(np.unique(source * len(kinds) + sink), max(len(kinds), 1))
+    around = np.zeros((len(kinds), 2 * number))
+    np.add.at(around, (sink, kinds[source]), 1)
+    np.add.at(around, (source, number + kinds[sink]), 1)
+    totals = np.repeat([around[:, :number].sum(axis=1), around[:, number:].sum(axis=1)], number, axis=0).T
+    return np.asarray(around / np.maximum(totals, 1))
+
+
+def _varying(
+    graphs: GraphBatch, roofline: Floats, device: Device, fixed: _Fixed
+) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.uint64]]:
+    """The columns SIZES, and the flags _VARYING as bits from the lowest on. Shapes: (C, N, len(SIZES)), (C, N)."""
+    c, some = Convolutions(graphs, fixed.convolutions), fixed.convolutions
+    shape = graphs.attribute("shape", length=3)
+    products = graphs.attribute("product", ops=fixed.products, length=4)
+    raw = np.zeros((*roofline.shape, _NUM_SIZES - 5))
+    raw[..., :3] = np.moveaxis(graphs.costs, 0, -1)
+    raw[..., 3], raw[..., 4], raw[..., 5] = shape[..., 0], shape[..., 1], shape[..., 2:].prod(axis=-1)
+    raw[..., 9] = 1
+    raw[:, some, 6:11] = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
+    raw[:, fixed.products, 11:] = np.roll(products, -1, axis=-1)
+    flags = np.zeros((len(_VARYING), *roofline.shape), dtype=np.bool_)
+    flags[0] = roofline <= device.launch_overhead_s
+    flags[1:8, :, some] = [
+        (c.groups > 1) & (c.groups == c.channels_in),
+        c.taps == 1,
+        c.stride > 1,
+        c.dilation > 1,
+        c.channels_in <= 4,
+        c.narrow_in % 8 > 0,
+        c.narrow_out % 8 > 0,
+    ]
+    flags[8, :, fixed.products] = (products[..., 1:] % 8 > 0).any(axis=-1).T
+    bits = np.zeros(roofline.shape, dtype=np.uint64)
+    for at, flag in enumerate(flags):
+        bits |= flag.astype(np.uint64) << np.uint64(at)
+    return _logs(raw, roofline, device).astype(np.float16), bits
+
+
+def _logs(raw: Floats, roofline: Floats, device: Device) -> Floats:
+    """The columns SIZES of the sizes themselves. Shapes: (C, N, len(SIZES) - 5) → (C, N, len(SIZES))."""
+    flops, moved, elements = raw[..., 0], raw[..., 1] + raw[..., 2], raw[..., 3] * raw[..., 4] * raw[..., 5]
+    derived = [
+        flops / device.flops_per_s("fp16") * 1e6,
+        moved / device.bandwidth_bytes_per_s * 1e6,
+        roofline * 1e6,
+        moved / max(device.l2_bytes, 1),
+        elements / (device.num_sms * THREADS),
+    ]
+    logs, plain = np.log(np.maximum(np.stack(derived, axis=-1), 1e-4)), np.log1p(raw)
+    return np.concatenate([plain[..., :3], logs, plain[..., 3:]], axis=-1)
+
+
+def _device_features(device: Device) -> npt.NDArray[np.float32]:
+    values = (
+        device.flops_per_s("fp32") / 1e12,
+        device.flops_per_s("fp16") / 1e12,
+        device.bandwidth_bytes_per_s / 1e12,
+        device.num_sms,
+        device.boost_clock_hz / 1e9,
+        device.l2_bytes / 2**20,
+        device.launch_overhead_s * 1e6,
+    )
+    return np.log(np.array(values, dtype=np.float32))
+
+
+def _hashed(
+    sizes: npt.NDArray[np.float16], flags: npt.NDArray[np.uint64], group: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """A number for each operator, equal where its whole row is, and elsewhere only by a chance of about 2^-60. Shape: (C, N)."""
+    hashed = group << np.uint64(len(_VARYING)) | flags
+    columns = sizes.view(np.uint64)  # four at once
+    for at in range(columns.shape[-1] + 1):  # the finalizer of MurmurHash3 (Appleby 2008)
+        hashed = (hashed ^ hashed >> np.uint64(33)) * np.uint64(0xFF51AFD7ED558CCD)
+        hashed = (hashed ^ hashed >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
+        if at < columns.shape[-1]:
+            hashed = hashed ^ columns[..., at]
+    return hashed
+
+
+def _grouped(
+    hashed: npt.NDArray[np.uint64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The operators of each graph in an order in which equal ones stand together, earlier ones first. Shape: (C, N).
+
+    Then where each group begins in that order of all graphs one after the other, and how many it has. Shapes: (R,), (R,).
+    """
+    number, num_ops = hashed.shape
+    order = np.argsort(hashed, axis=1, kind="stable")
+    ordered = np.take_along_axis(hashed, order, axis=1)
+    begins = np.ones((number, num_ops), dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    starts = np.flatnonzero(begins)
+    return order, starts, np.diff(np.append(starts, number * num_ops))

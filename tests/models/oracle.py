@@ -1,0 +1,579 @@
+"""The features, the roofline and live bytes of one graph as plain loops: slow, and easy to read.
+
+The code under test computes the same for a batch of graphs with arrays. The weights were fitted to these numbers, so it is held
+to them to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.devices import Device
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
+from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
+from perfguard_models.features.kernel_shapes import STREAMING_KINDS, TAUGHT
+from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
+from perfguard_models.features.step import (
+    ABSENT,
+    CONVOLUTION_ALGORITHMS,
+    CONVOLUTION_TRAITS,
+    LARGEST_FFT,
+    MATRIX_KINDS,
+    NAMED_OPERATORS,
+    PRODUCT_TRAITS,
+    TILE,
+)  # fmt: skip
+
+_CONVOLUTIONS = ("conv", "conv_backward")
+_LANES = {"cpu": 16, "cuda": 8}
+
+
+def live_bytes(graph: OpGraph) -> list[int]:
+    return [
+        sum(storage.num_bytes for storage in graph.storages if storage.birth <= at <= storage.death)
+        for at in range(-1, len(graph.ops))
+    ]
+
+
+def peak_index(graph: OpGraph) -> int:
+    live = live_bytes(graph)
+    return live.index(max(live)) - 1
+
+
+def bytes_by_kind(graph: OpGraph) -> dict[StorageKind, int]:
+    at = peak_index(graph)
+    return {kind: sum(s.num_bytes for s in graph.storages if s.kind == kind and s.birth <= at <= s.death) for kind in StorageKind}
+
+
+def roofline(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+    padding = channel_padding(graph, device)
+    return np.array([_seconds(op, device, *padding[:, index]) for index, op in enumerate(graph.ops)], dtype=np.float64)
+
+
+def _seconds(op: Op, device: Device, in_blocks: float, out_blocks: float) -> float:
+    flops = float(op.flops) * (math.sqrt(in_blocks * out_blocks) if device.kind == "cpu" else 1.0)
+    arithmetic = "fp32"
+    if op.kind in MATRIX_KINDS:
+        by_dtype = {"float16": "fp16", "bfloat16": "bf16"}
+        arithmetic = by_dtype.get(op.dtype, "tf32" if op.kind in (*_CONVOLUTIONS, "rnn") else "fp32")
+    traffic_s = float(op.bytes_read + op.bytes_written) / device.bandwidth_bytes_per_s
+    return max(flops / device.flops_per_s(arithmetic), traffic_s, device.launch_overhead_s)
+
+
+def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+    lanes = _LANES[device.kind]
+    padding = np.ones((2, len(graph.ops)))
+    for index, op in enumerate(graph.ops):
+        if op.kind not in ("conv", "conv_backward"):
+            continue
+        first, second = op.attributes["weight_shape"][:2]
+        groups = op.attributes["groups"]
+        inputs, outputs = (first, second * groups) if op.attributes["transposed"] else (second * groups, first)
+        padding[:, index] = _in_blocks(inputs, lanes), _in_blocks(outputs, lanes)
+    return padding
+
+
+def _in_blocks(channels: int, lanes: int) -> float:
+    return -(-channels // lanes) * lanes / channels if channels > 4 else 1.0
+
+
+class _Convolution(NamedTuple):
+    batch: int
+    channels_in: int
+    channels_out: int
+    groups: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: int
+    dilation: int
+
+
+def step_features(graph: OpGraph, device: Device) -> dict[str, float]:
+    seconds = roofline(graph, device)
+    convolutions = [(index, op, _convolution(op)) for index, op in enumerate(graph.ops) if op.kind in _CONVOLUTIONS]
+    return {
+        **_memory(graph, device),
+        **_workspaces(graph, convolutions),
+        **_time(graph, device, seconds),
+        **_traits(graph, seconds, convolutions),
+        **_setting(graph, device),
+    }
+
+
+def _memory(graph: OpGraph, device: Device) -> dict[str, float]:
+    peak, reserved = max(graph.peak_live_bytes, 1), graph.reserved_bytes
+    at, end = graph.peak_index, max(len(graph.ops), 1)
+    by_kind = graph.bytes_by_kind()
+    sizes = sorted((storage.num_bytes for storage in graph.storages), reverse=True)
+    passing = [storage.num_bytes for storage in graph.storages if storage.birth >= 0 and storage.death < len(graph.ops)]
+    return {
+        "log_reserved": math.log(reserved + device.context_bytes),
+        "log_live": math.log(peak),
+        "log_slack": math.log(reserved / peak),
+        **{f"share_{kind.name.lower()}": num_bytes / peak for kind, num_bytes in by_kind.items()},
+        "log_parameters": math.log1p(by_kind[StorageKind.PARAMETER]),
+        "log_activations": math.log1p(by_kind[StorageKind.ACTIVATION]),
+        **{f"storage_{rank}": (sizes[rank] if len(sizes) > rank else 0) / peak for rank in (0, 1, 3, 10)},
+        "largest_passing": max(passing, default=0) / peak,
+        "peak_position": at / end,
+        "peak_phase": float(graph.ops[at].phase) if at >= 0 else -1.0,
+        "live_at_start": float(graph.live_bytes[0]) / peak,
+        "live_at_end": float(graph.live_bytes[-1]) / peak,
+        "log_capacity_share": math.log((reserved + device.context_bytes) / device.memory_bytes),
+    }
+
+
+def _workspaces(graph: OpGraph, convolutions: list[tuple[int, Op, _Convolution]]) -> dict[str, float]:
+    """The peak if each convolution ran by one algorithm, and the largest workspace, both over the replay's peak."""
+    peak = max(graph.peak_live_bytes, 1)
+    highest, largest = dict.fromkeys(CONVOLUTION_ALGORITHMS, 0.0), dict.fromkeys(CONVOLUTION_ALGORITHMS, 0.0)
+    for index, op, shapes in convolutions:
+        live = float(graph.live_bytes[index + 1])
+        for algorithm, num_bytes in _workspace_bytes(op, shapes).items():
+            highest[algorithm] = max(highest[algorithm], live + num_bytes)
+            largest[algorithm] = max(largest[algorithm], num_bytes)
+    return {
+        **{f"peak_{name}": math.log(max(value / peak, 1.0)) for name, value in highest.items()},
+        **{f"workspace_{name}": math.log(value / peak) if value else ABSENT for name, value in largest.items()},
+    }
+
+
+def _workspace_bytes(op: Op, shapes: _Convolution) -> dict[str, float]:
+    """What cuDNN's algorithms set aside, by the sizes of their transformed tensors, in bytes.
+
+    GEMM lowers one image to columns. FFT holds the spectra of input, filter and output, each twice, of images padded to a power
+    of two; its tiled form those of 32 x 32 tiles. Winograd's F(4 x 4, 3 x 3) holds 36 numbers for each tile of 4 x 4 outputs.
+    Tensor cores want NHWC: the tensors once more. FFT takes filters of one pixel too (a 1 x 1 convolution of 1,536 channels at
+    32 x 32 pixels took 19 GiB on an A100), and groups as if they were dense.
+    """
+    batch, channels_in, channels_out, groups, inputs, outputs, kernel, stride, dilation = shapes
+    size = 2 if op.dtype in ("float16", "bfloat16") else 4
+    taps, positions_in, positions_out = math.prod(kernel), math.prod(inputs), math.prod(outputs)
+    images = batch * channels_in, channels_in * channels_out, batch * channels_out
+    found: dict[str, float] = {}
+    if taps > 1 or stride > 1:
+        found["gemm"] = channels_in // groups * taps * positions_out * 4
+        found["columns"] = batch * found["gemm"]
+    if len(inputs) == 2 and stride == 1 and dilation == 1:
+        if max(inputs) <= LARGEST_FFT:
+            height, width = (2 ** math.ceil(math.log2(extent + tap - 1)) for extent, tap in zip(inputs, kernel, strict=True))
+            which = "fft_grouped" if groups > 1 else "fft" if taps > 1 else "fft_pointwise"
+            found[which] = 2 * sum(images) * height * (width // 2 + 1) * 8
+        if groups == 1 and 1 < max(kernel) < TILE:
+            tiles = math.prod(-(-extent // (TILE + 1 - tap)) for extent, tap in zip(outputs, kernel, strict=True))
+            found["fft_tiling"] = (images[0] * tiles + images[1] + images[2] * tiles) * TILE * (TILE // 2 + 1) * 8
+        if groups == 1 and kernel in ((3, 3), (5, 5)):
+            tiles = math.prod(-(-extent // 4) for extent in outputs)
+            found["winograd"] = (3 + kernel[0]) ** 2 * (images[0] * tiles + images[1] + images[2] * tiles) * 4
+    padded_in, padded_out = -(-channels_in // 8) * 8, -(-channels_out // 8) * 8
+    found["nhwc"] = size * (
+        batch * (padded_in * positions_in + padded_out * positions_out) + padded_in * padded_out // groups * taps
+    )
+    return found
+
+
+def _time(graph: OpGraph, device: Device, roofline: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Sums of the roofline by kind of operator and by phase, and what they are made of."""
+    ops = graph.ops
+    total = max(float(roofline.sum()), 1e-9)
+    kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
+    phases = np.array([op.phase for op in ops], dtype=np.int64)
+    num_bytes = np.array([op.bytes_read + op.bytes_written for op in ops], dtype=np.float64)
+    traffic = num_bytes / device.bandwidth_bytes_per_s
+    matrix = np.isin(kinds, [KIND_INDEX[kind] for kind in MATRIX_KINDS])
+    launch_bound = roofline <= device.launch_overhead_s
+    by_name: defaultdict[str, float] = defaultdict(float)
+    for op, seconds in zip(ops, roofline.tolist(), strict=True):
+        by_name[op.name] += seconds
+    return {
+        "log_roofline": math.log(total),
+        "log_operators": math.log(max(len(ops), 1)),
+        "log_mean_operator": math.log(total / max(len(ops), 1)),
+        "launch_share": float(roofline[launch_bound].sum()) / total,
+        "launch_count": float(launch_bound.mean()) if len(ops) else 0.0,
+        **{f"time_{kind}": float(roofline[kinds == index].sum()) / total for index, kind in enumerate(OP_KINDS)},
+        **{f"count_{kind}": math.log1p(int((kinds == index).sum())) for index, kind in enumerate(OP_KINDS[:12])},
+        **{f"phase_{phase.name.lower()}": float(roofline[phases == phase].sum()) / total for phase in Phase},
+        **{f"name_{name}": by_name[name] / total for name in NAMED_OPERATORS},
+        "traffic_share": float(traffic.sum()) / total,
+        "matrix_traffic_share": float(traffic[matrix].sum()) / total,
+        "log_flops": math.log1p(graph.flops),
+        "log_bytes": math.log1p(float(num_bytes.sum())),
+        "log_intensity": math.log1p(graph.flops) - math.log1p(float(num_bytes.sum())),
+    }
+
+
+def _traits(
+    graph: OpGraph, roofline: npt.NDArray[np.float64], convolutions: list[tuple[int, Op, _Convolution]]
+) -> dict[str, float]:
+    """What share of the roofline is spent in kernels that are known to be slow for their size."""
+    total = max(float(roofline.sum()), 1e-9)
+    share: defaultdict[str, float] = defaultdict(float)
+    weight, sizes = 0.0, np.zeros(3)
+    for index, _, shapes in convolutions:
+        seconds = float(roofline[index])
+        narrow_in, narrow_out = shapes.channels_in // shapes.groups, shapes.channels_out // shapes.groups
+        taps = math.prod(shapes.kernel)
+        traits = {
+            "depthwise": shapes.groups > 1 and shapes.groups == shapes.channels_in,
+            "grouped": 1 < shapes.groups < shapes.channels_in,
+            "pointwise": shapes.groups == 1 and taps == 1,
+            "three": shapes.groups == 1 and 1 < taps <= 9,
+            "large": shapes.groups == 1 and taps > 9,
+            "image": shapes.channels_in <= 4,
+            "odd": bool(narrow_in % 8 or narrow_out % 8),
+            "strided": shapes.stride > 1,
+            "narrow": narrow_in < 64,
+        }
+        for name, holds in traits.items():
+            share[f"conv_{name}"] += seconds * holds
+        weight += seconds
+        logs = math.log(max(narrow_in, 1)), math.log(max(narrow_out, 1)), math.log(max(math.prod(shapes.outputs), 1))
+        sizes += seconds * np.array(logs)
+    for index, op in enumerate(graph.ops):
+        if "product" in op.attributes:
+            products, m, n, k = op.attributes["product"]
+            seconds = float(roofline[index])
+            share["product_batched"] += seconds * (products > 1)
+            share["product_odd"] += seconds * any(size % 8 for size in (m, n, k))
+            share["product_narrow"] += seconds * (min(n, k) < 64)
+            share["product_short"] += seconds * (m < 256)
+    means = sizes / weight if weight else np.full(3, -1.0)
+    return {
+        **{f"conv_{name}": share[f"conv_{name}"] / total for name in CONVOLUTION_TRAITS},
+        **{f"product_{name}": share[f"product_{name}"] / total for name in PRODUCT_TRAITS},
+        **dict(zip(("conv_log_in", "conv_log_out", "conv_log_positions"), map(float, means), strict=True)),
+    }
+
+
+def _setting(graph: OpGraph, device: Device) -> dict[str, float]:
+    batches = [op.shape[0] for op in graph.ops if len(op.shape) > 1]
+    return {
+        "log_batch": math.log(max(batches[0], 1)) if batches else 0.0,
+        "train": float(graph.mode == "train"),
+        "half": float(graph.precision != "fp32"),
+        "nhwc": float(graph.layout == "nhwc"),
+        "compiled": float("compiled" in graph.options),
+        "log_bandwidth": math.log(device.bandwidth_bytes_per_s),
+        "log_device_flops": math.log(device.flops_per_s("fp32")),
+        "log_matrix_flops": math.log(device.flops_per_s("fp16")),
+        "log_sms": math.log(device.num_sms),
+        "log_l2": math.log(max(device.l2_bytes, 1)),
+        "log_memory": math.log(device.memory_bytes),
+        "log_clock": math.log(device.boost_clock_hz),
+    }
+
+
+def _convolution(op: Op) -> _Convolution:
+    """The shapes of a convolution, whether it is traced forwards or backwards."""
+    attributes = op.attributes
+    batch, channels_in, *inputs = attributes["in_shape"]
+    weight, groups, transposed = attributes["weight_shape"], attributes["groups"], attributes["transposed"]
+    outputs = [
+        (extent - 1) * stride - 2 * padding + dilation * (tap - 1) + 1
+        if transposed
+        else (extent + 2 * padding - dilation * (tap - 1) - 1) // stride + 1
+        for extent, tap, stride, padding, dilation in zip(
+            inputs, weight[2:], attributes["stride"], attributes["padding"], attributes["dilation"], strict=True
+        )
+    ]
+    return _Convolution(
+        batch,
+        channels_in,
+        weight[1] * groups if transposed else weight[0],
+        groups,
+        tuple(inputs),
+        tuple(outputs),
+        tuple(weight[2:]),
+        max(attributes["stride"], default=1),
+        max(attributes["dilation"], default=1),
+    )
+
+
+def operator_features(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+    ops, seconds = graph.ops, roofline(graph, device)
+    base, live = graph.reserved_bytes + device.context_bytes, live_bytes(graph)[1:]
+    x = np.concatenate([_sizes(ops, seconds, device), _flags(graph, seconds, device), _surroundings(graph)], axis=1)
+    x = x.astype(np.float16)
+    known = {name: index for index, name in enumerate(NAMES)}
+    names = [known.get(op.name, len(NAMES)) for op in ops]
+    members: dict[tuple[bytes, int], list[int]] = {}
+    for index, name in enumerate(names):
+        members.setdefault((x[index].tobytes(), name), []).append(index)
+    first = [indices[0] for indices in members.values()]
+    return {
+        "x": x[first],
+        "name": np.array([names[index] for index in first], dtype=np.int16),
+        "count": np.array([len(indices) for indices in members.values()], dtype=np.float32),
+        "roofline": seconds[first].astype(np.float32),
+        "live": np.array([max(live[index] for index in indices) / base for indices in members.values()], dtype=np.float32),
+        "reserved": np.array([math.log(base)]),
+    }
+
+
+def _sizes(ops: tuple[Op, ...], roofline: npt.NDArray[np.float64], device: Device) -> npt.NDArray[np.float64]:
+    raw = np.array([_raw_sizes(op) for op in ops], dtype=np.float64).reshape(len(ops), len(SIZES) - 5)
+    flops, read, written = raw[:, 0], raw[:, 1], raw[:, 2]
+    traffic = (read + written) / device.bandwidth_bytes_per_s
+    elements = raw[:, 3] * raw[:, 4] * raw[:, 5]
+    derived = np.stack(
+        [
+            flops / device.flops_per_s("fp16") * 1e6,
+            traffic * 1e6,
+            roofline * 1e6,
+            (read + written) / max(device.l2_bytes, 1),
+            elements / (device.num_sms * THREADS),
+        ],
+        axis=1,
+    )
+    logs = np.log(np.maximum(derived, 1e-4))
+    plain = np.log1p(raw)
+    return np.concatenate([plain[:, :3], logs, plain[:, 3:]], axis=1)
+
+
+def _raw_sizes(op: Op) -> tuple[float, ...]:
+    attributes = op.attributes
+    weight: tuple[int, ...] = attributes.get("weight_shape", ())
+    groups = attributes.get("groups", 1)
+    channels_in, channels_out, kernel, positions = 0, 0, 0, 0
+    if weight:
+        channels_in = attributes["in_shape"][1] // groups
+        channels_out = weight[1] if attributes["transposed"] else weight[0] // groups
+        kernel = math.prod(weight[2:])
+        positions = math.prod(attributes["in_shape"][2:])
+    products, m, n, k = attributes.get("product", (0, 0, 0, 0))
+    return (
+        *_operator_sizes(op),
+        kernel,
+        channels_in,
+        channels_out,
+        groups,
+        positions,
+        m,
+        n,
+        k,
+        products,
+    )
+
+
+def _flags(graph: OpGraph, roofline: npt.NDArray[np.float64], device: Device) -> npt.NDArray[np.float64]:
+    train, nhwc, compiled = graph.mode == "train", graph.layout == "nhwc", "compiled" in graph.options
+    made: dict[int, int] = {}
+    rows = []
+    for index, op in enumerate(graph.ops):
+        attributes = op.attributes
+        weight: tuple[int, ...] = attributes.get("weight_shape", ())
+        groups = attributes.get("groups", 1)
+        few, odd_in, odd_out = False, False, False
+        if weight:
+            channels_in = attributes["in_shape"][1]
+            few = channels_in <= 4
+            odd_in = bool(channels_in // groups % 8)
+            odd_out = bool((weight[1] if attributes["transposed"] else weight[0] // groups) % 8)
+        ages = [index - made[storage] for storage in op.inputs if storage in made]
+        rows.append(
+            (
+                roofline[index] <= device.launch_overhead_s,
+                op.phase is Phase.FORWARD,
+                op.phase is Phase.BACKWARD,
+                op.phase is Phase.OPTIMIZER,
+                op.dtype in ("float16", "bfloat16"),
+                train,
+                nhwc,
+                compiled,
+                bool(weight) and groups > 1 and groups == attributes["in_shape"][1],
+                bool(weight) and math.prod(weight[2:]) == 1,
+                bool(weight) and max(attributes["stride"], default=1) > 1,
+                bool(weight) and max(attributes["dilation"], default=1) > 1,
+                bool(weight) and attributes["transposed"],
+                few,
+                odd_in,
+                odd_out,
+                any(size % 8 for size in attributes.get("product", ())[1:]),
+                any(storage not in made for storage in op.inputs),
+                sum(age == 1 for age in ages) / max(len(op.inputs), 1),
+                sum(age <= RECENT for age in ages) / max(len(op.inputs), 1),
+                min(len(op.inputs), 8) / 8,
+            )
+        )
+        made.update(dict.fromkeys(op.outputs, index))
+    return np.array(rows, dtype=np.float64).reshape(len(graph.ops), len(FLAGS))
+
+
+def _surroundings(graph: OpGraph) -> npt.NDArray[np.float64]:
+    number = len(OP_KINDS)
+    kinds = np.array([KIND_INDEX[op.kind] for op in graph.ops], dtype=np.int64)
+    source, sink = graph.edges
+    around = np.zeros((len(graph.ops), 2 * number))
+    np.add.at(around, (sink, kinds[source]), 1)
+    np.add.at(around, (source, number + kinds[sink]), 1)
+    totals = np.repeat([around[:, :number].sum(axis=1), around[:, number:].sum(axis=1)], number, axis=0).T
+    return np.asarray(around / np.maximum(totals, 1))
+
+
+def _operator_sizes(op: Op) -> tuple[int, ...]:
+    shape = op.shape
+    return (
+        op.flops,
+        op.bytes_read,
+        op.bytes_written,
+        shape[0] if shape else 1,
+        shape[1] if len(shape) > 1 else 1,
+        math.prod(shape[2:]),
+    )
+
+
+def kernel_shapes(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+    names = {name: index for index, name in enumerate(NAMES)}
+    counts: Counter[tuple[float, ...]] = Counter()
+    for op, seconds in zip(graph.ops, roofline(graph, device).tolist(), strict=True):
+        product = op.attributes.get("product")
+        kind = _taught_kind(op.name, op.kind, product)
+        columns = op.shape[-1] if op.shape else 1
+        size = product if product else (math.prod(op.shape[:-1]), columns, 0, 0)
+        counts[(kind, names.get(op.name, len(NAMES)), *size, op.bytes_read + op.bytes_written, seconds)] += 1
+    rows = np.array(list(counts), dtype=np.float64).reshape(len(counts), 8)
+    return {
+        "kernel_kind": rows[:, 0].astype(np.int16),
+        "kernel_name": rows[:, 1].astype(np.int16),
+        "kernel_size": rows[:, 2:6],
+        "kernel_bytes": rows[:, 6],
+        "kernel_roofline": rows[:, 7],
+        "kernel_count": np.array(list(counts.values()), dtype=np.float64),
+    }
+
+
+def _taught_kind(name: str, kind: str, product: Any) -> int:
+    if product:
+        return TAUGHT.index("linear" if product[0] == 1 else "bmm")
+    if name == "_softmax":
+        return TAUGHT.index("softmax")
+    if name == "native_layer_norm":
+        return TAUGHT.index("norm")
+    return TAUGHT.index("pointwise") if kind in STREAMING_KINDS else len(TAUGHT)
+
+
+def graph_features(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Columns of the operators, and of the graph."""
+    seconds = roofline(graph, device)
+    padding = channel_padding(graph, device)
+    ops = graph.ops
+    peak = max(graph.peak_live_bytes, 1)
+    total_s = max(float(seconds.sum()), 1e-9)
+    launch_bound = seconds <= device.launch_overhead_s
+    working = _working_bytes(graph, padding)
+    sizes = np.array([_graph_sizes(op) for op in ops], dtype=np.float64).reshape(len(ops), 10)
+    flags = np.array([_graph_flags(op) for op in ops], dtype=np.float64).reshape(len(ops), 5)
+    logs = np.log1p(sizes) / 10
+    columns = [
+        *logs[:, :3].T,
+        np.log(np.maximum(seconds, 1e-9)) / 4 + 3,
+        seconds / total_s,
+        launch_bound.astype(np.float64),
+        graph.live_bytes[1:] / peak,
+        _kept_bytes(graph) / peak,
+        *(flags[:, 0] == phase for phase in Phase),
+        *logs[:, 3:].T,
+        *flags[:, 1:3].T,
+        working / peak,
+        *np.log(padding),
+        *flags[:, 3:].T,
+    ]
+    return (
+        np.stack(columns, axis=1).astype(np.float32),
+        _globals(graph, device, seconds, launch_bound, working).astype(np.float32),
+    )
+
+
+def _graph_sizes(op: Op) -> tuple[float, ...]:
+    attributes = op.attributes
+    weight = attributes.get("weight_shape", (1, 1))
+    return (
+        *_operator_sizes(op),
+        math.prod(weight[2:]),
+        attributes.get("groups", 1),
+        attributes.get("in_shape", (1, 1))[1],
+        max(attributes.get("stride", (1,)), default=1),
+    )
+
+
+def _graph_flags(op: Op) -> tuple[float, ...]:
+    get = op.attributes.get
+    return op.phase, bool(get("transposed")), op.dtype in ("float16", "bfloat16"), bool(get("winograd")), bool(get("fft"))
+
+
+def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
+    kept = np.zeros(len(graph.ops))
+    peak = graph.peak_index
+    for storage in graph.storages:
+        if 0 <= storage.birth <= peak <= storage.death:
+            kept[storage.birth] += storage.num_bytes
+    return kept
+
+
+def _working_bytes(graph: OpGraph, padding: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    copies = np.zeros(len(graph.ops))
+    for index, op in enumerate(graph.ops):
+        if op.kind in WORKSPACE_KINDS:
+            copies[index] = op.bytes_read * padding[0, index] + op.bytes_written * padding[1, index]
+    return np.asarray(graph.live_bytes[1:] + copies, dtype=np.float64)
+
+
+def _globals(
+    graph: OpGraph,
+    device: Device,
+    seconds: npt.NDArray[np.float64],
+    launch_bound: npt.NDArray[np.bool_],
+    working: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    peak = max(graph.peak_live_bytes, 1)
+    by_kind = graph.bytes_by_kind()
+    total_s = max(float(seconds.sum()), 1e-9)
+    num_ops = max(len(graph.ops), 1)
+    at = graph.peak_index
+    small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < SMALL_STORAGE_BYTES)
+    churn = sum(s.num_bytes for s in graph.storages)
+    return np.array(
+        [
+            math.log(peak) / 10,
+            (by_kind[StorageKind.PARAMETER] + by_kind[StorageKind.BUFFER]) / peak,
+            by_kind[StorageKind.GRADIENT] / peak,
+            by_kind[StorageKind.OPTIMIZER_STATE] / peak,
+            by_kind[StorageKind.ACTIVATION] / peak,
+            by_kind[StorageKind.TEMPORARY] / peak,
+            max((storage.num_bytes for storage in graph.storages), default=0) / peak,
+            math.log(total_s) / 4 + 2,
+            math.log1p(graph.flops) / 10,
+            math.log(num_ops) / 4,
+            float(seconds[launch_bound].sum()) / total_s,
+            math.log(total_s / num_ops) / 4 + 3,
+            *_setting_columns(graph, device),
+            math.log(max(float(working.max(initial=0.0)) / peak, 1.0)),
+            small / peak,
+            math.log(max(churn / peak, 1.0)),
+            float("cudnn_benchmark" in graph.options),
+            float("compiled" in graph.options),
+            0.0 if device.kind == "cpu" else math.log(graph.reserved_bytes / peak),
+        ]
+    )
+
+
+def _setting_columns(graph: OpGraph, device: Device) -> list[float]:
+    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
+    return [
+        float(graph.mode == "train"),
+        float(graph.precision != "fp32"),
+        float(graph.layout == "nhwc"),
+        float(device.kind == "cpu"),
+        math.log(device.flops_per_s("fp32") / 1e12) / 4,
+        math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
+        math.log(device.num_sms) / 4,
+        math.log(device.memory_bytes / 2**30) / 4,
+        math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
+    ]

@@ -1,0 +1,151 @@
+"""The features of a batch are those that the oracle's loops find for each graph, to the last bit."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from perfguard.devices import resolve_device
+from perfguard.graph import GraphBatch, OpGraph, TraceCache, batch_roofline_s, trace
+from perfguard.workload import Workload
+from perfguard_models.features.graph import graph_features
+from perfguard_models.features.kernel_shapes import kernel_shapes
+from perfguard_models.features.operators import operator_features
+from perfguard_models.features.step import STEP_FEATURES, step_features
+from perfguard_models.trained import FEATURE_SETS
+from tests.models import oracle
+
+DEVICES = ("a100", "rtx3090", "t4", "cpu")
+MANY = 64
+
+
+def convolutions(a: int = 16, b: int = 30) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, a, 3, padding=1), nn.BatchNorm2d(a), nn.ReLU(), nn.Conv2d(a, a, 5, 2, 2, groups=a),
+        nn.Conv2d(a, b, 1), nn.GELU(), nn.Conv2d(b, 24, 3, padding=2, dilation=2), nn.ConvTranspose2d(24, 12, 2, 2, groups=2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, b), nn.Linear(b, 10),
+    )  # fmt: skip
+
+
+def sequences(a: int = 4, b: int = 60) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8 * a, 4, b, batch_first=True)
+    return nn.Sequential(nn.Linear(32, 8 * a), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def one_and_three_dimensions(a: int = 4, b: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(4, 2 * a, 3), nn.Unflatten(1, (a, 2, 1)), nn.Conv3d(a, b, 1))
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "convolutions": (convolutions, (3, 32, 32)),
+    "one dimension": (lambda a=8, b=8: nn.Sequential(nn.Conv1d(4, a, 3), nn.ReLU(), nn.Conv1d(a, b, 3, stride=2)), (4, 40)),
+    "one and three": (one_and_three_dimensions, (4, 40)),
+    "sequences": (sequences, (16, 32)),
+    "a perceptron": (lambda a=12, b=4: nn.Sequential(nn.Linear(8, a), nn.Tanh(), nn.Linear(a, b)), (8,)),
+    "nothing but elementwise": (lambda a=1, b=1: nn.PReLU(), (8,)),
+}
+
+
+def assert_equal_to_oracle(graphs: GraphBatch) -> None:
+    for device in map(resolve_device, DEVICES):
+        seconds, steps = batch_roofline_s(graphs, device), step_features(graphs, device)
+        operators, shapes = operator_features(graphs, device), kernel_shapes(graphs, device)
+        of_network = graph_features(graphs, device)
+        assert steps.dtype == np.float32
+        for at, graph in enumerate(graphs):
+            assert seconds[at].tolist() == oracle.roofline(graph, device).tolist()
+            expected = {name: np.float32(value) for name, value in oracle.step_features(graph, device).items()}
+            assert dict(zip(STEP_FEATURES, steps[at], strict=True)) == expected
+            x, columns = oracle.graph_features(graph, device)
+            assert (of_network.x[at].tolist(), of_network.globals[at].tolist()) == (x.tolist(), columns.tolist())
+            assert_same(operators[at], oracle.operator_features(graph, device), beside=("device",))
+            assert_same(shapes[at], oracle.kernel_shapes(graph, device), beside=("card",))
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], *, beside: tuple[str, ...]) -> None:
+    assert found.keys() == {*expected, *beside}
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_step_features_have_the_names_that_the_oracle_gives_them() -> None:
+    # Weights depend on the order.
+    graph = trace(Workload(nn.ReLU(), (2, 3), mode="infer"))
+    assert tuple(oracle.step_features(graph, resolve_device("a100"))) == STEP_FEATURES
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-fp16", "bf16"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_batch_of_one_equals_oracle(network: str, precision: Any) -> None:
+    make, sample = NETWORKS[network]
+    model, cache = make(), TraceCache()
+    for batch in (8, 64, 32, 16, 48):
+        for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+            workload = Workload(
+                model, (batch, *sample), loss=lambda output: output.float().sum(), optimizer=optimizer, precision=precision
+            )
+            assert_equal_to_oracle(cache.trace(workload).as_batch())
+
+
+@functools.cache
+def many_graphs(network: str, mode: Any) -> list[OpGraph]:
+    """Graphs that differ in their widths and batch sizes."""
+    make, sample = NETWORKS[network]
+    rng, graphs = random.Random(network), []
+    for _ in range(MANY):
+        with torch.device("meta"):
+            model = make(rng.randint(2, 40), rng.randint(2, 140))
+        batch = rng.randint(2, 300)
+        loss: dict[str, Any] = {"loss": lambda output: output.float().sum()} if mode == "train" else {}
+        graphs.append(trace(Workload(model, (batch, *sample), mode=mode, **loss)))
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("network", "mode"),
+    [("convolutions", "train"), ("sequences", "infer"), ("a perceptron", "train"), ("one and three", "infer")],
+)
+def test_batch_of_64_equals_oracle(network: str, mode: str) -> None:
+    assert_equal_to_oracle(GraphBatch.of(many_graphs(network, mode)))
+
+
+def test_features_of_a_stored_graph_and_of_inference_equal_oracle() -> None:
+    graph = TraceCache().trace(Workload(convolutions(), (4, 3, 32, 32), mode="infer", layout="nhwc"))
+    assert_equal_to_oracle(graph.as_batch())
+    assert_equal_to_oracle(OpGraph.from_bytes(graph.to_bytes()).as_batch())
+
+
+def test_features_of_a_step_without_operators_equal_oracle() -> None:
+    assert_equal_to_oracle(trace(Workload(nn.Identity(), (2, 3), mode="infer")).as_batch())
+
+
+def test_features_of_sizes_beyond_64_bits_equal_oracle() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2**21, 2**21, bias=False)
+    graph = TraceCache().trace(Workload(model, (2**21, 2**21), mode="infer"))
+    assert graph.flops == 2 * 2**63
+    assert_equal_to_oracle(graph.as_batch())
+
+
+def test_workspaces_beyond_64_bits_equal_oracle() -> None:
+    # An FFT of this convolution would hold 2^66 bytes.
+    with torch.device("meta"):
+        model = nn.Conv2d(2**14, 2**14, 3, padding=1)
+    graph = trace(Workload(model, (2**22, 2**14, 64, 64), mode="infer"))
+    assert graph.peak_live_bytes > 2**50
+    assert_equal_to_oracle(graph.as_batch())
+
+
+@pytest.mark.parametrize("name", FEATURE_SETS)
+def test_feature_sets_give_one_example_for_each_graph(name: str) -> None:
+    graphs = GraphBatch.of(many_graphs("a perceptron", "train")[:3])
+    found = FEATURE_SETS[name].compute(graphs, resolve_device("a100"))
+    assert len(found) == 3
+    assert found[0].keys() == found[1].keys()
