@@ -151,12 +151,13 @@ class GuardNet:
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
         trained = np.logical_and.reduce(list(raw.known.values())) & self._engines[device.kind].trained_on(device)
-        ops, kinds = graphs.skeleton.ops, sorted(graphs.skeleton.kinds)
-        of_kind = np.array([[op.kind == kind for kind in kinds] for op in ops], dtype=np.float64).reshape(len(ops), len(kinds))
+        kinds = sorted(graphs.skeleton.kinds)
+        place = {kind: at for at, kind in enumerate(kinds)}
+        of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
         scale = [estimate.median for estimate in step_time] / np.exp(raw.log_value["time"])
         by_kind = (raw.op_time_s @ of_kind * scale[:, None]).tolist()
         at_peak = launched.bytes_by_kind().tolist()
-        shares = {name: [None if math.isnan(share) else share for share in found] for name, found in raw.shares.items()}
+        shares = {name: [None if math.isnan(share) else share for share in found.tolist()] for name, found in raw.shares.items()}
         return [
             Prediction(
                 peak_memory=memory[at],

@@ -64,4 +64,4 @@ def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
 
 def timeline(graph: OpGraph) -> dict[StorageKind, npt.NDArray[Any]]:
     """Bytes alive while each operator runs, by kind; the arrays sum to ``graph.live_bytes``. Shape of each: (len(ops) + 1,)."""
-    return {kind: graph.live_bytes_of(kind) for kind in StorageKind}
+    return {kind: graph.as_batch().live_bytes_of(kind)[0] for kind in StorageKind}

@@ -246,7 +246,7 @@ class GraphBatch:
     def held_bytes(self, index: npt.NDArray[np.int64]) -> Ints:
         """Bytes of each storage that is alive at operator ``index`` (C,) of its graph, 0 of all others. Shape: (C, S)."""
         _, births, deaths = self.skeleton.lifetimes
-        return self.storage_bytes * ((births <= index[:, None]) & (index[:, None] <= deaths))
+        return np.asarray(self.storage_bytes * ((births <= index[:, None]) & (index[:, None] <= deaths)))
 
     def bytes_by_kind(self, index: npt.NDArray[np.int64] | None = None) -> Ints:
         """Bytes alive at operator ``index`` (C,), by default at the peak, of each kind. Shape: (C, len(StorageKind))."""

@@ -63,7 +63,7 @@ def _computed(graphs: GraphBatch, device: Device) -> _Floats:
     if device.kind == "cpu":
         flops = flops * np.sqrt(np.prod(channel_padding(graphs, device), axis=0))
     slower = np.maximum(flops / _rates(graphs.skeleton, device), num_bytes / device.bandwidth_bytes_per_s)
-    return np.maximum(slower, device.launch_overhead_s)
+    return np.asarray(np.maximum(slower, device.launch_overhead_s), dtype=np.float64)
 
 
 def _rates(skeleton: OpGraph, device: Device) -> _Floats:

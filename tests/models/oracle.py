@@ -306,6 +306,7 @@ def operator_features(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[A
     members: dict[tuple[bytes, int], list[int]] = {}
     for index, name in enumerate(names):
         members.setdefault((x[index].tobytes(), name), []).append(index)
+    members = dict(sorted(members.items(), key=lambda item: item[0][0] + np.int16(item[0][1]).tobytes()))
     first = [indices[0] for indices in members.values()]
     return {
         "x": x[first],

@@ -60,7 +60,7 @@ _VARYING = ("launch_bound", "depthwise", "pointwise", "strided", "dilated", "few
 
 
 def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the rows of each of ``graphs`` on ``device``, in the order in which their first operators run.
+    """Return the rows of each of ``graphs`` on ``device``, in the order of the bytes of their columns.
 
     Returns:
         For each graph of d different operators: ``x`` (d, len(COLUMNS)), ``name`` (d,) indices into NAMES or len(NAMES),
@@ -76,8 +76,6 @@ def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.
     first = order.ravel()[starts] + of_graph * num_ops  # of each row, its first operator among all operators of all graphs
     live = (graphs.live_bytes[:, 1:] / base[:, None]).ravel()[(order + num_ops * np.arange(number)[:, None]).ravel()]
     most_live = np.maximum.reduceat(live, starts) if len(starts) else live
-    by_time = np.argsort(first)
-    first = first[by_time]
     op = first % max(num_ops, 1)
     x = fixed.columns[op]
     x[:, :_NUM_SIZES] = sizes.reshape(-1, _NUM_SIZES)[first]
@@ -86,11 +84,14 @@ def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.
     rows = {
         "x": x,
         "name": fixed.name[op],
-        "count": count[by_time].astype(np.float32),
+        "count": count.astype(np.float32),
         "roofline": roofline.ravel()[first].astype(np.float32),
-        "live": most_live[by_time].astype(np.float32),
+        "live": most_live.astype(np.float32),
     }
-    ends = np.searchsorted(first, num_ops * np.arange(1, number + 1)).tolist()
+    ends = np.searchsorted(of_graph, np.arange(number), side="right").tolist()
+    keys = _as_bytes(np.concatenate([x.view(np.int16), rows["name"][:, None]], axis=1))
+    by_key = [begin + np.argsort(keys[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    rows = {key: values[np.concatenate(by_key)] for key, values in rows.items()}
     of_device, reserved = _device_features(device), log(base)[:, None]
     return [
         {key: values[begin:end] for key, values in rows.items()} | {"device": of_device, "reserved": reserved[at]}
@@ -126,9 +127,14 @@ class _Fixed:
         self.columns: npt.NDArray[np.float16] = x.astype(np.float16)  # shape: (N, len(COLUMNS)), the varying ones are 0
         known = {name: at for at, name in enumerate(NAMES)}
         self.name = np.array([known.get(op.name, len(NAMES)) for op in ops], dtype=np.int16)  # shape: (N,)
-        rows = np.ascontiguousarray(np.concatenate([self.columns.view(np.int16), self.name[:, None]], axis=1))
-        _, group = np.unique(rows.view(np.dtype((np.void, 2 * rows.shape[1]))).ravel(), return_inverse=True)
+        keys = _as_bytes(np.concatenate([self.columns.view(np.int16), self.name[:, None]], axis=1))
+        _, group = np.unique(keys, return_inverse=True)
         self.group = group.astype(np.uint64)  # shape: (N,), equal where name and columns are
+
+
+def _as_bytes(rows: npt.NDArray[np.int16]) -> npt.NDArray[np.void]:
+    """Each row as one value, which is compared byte by byte. Shapes: (n, columns) → (n,)."""
+    return np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
 
 
 _known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
@@ -175,14 +181,15 @@ def _varying(
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.uint64]]:
     """The columns SIZES, and the flags _VARYING as bits from the lowest on. Shapes: (C, N, len(SIZES)), (C, N)."""
     c, some = Convolutions(graphs, fixed.convolutions), fixed.convolutions
-    shape = graphs.attribute("shape", length=3)
     products = graphs.attribute("product", ops=fixed.products, length=4)
-    raw = np.zeros((*roofline.shape, _NUM_SIZES - 5))
-    raw[..., :3] = np.moveaxis(graphs.costs, 0, -1)
-    raw[..., 3], raw[..., 4], raw[..., 5] = shape[..., 0], shape[..., 1], shape[..., 2:].prod(axis=-1)
-    raw[..., 9] = 1
-    raw[:, some, 6:11] = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
-    raw[:, fixed.products, 11:] = np.roll(products, -1, axis=-1)
+    x = np.zeros((*roofline.shape, _NUM_SIZES), dtype=np.float16)
+    for name, values in _logs(graphs, roofline, device).items():
+        x[..., _PLACE[name]] = values
+    of_convolutions = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
+    x[..., _PLACE["log_groups"]] = np.log1p(1.0)
+    x[:, some, _PLACE["log_kernel"] : _PLACE["log_positions"] + 1] = np.log1p(of_convolutions.astype(np.float64))
+    of_products = np.roll(products, -1, axis=-1)  # m, n, k and how many
+    x[:, fixed.products, _PLACE["log_m"] : _PLACE["log_products"] + 1] = np.log1p(of_products.astype(np.float64))
     flags = np.zeros((len(_VARYING), *roofline.shape), dtype=np.bool_)
     flags[0] = roofline <= device.launch_overhead_s
     flags[1:8, :, some] = [
@@ -198,21 +205,28 @@ def _varying(
     bits = np.zeros(roofline.shape, dtype=np.uint64)
     for at, flag in enumerate(flags):
         bits |= flag.astype(np.uint64) << np.uint64(at)
-    return _logs(raw, roofline, device).astype(np.float16), bits
+    return x, bits
 
 
-def _logs(raw: Floats, roofline: Floats, device: Device) -> Floats:
-    """The columns SIZES of the sizes themselves. Shapes: (C, N, len(SIZES) - 5) → (C, N, len(SIZES))."""
-    flops, moved, elements = raw[..., 0], raw[..., 1] + raw[..., 2], raw[..., 3] * raw[..., 4] * raw[..., 5]
-    derived = [
-        flops / device.flops_per_s("fp16") * 1e6,
-        moved / device.bandwidth_bytes_per_s * 1e6,
-        roofline * 1e6,
-        moved / max(device.l2_bytes, 1),
-        elements / (device.num_sms * THREADS),
-    ]
-    logs, plain = np.log(np.maximum(np.stack(derived, axis=-1), 1e-4)), np.log1p(raw)
-    return np.concatenate([plain[..., :3], logs, plain[..., 3:]], axis=-1)
+def _logs(graphs: GraphBatch, roofline: Floats, device: Device) -> dict[str, Floats]:
+    """Those of SIZES that every operator has. Shapes: (C, N)."""
+    shape = graphs.attribute("shape", length=3)
+    flops, read, written = graphs.costs.astype(np.float64)
+    batch, channels = shape[..., 0].astype(np.float64), shape[..., 1].astype(np.float64)
+    rest, moved = shape[..., 2:].prod(axis=-1).astype(np.float64), read + written
+    derived = {
+        "log_compute_s": flops / device.flops_per_s("fp16") * 1e6,
+        "log_traffic_s": moved / device.bandwidth_bytes_per_s * 1e6,
+        "log_roofline_s": roofline * 1e6,
+        "log_over_l2": moved / max(device.l2_bytes, 1),
+        "log_waves": batch * channels * rest / (device.num_sms * THREADS),
+    }
+    plain = {
+        "log_flops": flops, "log_read": read, "log_written": written,
+        "log_batch": batch, "log_channels": channels, "log_rest": rest,
+    }  # fmt: skip
+    found = {name: np.log(np.maximum(values, 1e-4)) for name, values in derived.items()}
+    return found | {name: np.log1p(values) for name, values in plain.items()}
 
 
 def _device_features(device: Device) -> npt.NDArray[np.float32]:
