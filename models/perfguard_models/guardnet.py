@@ -338,7 +338,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
         return raw
     memory_bytes = np.exp(raw.log_value["memory"]).tolist()
     spans = list(map(unknown_span, graphs, raw.op_time_s.tolist(), memory_bytes))
-    half = {target: np.array([span[target] / 2 for span in spans]) for target in TARGETS}
+    half: dict[str, npt.NDArray[Any]] = {target: np.array([span[target] / 2 for span in spans]) for target in TARGETS}
     op_time_s = raw.op_time_s.copy()
     op_time_s[:, opaque] += (op_time_s.sum(axis=1) * np.expm1(half["time"]) / len(opaque))[:, None]
     scale = dict(raw.prior_scale)
