@@ -48,8 +48,8 @@ def some_runs() -> list[Run]:
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
         for graph in some_graphs():
-            batch = graph.as_batch()
-            view = {name: value for item in feature_sets().values() for name, value in item.compute(batch, device)[0].items()}
+            graphs = graph.as_batch()
+            view = {name: value for item in feature_sets().values() for name, value in item.compute(graphs, device)[0].items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(np.log((view["count"] * view["roofline"]).sum())) + (0.9 if gpu == "t4" else 0.5)
             labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}

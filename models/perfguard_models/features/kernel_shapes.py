@@ -50,7 +50,7 @@ def kernel_shapes(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDAr
     rows[..., 2], rows[..., 3] = np.where(is_last, 1, shape).prod(axis=-1), np.where(is_last, shape, 1).prod(axis=-1)
     rows[:, products, 2:6] = graphs.attribute("product", ops=products, length=4)
     rows[..., 6], rows[..., 7] = graphs.costs[1] + graphs.costs[2], batch_roofline_s(graphs, device)
-    found = []
+    found: list[dict[str, npt.NDArray[Any]]] = []
     for own in rows:
         _, first, count = np.unique(own, axis=0, return_index=True, return_counts=True)
         by_time = np.argsort(first)
