@@ -79,9 +79,9 @@ def trees(case: Case, learn: Sequence[int], judge: Sequence[int], left: Values) 
 
 
 def _seen(case: Case, indices: Sequence[int]) -> npt.NDArray[np.float32]:
-    answers = [case.rows[index].answer for index in indices]
-    sums = np.stack([answer.sums for answer in answers if answer.sums is not None])
-    values = np.array([answer.log_value[case.target] for answer in answers])
+    raws = [case.rows[index].raw for index in indices]
+    sums = np.concatenate([raw.step_features for raw in raws if raw.step_features is not None])
+    values = np.concatenate([raw.log_value[case.target] for raw in raws])
     return rows_of(sums, physics_of(case.target, sums, values), values)
 
 
@@ -150,8 +150,8 @@ def error_and_time(case: Case, kind: Kind, learn: Sequence[int], judge: Sequence
     device = resolve_device(case.rows[0].run.gpu)
     seen = [Observation(graph_of(index), device, measurement_of(case.rows[index].run, device, None)) for index in learn]
     asked = [Observation(graph_of(index), device, measurement_of(case.rows[index].run, device, None)) for index in judge]
-    answers, others = ([case.rows[index].answer for index in indices] for indices in (learn, judge))
-    alone, wanted = _residuals_of(seen, answers, case.target), _residuals_of(asked, others, case.target)
+    own_raws, others = ([case.rows[index].raw for index in indices] for indices in (learn, judge))
+    alone, wanted = _residuals_of(seen, own_raws, case.target), _residuals_of(asked, others, case.target)
     left = learnt(alone.prior, alone.at, alone.y).left_out().numpy()
     begun = time.process_time()
     own, said = kind(case, learn, judge, left)
