@@ -346,7 +346,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
         before = raw.prior[target].before(raw.embedding[target]).sqrt().numpy() * scale[target]
         scale[target] = scale[target] * np.hypot(before, half[target] / HALF_INTERVAL) / before
     return raw._replace(
-        log_value={target: value + half[target] for target, value in raw.log_value.items()},
+        log_value={target: raw.log_value[target] + half[target] for target in TARGETS},
         op_time_s=op_time_s,
         prior_scale=scale,
     )

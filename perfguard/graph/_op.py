@@ -1,4 +1,4 @@
-"""Operators and storages: what a graph is made of."""
+"""One operator and one storage of a step; `_schema.py` says how they make a graph."""
 
 from __future__ import annotations
 

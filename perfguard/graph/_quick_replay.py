@@ -59,7 +59,7 @@ def _wanted(program: Program, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[An
     """Units of the storages, of cuBLAS's workspace, and of the inputs once more. Shapes: (C, S) → (S + 1 + inputs, C)."""
     units = -(-storage_bytes // MIN_BLOCK)
     workspace = np.full((len(units), 1), AllocatorSettings().cublas_workspace_bytes // MIN_BLOCK)
-    return np.concatenate([units, workspace, units[:, program.inputs]], axis=1).T
+    return np.ascontiguousarray(np.concatenate([units, workspace, units[:, program.inputs]], axis=1).T)
 
 
 class _FreeBlocks:
