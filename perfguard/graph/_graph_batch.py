@@ -256,7 +256,12 @@ class GraphBatch:
 
     @cached_property
     def _bytes_by_kind_at_peak(self) -> Ints:
-        return self.bytes_by_kind(self.peak_index)
+        return summed_by(self.held_at_peak, self.skeleton.lifetimes[0], len(StorageKind))
+
+    @cached_property
+    def held_at_peak(self) -> Ints:
+        """:meth:`held_bytes` at the peak. Shape: (C, S)."""
+        return self.held_bytes(self.peak_index)
 
     @cached_property
     def reserved_bytes(self) -> Ints:

@@ -17,7 +17,7 @@ import torch
 from torch_geometric.data import Data
 
 from perfguard.graph import KIND_INDEX, GraphBatch, OpGraph, Phase, StorageKind, batch_roofline_s, channel_padding, summed_by
-from perfguard_models.features.convolutions import HALF_DTYPES
+from perfguard_models.features.convolutions import HALF_DTYPES, convolutions_in
 from perfguard_models.features.exact import Floats, log, log1p, sum_where
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def graph_features(graphs: GraphBatch, device: Device) -> GraphFeatures:
     total_s = np.maximum(roofline.sum(axis=1), 1e-9)
     launch_bound = roofline <= device.launch_overhead_s
     working = _working_bytes(graphs, padding)
-    logs = np.log1p(_sizes(graphs)) / 10
+    logs = _log_sizes(graphs)
     columns = [
         *logs[:3],
         np.log(np.maximum(roofline, 1e-9)) / 4 + 3,
@@ -111,21 +111,20 @@ def graph_features(graphs: GraphBatch, device: Device) -> GraphFeatures:
     )
 
 
-def _sizes(graphs: GraphBatch) -> Floats:
-    """What is seen as a logarithm, in the order of the columns. Shape: (10, C, N)."""
-    shape = graphs.attribute("shape", length=2)
-    kernel, stride = graphs.attribute("weight_shape", length=2)[..., 2:], graphs.attribute("stride")
-    sizes = [
-        *graphs.costs,
-        shape[..., 0],
-        shape[..., 1],
-        shape[..., 2:].prod(axis=-1),
-        kernel.prod(axis=-1),
-        graphs.attribute("groups", length=1)[..., 0],
-        graphs.attribute("in_shape", length=2)[..., 1],
-        stride.max(axis=-1, initial=1),
+def _log_sizes(graphs: GraphBatch) -> Floats:
+    """The sizes of each operator as logarithms, in the order of the columns. Shape: (10, C, N)."""
+    shape, some = graphs.attribute("shape", length=2), convolutions_in(graphs.skeleton)
+    dense = [*graphs.costs, shape[..., 0], shape[..., 1], shape[..., 2:].prod(axis=-1)]
+    of_convolutions = [
+        graphs.attribute("weight_shape", ops=some, length=2)[..., 2:].prod(axis=-1),
+        graphs.attribute("groups", ops=some, length=1)[..., 0],
+        graphs.attribute("in_shape", ops=some, length=2)[..., 1],
+        graphs.attribute("stride", ops=some).max(axis=-1, initial=1),
     ]
-    return np.stack([size.astype(np.float64) for size in sizes])
+    logs = np.full((10, *shape.shape[:2]), np.log1p(1.0) / 10)
+    logs[:6] = [np.log1p(sizes.astype(np.float64)) / 10 for sizes in dense]
+    logs[6:, :, some] = [np.log1p(sizes.astype(np.float64)) / 10 for sizes in of_convolutions]
+    return logs
 
 
 def _flags(skeleton: OpGraph, name: str) -> npt.NDArray[np.bool_]:
@@ -136,7 +135,7 @@ def _kept_bytes(graphs: GraphBatch) -> npt.NDArray[Any]:
     """Bytes made by each operator that are alive at the peak. Shape: (C, N)."""
     num_ops, births = len(graphs.skeleton.ops), graphs.skeleton.lifetimes[1]
     made = (births >= 0) & (births < num_ops)
-    return summed_by(graphs.held_bytes(graphs.peak_index)[:, made], births[made], num_ops)
+    return summed_by(graphs.held_at_peak[:, made], births[made], num_ops)
 
 
 def _working_bytes(graphs: GraphBatch, padding: Floats) -> Floats:
@@ -155,7 +154,7 @@ def _globals(
     by_kind = dict(zip(StorageKind, graphs.bytes_by_kind().T, strict=True))
     total_s = np.maximum(roofline.sum(axis=1), 1e-9)
     num_ops = max(len(skeleton.ops), 1)
-    small = np.where(storage_bytes < SMALL_STORAGE_BYTES, graphs.held_bytes(graphs.peak_index), 0).sum(axis=1)
+    small = np.where(storage_bytes < SMALL_STORAGE_BYTES, graphs.held_at_peak, 0).sum(axis=1)
     columns = [
         log(peak) / 10,
         (by_kind[StorageKind.PARAMETER] + by_kind[StorageKind.BUFFER]) / peak,
