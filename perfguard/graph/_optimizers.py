@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import TraceError, WorkloadError
-from perfguard.graph._shape_rules import outputs_of
+from perfguard.graph._shape_rules import empty_like, outputs_of
 from perfguard.graph._target import Target
 from perfguard.workload import Workload
 
@@ -80,7 +80,7 @@ class OptimizerOnMeta:
     def _fill_state(self) -> None:
         for parameter in self.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = empty_like(parameter)
         try:
             with HOST, _ValuesUnknown():  # type: ignore[no-untyped-call]
                 self._own_step()

@@ -45,6 +45,11 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """`torch.empty_like` of a tensor on meta."""
+    return _like(tensor) if _is_dense(tensor) else torch.empty_like(tensor)
+
+
 def _elementwise(*tensors: Any) -> Any:
     first = tensors[0]
     if not first.dtype.is_floating_point or not _is_dense(first) or not _alike(first, *tensors[1:]):
@@ -67,8 +72,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _zeros_like(x: torch.Tensor, *, memory_format: Any = None, **others: Any) -> Any:
-    if memory_format not in (None, torch.preserve_format) or any(value is not None for value in others.values()):
+def _zeros_like(x: torch.Tensor, *, memory_format: Any = None, pin_memory: Any = None, **others: Any) -> Any:
+    if memory_format not in (None, torch.preserve_format) or pin_memory or any(value is not None for value in others.values()):
         return NotImplemented
     return _elementwise(x)
 

@@ -58,7 +58,7 @@ def test_elementwise(shape: tuple[int, ...], dtype: torch.dtype, first: str, sec
         check(func, meta(shape, dtype, first), meta(shape, dtype, second))
     check(aten.threshold_backward.default, meta(shape, dtype, first), meta(shape, dtype, second), 0)
     check(aten.add.Tensor, meta(shape, dtype, first), meta((1,), dtype))
-    check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.preserve_format)
+    check(aten.zeros_like.default, meta(shape, dtype, first), pin_memory=False, memory_format=torch.preserve_format)
     check(aten.zeros_like.default, meta(shape, dtype, first), dtype=torch.float64)
     check(aten.zeros_like.default, meta(shape, dtype, first), memory_format=torch.contiguous_format)
     check(aten.mul.Tensor, meta(shape, dtype, first), meta((), torch.float64))
