@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard import OpGraph, trace
 from perfguard.collect import Recipe, drafts, without_missing_packages
-from perfguard.collect._place import Card
+from perfguard.collect._backend import Card
 from perfguard.collect._plan import planned
 from perfguard.collect._run import _make_step
 from perfguard.devices import Device, resolve_device

@@ -37,7 +37,7 @@ from torch import nn
 
 from perfguard import MeasurementStore, Run, TensorSpec, Workload, trace
 from perfguard.collect import Recipe, collecting_device
-from perfguard.collect._place import Card, Place, Processor
+from perfguard.collect._backend import Backend, Card, Processor
 from perfguard.collect._run import _make_step
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
@@ -183,7 +183,7 @@ def train(params: Mapping[str, Any], *, task: str, steps: int, device: torch.dev
 
 
 @contextlib.contextmanager
-def limited(place: Place, limit: int) -> Iterator[None]:
+def limited(place: Backend, limit: int) -> Iterator[None]:
     """Inside, this process gets no more. On a processor only inside, because the guard lives of the same memory."""
     place.limit(limit)
     if not isinstance(place, Processor):
@@ -217,7 +217,7 @@ def stretch_for(task: str, device: Device, capacity: int, steps: int) -> float:
     return stretch
 
 
-def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
+def run_optuna(task: str, place: Backend, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
     """One study with Optuna, in this process."""
     steps = _STEPS[device.kind]
     wasted: list[float] = []
@@ -307,7 +307,7 @@ def _ray_trial(config: dict[str, Any], *, task: str, steps: int, device: Device,
 
     import perfguard_ray
 
-    place: Place = Processor() if device.kind == "cpu" else Card(device)
+    place: Backend = Processor() if device.kind == "cpu" else Card(device)
     train(config | {"batch_size": 8}, task=task, steps=1, device=place.torch_device)  # libraries are loaded before the limit
     start = time.perf_counter()
     with perfguard_ray.measure():
@@ -328,7 +328,7 @@ _PROBE = Recipe(
 )  # fmt: skip
 
 
-def probe_overhead(place: Place, device: Device, *, blocks: int = 8) -> float:
+def probe_overhead(place: Backend, device: Device, *, blocks: int = 8) -> float:
     """Share that the probe adds to a step: the median, over pairs of blocks, of the time with it over the time without."""
     place.start_afresh(_PROBE)
     step = _make_step(_PROBE, place.torch_device)
@@ -393,7 +393,7 @@ def main() -> int:
     except PerfGuardError as error:
         print(error, file=sys.stderr)
         return 2
-    place: Place = Processor() if device.kind == "cpu" else Card(device)
+    place: Backend = Processor() if device.kind == "cpu" else Card(device)
     console.print(f"What the probe adds to a step: {probe_overhead(place, device):+.2%}")
     outcomes: list[Outcome] = []
     for task in arguments.task.split(","):

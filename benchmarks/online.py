@@ -37,11 +37,11 @@ from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
-from perfguard_models._engines import GpuEngine, RawPrediction
+from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import Trained, read_trained, write_trained
+from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_training.dataset import Run, dataset_of, graphs_of
 from perfguard_training.ensemble import TrainableEnsemble
 from perfguard_training.leaderboard import predictions
@@ -115,7 +115,7 @@ SCENARIOS = (
 
 
 class HeldOut:
-    """An engine for GuardNet that answers from a list of rows; a graph's one storage holds the row's number."""
+    """A backend of GuardNet that answers from a list of rows; a graph's one storage holds the row's number."""
 
     version = "held out"
 
@@ -186,8 +186,8 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     generator = random.Random(seed + 1)
 
     def make() -> GuardNet:
-        engine = HeldOut(rows, streamed.summary)
-        return GuardNet({"cuda": engine, "cpu": engine})
+        backend = HeldOut(rows, streamed.summary)
+        return GuardNet({"cuda": backend, "cpu": backend})
 
     seen_by_all = [index for index in judged if math.isfinite(rows[index].by_all)]
     of_all = [relative(rows[index].by_all, rows[index].run, target) for index in seen_by_all]
@@ -275,7 +275,7 @@ def judge(
     return statistics.fmean(errors), statistics.median(errors)
 
 
-def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Trained:
+def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> FittedModel:
     """GuardNet's weights for GPUs, fitted to ``runs`` but for what they must not see."""
     seen = [run for run in runs if not scenario.is_unseen(run)]
     identity = hashlib.sha256(f"{identity_of('guardnet', {}, seen)} {source_of('guardnet')}".encode()).hexdigest()[:16]
@@ -296,7 +296,7 @@ def streamed_of(
     scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], by_all: dict[Key, dict[str, float]], cache: Path
 ) -> Streamed:
     """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
-    net = GuardNet({"cuda": GpuEngine(weights_without(scenario, runs, cache))})
+    net = GuardNet({"cuda": GpuBackend(weights_without(scenario, runs, cache))})
     own = [run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels]
     gpus = {run.gpu for run in own}
     seen = [run for run in runs if run.gpu in gpus and not scenario.is_unseen(run) and scenario.target in run.labels]

@@ -40,8 +40,8 @@ from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
+from perfguard_training.cross_validation import Judged, log_sigmas_of
 from perfguard_training.dataset import Run
-from perfguard_training.held_out import Judged, log_sigmas_of
 from perfguard_training.leaderboard import predictions
 
 _POLICIES = ("none", "fake", "pruner", "sampler", "oracle")

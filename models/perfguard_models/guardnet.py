@@ -1,9 +1,9 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-For CPUs a graph network (`_network`), for GPUs networks and trees (`ensemble`). They are trained on many measured runs and ship
-with the package. What they leave unexplained on the machine at hand (a constant factor, a trend, a region) is small and smooth,
-so a process on an embedding of the graph learns it from the first few trials, in closed form, and says how sure it is. What
-that leaves over, trees learn from many runs (`refinement`).
+For CPUs a graph network (`graph_network`), for GPUs networks and trees (`ensemble`). They are trained on many measured runs and
+ship with the package. What they leave unexplained on the machine at hand (a constant factor, a trend, a region) is small and
+smooth, so a process on an embedding of the graph learns it from the first few trials, in closed form, and says how sure it is.
+What that leaves over, trees learn from many runs (`refinement`).
 
     log value = shipped weights + refinement + process, conditioned on the runs of the device
 """
@@ -27,11 +27,11 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, StorageKind, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models._engines import (
+from perfguard_models.backends import (
     UNTRAINED_LOG_SIGMA,
-    CpuEngine,
-    Engine,
-    GpuEngine,
+    Backend,
+    CpuBackend,
+    GpuBackend,
     RawPrediction,
     physics_of,
     place_of,
@@ -39,13 +39,13 @@ from perfguard_models._engines import (
     scale_of,
     time_shares_of,
 )
-from perfguard_models._residual import Bounds, Place, ResidualAverage, ResidualPrior, learnt
-from perfguard_models._surroundings import undisturbed
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.fusion import Compiled, as_compiled
-from perfguard_models.refinement import Lesson, Refinement, refined, rows_of
+from perfguard_models.refinement import FineTuneRow, ResidualForest, refined, rows_of
+from perfguard_models.residual import Bounds, GPInputs, ResidualAverage, ResidualPrior, learnt
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
+from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import trained_of
 from perfguard_models.weight_files import read_pair
 
@@ -78,33 +78,33 @@ def load(path: str | Path | None = None) -> GuardNet:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
     folder = files("perfguard_models") / "weights"
-    engines = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in (_ON_CPU, _ON_GPU))
+    backends = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in (_ON_CPU, _ON_GPU))
     if path is not None:
-        engines |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
-    return GuardNet(engines)
+        backends |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
+    return GuardNet(backends)
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Engine]:
+def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Backend]:
     """The kind of device, and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
     if "format" in document:
         folder = files("perfguard_models") / "weights"
         tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
         trained = trained_of(data, document, name)
-        return "cuda", GpuEngine(trained, read_summary(tensors, card, trained.card["sha256"]))
-    return "cpu", CpuEngine(data, document, name)
+        return "cuda", GpuBackend(trained, read_summary(tensors, card, trained.card["sha256"]))
+    return "cpu", CpuBackend(data, document, name)
 
 
 class GuardNet:
     """See the module's docstring. Build it with :func:`load`."""
 
-    def __init__(self, engines: dict[str, Engine]) -> None:
-        self._engines = engines
+    def __init__(self, backends: dict[str, Backend]) -> None:
+        self._backends = backends
         self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
-        self._summaries: dict[tuple[str, Target], Place] = {}
-        self._refinement: Refinement | None = None
+        self._summaries: dict[tuple[str, Target], GPInputs] = {}
+        self._refinement: ResidualForest | None = None
         self._known: WeakKeyDictionary[OpGraph, dict[str, RawPrediction]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class GuardNet:
     @property
     def lineage(self) -> str:
         """Of its shipped weights: name and a hash of them. A refinement is good for these alone."""
-        versions = repr(sorted((kind, engine.version) for kind, engine in self._engines.items()))
+        versions = repr(sorted((kind, backend.version) for kind, backend in self._backends.items()))
         return f"guardnet-{hashlib.sha256(versions.encode()).hexdigest()[:8]}"
 
     @property
@@ -137,7 +137,7 @@ class GuardNet:
         """See :class:`perfguard.predictor.BatchPredictor`."""
         if self._compiled(graphs.skeleton, device) is not None:  # which operators share a kernel depends on sizes
             return [self.predict(graph, device) for graph in graphs]
-        raw = _widened(self._engines[device.kind].predict(graphs, device), graphs)
+        raw = _widened(self._backends[device.kind].predict(graphs, device), graphs)
         return self._predictions(graphs, graphs, raw, device)
 
     def _predictions(
@@ -150,7 +150,7 @@ class GuardNet:
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
-        trained = np.logical_and.reduce(list(raw.known.values())) & self._engines[device.kind].trained_on(device)
+        trained = np.logical_and.reduce(list(raw.known.values())) & self._backends[device.kind].trained_on(device)
         kinds = sorted(graphs.skeleton.kinds)
         place = {kind: at for at, kind in enumerate(kinds)}
         of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
@@ -205,7 +205,7 @@ class GuardNet:
     @undisturbed
     def use_refinement(self, data: bytes | None) -> None:
         """See :class:`perfguard.predictor.Refinable`."""
-        refinement = None if data is None else Refinement.from_bytes(data)
+        refinement = None if data is None else ResidualForest.from_bytes(data)
         if refinement is not None and refinement.made_for != self.lineage:
             raise PredictorError(f"Weights refined for {refinement.made_for!r} do not fit {self.lineage!r}.")
         self._refinement = refinement
@@ -219,7 +219,7 @@ class GuardNet:
     @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
         """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
-        lessons: dict[Target, list[Lesson]] = {target: [] for target in TARGETS}
+        lessons: dict[Target, list[FineTuneRow]] = {target: [] for target in TARGETS}
         known = [row for row in observations if row.measurement.status == "ok" and row.decision_id]
         for device_id in sorted({row.device.id for row in known}):
             for target in TARGETS:
@@ -228,16 +228,16 @@ class GuardNet:
                     lessons[target].append(self._lesson(device_id, target, rows))
         return None if (made := refined(self.lineage, _pooled(lessons), seed=seed)) is None else made.to_bytes()
 
-    def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> Lesson:
+    def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> FineTuneRow:
         raws = [self._raw(row.graph, row.device, with_step_features=True) for row in rows]
         residuals = _residuals_of(rows, raws, target)
         shipped = self._shipped(rows[0].device, target, residuals.prior)
         posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
-        summary = self._engines[rows[0].device.kind].summary(rows[0].device, target)
+        summary = self._backends[rows[0].device.kind].summary(rows[0].device, target)
         sums, values = _features_and_values(target, raws)
         x = _seen_by_trees(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value[target]]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
-        return Lesson(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
+        return FineTuneRow(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
     def _corrections(self, target: Target, raws: Sequence[RawPrediction], device: Device) -> npt.NDArray[np.float64]:
         """What the refinement adds to each graph of ``raws``. Shape: (n,)."""
@@ -261,9 +261,9 @@ class GuardNet:
         without = torch.where(without.isnan(), own, without)
         return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
 
-    def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> Place | None:
+    def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> GPInputs | None:
         """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
-        summary, key = self._engines[device.kind].summary(device, target), (device.id, target)
+        summary, key = self._backends[device.kind].summary(device, target), (device.id, target)
         if not len(summary.sums):
             return None
         if key not in self._summaries:  # a lesson after every run asks for it
@@ -288,7 +288,7 @@ class GuardNet:
         limits = None
         if bounds is not None:
             limits = Bounds(bounds.at, torch.where(torch.tensor(is_refuted), -math.inf, bounds.y))
-        at, y = (Place(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
+        at, y = (GPInputs(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
         self._posteriors[key] = learnt(known.prior, at, y, shipped, limits)
 
     def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
@@ -307,7 +307,7 @@ class GuardNet:
             means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
             means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma * self._engines[device.kind].interval_scale(target), _SUREST[target])
+        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), _SUREST[target])
         median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
@@ -316,9 +316,9 @@ class GuardNet:
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            engine, compiled = self._engines[device.kind], self._compiled(graph, device)
+            backend, compiled = self._backends[device.kind], self._compiled(graph, device)
             eager = (graph if compiled is None else compiled.eager).as_batch()
-            raw = _widened(engine.predict(eager, device), eager)
+            raw = _widened(backend.predict(eager, device), eager)
             of_graph[key] = raw if compiled is None else _on_kernels(raw, compiled, device)
         if with_step_features:
             of_graph[key] = _with_step_features(of_graph[key], graph.as_batch(), device)
@@ -326,7 +326,7 @@ class GuardNet:
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
         """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
-        if "compiled" not in graph.options or self._engines[device.kind].knows_compiled(graph, device):
+        if "compiled" not in graph.options or self._backends[device.kind].knows_compiled(graph, device):
             return None
         return as_compiled(graph, device)
 
@@ -392,7 +392,7 @@ class _Residuals(NamedTuple):
     """What was measured beyond what was predicted, as logarithms, for n runs."""
 
     prior: ResidualPrior
-    at: Place
+    at: GPInputs
     y: torch.Tensor  # shape: (n,)
 
 
@@ -433,10 +433,10 @@ def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observatio
     ]
 
 
-def _pooled(lessons: dict[Target, list[Lesson]]) -> dict[Target, Lesson]:
+def _pooled(lessons: dict[Target, list[FineTuneRow]]) -> dict[Target, FineTuneRow]:
     """The lessons of all devices as one, for each target that has any."""
     return {
-        target: Lesson(
+        target: FineTuneRow(
             [decision_id for lesson in found for decision_id in lesson.decision_ids],
             [device_id for lesson in found for device_id in lesson.devices],
             np.concatenate([lesson.x for lesson in found]),

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from perfguard_models.features.kernel_shapes import CARD, TAUGHT
+from perfguard_models.features.kernel_shapes import CARD, SUPPORTED_KINDS
 from perfguard_models.features.operators import NAMES
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 _TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32))
 _PRODUCTS = ("linear", "bmm")
-_SIGHTS = ("relative", "shape", "both")
-APART = ("power", "power and tensor", "power and generation")
+_FEATURE_SETS = ("relative", "shape", "both")
+DEVICE_DESCRIPTORS = ("power", "power and tensor", "power and generation")
 """How a card stands apart, for each member."""
-_STANDS_IN = {"linear": "bmm", "bmm": "linear", "softmax": "pointwise", "norm": "pointwise", "pointwise": "softmax"}
+_FALLBACK_KIND = {"linear": "bmm", "bmm": "linear", "softmax": "pointwise", "norm": "pointwise", "pointwise": "softmax"}
 _ENOUGH_POWER = math.log(1.4)
 """Watts per TFLOP/s and nanometre from which a card keeps its clock (P100, V100, A100: 1.5 to 1.8; T4 and P4: 0.7 to 0.9)."""
 _VOLTA = 7.0
@@ -87,12 +87,12 @@ class OperatorForest:
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
         """What each member says."""
         if not runs:
-            return [{target: np.zeros(0) for target in TARGETS} for _ in APART]
+            return [{target: np.zeros(0) for target in TARGETS} for _ in DEVICE_DESCRIPTORS]
         kernels = kernels_of(runs)
         single = np.array([run.is_single for run in runs])
         floor = self.floors_s(kernels, runs) * single[kernels.run]
         found = []
-        for member in range(len(APART)):
+        for member in range(len(DEVICE_DESCRIPTORS)):
             seconds = self._seconds(kernels, member, untaught=np.where(single, self.factors["operator"], 0.0)[kernels.run])
             launched = np.where(single[kernels.run], seconds + floor, np.maximum(seconds, kernels.of("launch")))
             total = np.zeros(len(runs))
@@ -105,16 +105,16 @@ class OperatorForest:
     def _seconds(self, kernels: Kernels, member: int, *, untaught: Array) -> Array:
         """Of each operator once, without its floor. ``untaught``: the logarithm of what is made of a bare roofline."""
         seconds = kernels.roofline * np.exp(untaught)
-        for at, kind in enumerate(TAUGHT):
+        for at, kind in enumerate(SUPPORTED_KINDS):
             chosen = kernels.kind == at
             taught = next(
-                (own for own in (kind, _STANDS_IN[kind]) if f"{own} {sights_of(own)[0]} {member}" in self.forests), None
+                (own for own in (kind, _FALLBACK_KIND[kind]) if f"{own} {sights_of(own)[0]} {member}" in self.forests), None
             )
             if taught is None or not chosen.any():
                 continue
             own = kernels.chosen(chosen)
             said = [
-                self.forests[f"{taught} {sight} {member}"].predict(columns_of(taught, own, sight, APART[member]))
+                self.forests[f"{taught} {sight} {member}"].predict(columns_of(taught, own, sight, DEVICE_DESCRIPTORS[member]))
                 for sight in sights_of(taught)
             ]
             seconds[chosen] = base_s(taught, own) * np.exp(np.mean(said, axis=0))
@@ -126,7 +126,9 @@ class OperatorForest:
         gpus = [runs[at].gpu for at in kernels.run]
         return np.array(
             [
-                self.floors.get(f"{name_of(name)} {gpu}", self.floors.get(name_of(name), usual)) if at < len(TAUGHT) else 0.0
+                self.floors.get(f"{name_of(name)} {gpu}", self.floors.get(name_of(name), usual))
+                if at < len(SUPPORTED_KINDS)
+                else 0.0
                 for at, name, gpu in zip(kernels.kind, kernels.name, gpus, strict=True)
             ]
         )
@@ -188,7 +190,7 @@ def kernels_of(runs: Sequence[Example]) -> Kernels:
 
 def sights_of(kind: str) -> tuple[str, ...]:
     """What the forests of a kind of operator differ in."""
-    return _SIGHTS if kind in _PRODUCTS else _SIGHTS[:1]
+    return _FEATURE_SETS if kind in _PRODUCTS else _FEATURE_SETS[:1]
 
 
 def _tiled(kernels: Kernels, tile: tuple[int, int]) -> tuple[Array, Array, Array]:

@@ -40,7 +40,7 @@ _LARGEST_BYTES = 64 * 2**20
 _PHYSICS_COLUMNS = {"memory": 3, "time": 1}
 
 
-class Lesson(NamedTuple):
+class FineTuneRow(NamedTuple):
     """What trees learn from: n runs, and of each what nothing else explains. Steps of the weights' own summary have no id."""
 
     decision_ids: Sequence[str]
@@ -49,7 +49,7 @@ class Lesson(NamedTuple):
     y: npt.NDArray[np.float64]  # shape: (n,)
 
 
-class Refinement:
+class ResidualForest:
     """Corrections of a predictor, as logarithms. Built by :func:`refined` or :meth:`from_bytes`."""
 
     def __init__(self, made_for: str, parts: Mapping[str, _Part]) -> None:
@@ -89,7 +89,7 @@ class Refinement:
         return save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"perfguard": json.dumps(header)})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Refinement:
+    def from_bytes(cls, data: bytes) -> ResidualForest:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
@@ -136,7 +136,7 @@ def rows_of(
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 
-def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -> Refinement | None:
+def refined(made_for: str, lessons: Mapping[Target, FineTuneRow], *, seed: int = 0) -> ResidualForest | None:
     """Trees on ``lessons``, by target, on one core; None if there are fewer than FEWEST_ROWS runs of each."""
     from sklearn.ensemble import ExtraTreesRegressor
 
@@ -154,7 +154,7 @@ def refined(made_for: str, lessons: Mapping[Target, Lesson], *, seed: int = 0) -
         strays = float(np.abs(out_of_bag[~is_measured]).mean()) if not is_measured.all() else 0.0
         held_out = {key: said for key, said in zip(lesson.decision_ids, out_of_bag.tolist(), strict=True) if key}
         parts[target] = _Part(forest_of_bagging(model), frozenset(lesson.devices), held_out, strays)
-    return Refinement(made_for, parts) if parts else None
+    return ResidualForest(made_for, parts) if parts else None
 
 
 def _fingerprint() -> str:

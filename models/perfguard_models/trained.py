@@ -41,7 +41,7 @@ class FeatureSet(NamedTuple):
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
     "kernel_shapes": FeatureSet(
-        (kernel_shapes.TAUGHT, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes, kernel_shapes.__name__
+        (kernel_shapes.SUPPORTED_KINDS, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes, kernel_shapes.__name__
     ),
     "operators": FeatureSet(
         (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), operators.operator_features, operators.__name__
@@ -55,7 +55,7 @@ LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (G
 """GuardNet's learners, by name."""
 
 
-class Trained(NamedTuple):
+class FittedModel(NamedTuple):
     """A fitted learner, its card and its calibration."""
 
     learner: Learner
@@ -111,7 +111,7 @@ def read_trained(
     *,
     learner_of: Callable[[str], type[Learner]] = learner_class,
     feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
-) -> Trained:
+) -> FittedModel:
     """Read what :func:`write_trained` wrote.
 
     Args:
@@ -136,7 +136,7 @@ def trained_of(
     *,
     learner_of: Callable[[str], type[Learner]] = learner_class,
     feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
-) -> Trained:
+) -> FittedModel:
     """What the two files hold; see :func:`read_trained`.
 
     Raises:
@@ -152,7 +152,7 @@ def trained_of(
         raise PredictorError(f"The weights {name!r} do not fit the predictor: {type(error).__name__}: {error}") from error
     if card.get("columns") != columns_of(learner, feature_sets):
         raise PredictorError(f"The weights {name!r} were made for other features than this PerfGuard has. Train them again.")
-    return Trained(learner, card, calibration)
+    return FittedModel(learner, card, calibration)
 
 
 def steps_of(

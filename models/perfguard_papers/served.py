@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 from perfguard.graph import OpGraph, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models import trained
-from perfguard_models._surroundings import undisturbed
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
-from perfguard_models.trained import FeatureSet, Trained, read_trained, steps_of
+from perfguard_models.torch_isolation import undisturbed
+from perfguard_models.trained import FeatureSet, FittedModel, read_trained, steps_of
 from perfguard_papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, layers_of
 from perfguard_training.registry import learner_class
 
@@ -46,7 +46,7 @@ def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
 class Served:
     """A fitted learner as a predictor. What it cannot say comes from physics, and is said to be unsure."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: FittedModel) -> None:
         self._trained = trained
         self._offsets: dict[tuple[str, str], float] = {}
         self._cache: WeakKeyDictionary[OpGraph, dict[str, tuple[Predicted, Predicted]]] = WeakKeyDictionary()
@@ -149,7 +149,7 @@ def load(name: str, path: str | Path | None = None) -> Served:
     return Served(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name))
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> Trained:
+def _read(tensors: Traversable, card: Traversable, name: str) -> FittedModel:
     return read_trained(tensors, card, name, learner_of=learner_class, feature_sets=FEATURE_SETS)
 
 

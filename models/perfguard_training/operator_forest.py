@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from perfguard_models.features.kernel_shapes import TAUGHT
+from perfguard_models.features.kernel_shapes import SUPPORTED_KINDS
 from perfguard_models.operator_forest import (
-    APART,
+    DEVICE_DESCRIPTORS,
     Array,
     Kernels,
     OperatorForest,
@@ -42,13 +42,13 @@ class TrainableForest(OperatorForest):
             kernels, seconds = kernels_of(single), np.exp(labels_of(single, "time"))
             self.floors = _floors_of(kernels, [run.gpu for run in single], seconds)
             measured = np.maximum(seconds - self.floors_s(kernels, single), _SHORTEST_S)
-            for at, kind in enumerate(TAUGHT):
+            for at, kind in enumerate(SUPPORTED_KINDS):
                 chosen = kernels.kind == at
                 if chosen.sum() >= _FEWEST_ROWS:
                     self._fit_kind(kind, kernels.chosen(chosen), measured[chosen], (measured / seconds)[chosen])
                 if on_epoch is not None:
-                    on_epoch(at + 1, len(TAUGHT), 0.0)
-            rest = kernels.kind == len(TAUGHT)
+                    on_epoch(at + 1, len(SUPPORTED_KINDS), 0.0)
+            rest = kernels.kind == len(SUPPORTED_KINDS)
             if rest.any():
                 self.factors["operator"] = float(np.median(np.log(seconds[rest] / kernels.roofline[rest])))
         if whole:
@@ -60,7 +60,7 @@ class TrainableForest(OperatorForest):
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         y = np.log(seconds / base_s(kind, kernels))
-        for member, apart in enumerate(APART):
+        for member, apart in enumerate(DEVICE_DESCRIPTORS):
             for sight in sights_of(kind):
                 model = HistGradientBoostingRegressor(
                     loss="absolute_error",
@@ -91,7 +91,7 @@ def _floors_of(kernels: Kernels, gpus: Sequence[str], seconds: Array) -> dict[st
     """Of single operators, one in each run: just under the fastest of each name on each GPU, and what fits all GPUs best."""
     own = np.array([f"{name_of(name)} {gpu}" for name, gpu in zip(kernels.name, gpus, strict=True)])
     floors: dict[str, float] = {}
-    for key in sorted(set(own[kernels.kind < len(TAUGHT)])):
+    for key in sorted(set(own[kernels.kind < len(SUPPORTED_KINDS)])):
         floors[str(key)] = float(np.quantile(seconds[own == key], _FLOOR_QUANTILE)) * _FLOOR_SHARE
     for name in sorted({key.split(" ")[0] for key in floors}):
         floors[name] = least_relative_error([value for key, value in floors.items() if key.startswith(f"{name} ")])

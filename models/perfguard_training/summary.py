@@ -17,7 +17,7 @@ import torch
 
 from perfguard.devices import resolve_device
 from perfguard.predictor import TARGETS
-from perfguard_models._engines import GpuEngine, RawPrediction
+from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.summary import NAME, Summary
 from perfguard_models.trained import read_trained
@@ -88,13 +88,13 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = files("perfguard_models") / "weights"
     trained = read_trained(folder / "guardnet.safetensors", folder / "guardnet.json", "guardnet")
-    engine = GpuEngine(trained)
+    backend = GpuBackend(trained)
     runs = dataset_of(arguments.tables, ("sums",), cache=arguments.cache, most_operators=_MOST_OPERATORS).runs
     chosen = drawn(runs)
     wanted = {_key_of(runs[index]) for index in chosen}
     raws: dict[tuple[object, ...], tuple[str, RawPrediction]] = {}
     for run, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
-        raws[_key_of(run)] = run.gpu, engine.predict(graph.as_batch(), resolve_device(run.gpu))
+        raws[_key_of(run)] = run.gpu, backend.predict(graph.as_batch(), resolve_device(run.gpu))
     command = f"python -m perfguard_training.summary {' '.join(['TABLE'] * len(arguments.tables))} --out DIR"
     print(write_summary(arguments.out / NAME, summary_of(raws.values()), trained.card["sha256"], command), end="")
 

@@ -26,9 +26,9 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
 from perfguard.predictor import Observation
-from perfguard_models._network import GuardNetwork
-from perfguard_models._residual import ResidualPrior, learnt, under_equal_conditions
 from perfguard_models.features.graph import FEATURE_VERSION, featurize
+from perfguard_models.graph_network import GuardNetwork
+from perfguard_models.residual import ResidualPrior, learnt, under_equal_conditions
 from perfguard_models.weight_files import write_pair
 from perfguard_training.calibration import quantile_scale
 from perfguard_training.cpu_corpus import STUDY, read_corpus

@@ -15,8 +15,8 @@ from typing import Any
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.trained import write_trained
 from perfguard_training.calibration import calibrated
+from perfguard_training.cross_validation import errors_of
 from perfguard_training.dataset import dataset_of, feature_sets
-from perfguard_training.held_out import errors_of
 from perfguard_training.leaderboard import entries, fit_scores, predictions, rounded
 from perfguard_training.learner import OnEpoch
 from perfguard_training.registry import learner_class

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from perfguard.collect._place import Place
+from perfguard.collect._backend import Backend
 from perfguard.devices import Device
 from perfguard.measure import Measurement, Run, status_of
 from perfguard.tables._recipe import OPTIMIZERS, Recipe
@@ -30,7 +30,7 @@ _MIB = 2**20
 Row = dict[str, str]
 
 
-def run_recipe(recipe: Recipe, device: Device, place: Place, *, long: bool = False) -> Row:
+def run_recipe(recipe: Recipe, device: Device, place: Backend, *, long: bool = False) -> Row:
     """What ``recipe`` cost, as columns of a row. An error of the run is its status, never raised.
 
     Args:
@@ -55,7 +55,7 @@ def run_recipe(recipe: Recipe, device: Device, place: Place, *, long: bool = Fal
     return _row(run.measurement, leftovers) | timed
 
 
-def _timed(step: Callable[[], None], run: Run, place: Place, *, long: bool) -> Row:
+def _timed(step: Callable[[], None], run: Run, place: Backend, *, long: bool) -> Row:
     window = place.window() if long else None
     for _ in range(_WARM_UP_STEPS):
         step()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from perfguard.collect._place import Card, Place, Processor
+from perfguard.collect._backend import Backend, Card, Processor
 from perfguard.collect._run import Row, run_recipe
 from perfguard.devices import Device
 from perfguard.exceptions import MeasuringError
@@ -183,7 +183,7 @@ def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_thread
             gc.freeze()
 
 
-def _place(device: Device) -> Place:
+def _place(device: Device) -> Backend:
     if device.kind == "cpu":
         return Processor()
     torch.cuda.init()
@@ -197,7 +197,7 @@ def _place(device: Device) -> Place:
     return Card(device)
 
 
-def _load_libraries(device: Device, place: Place) -> None:
+def _load_libraries(device: Device, place: Backend) -> None:
     """One small step of each kind, so that the first rows are not charged for what PyTorch loads when it is first used."""
     sizes = {"style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 8, "depth": 1, "down": []}
     sizes |= {"img_size": 8, "classes": 2}

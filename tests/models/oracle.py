@@ -16,7 +16,7 @@ import numpy.typing as npt
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
 from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
-from perfguard_models.features.kernel_shapes import STREAMING_KINDS, TAUGHT
+from perfguard_models.features.kernel_shapes import STREAMING_KINDS, SUPPORTED_KINDS
 from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
 from perfguard_models.features.step import (
     ABSENT,
@@ -452,12 +452,12 @@ def kernel_shapes(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]
 
 def _taught_kind(name: str, kind: str, product: Any) -> int:
     if product:
-        return TAUGHT.index("linear" if product[0] == 1 else "bmm")
+        return SUPPORTED_KINDS.index("linear" if product[0] == 1 else "bmm")
     if name == "_softmax":
-        return TAUGHT.index("softmax")
+        return SUPPORTED_KINDS.index("softmax")
     if name == "native_layer_norm":
-        return TAUGHT.index("norm")
-    return TAUGHT.index("pointwise") if kind in STREAMING_KINDS else len(TAUGHT)
+        return SUPPORTED_KINDS.index("norm")
+    return SUPPORTED_KINDS.index("pointwise") if kind in STREAMING_KINDS else len(SUPPORTED_KINDS)
 
 
 def graph_features(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

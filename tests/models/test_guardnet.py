@@ -28,8 +28,8 @@ from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Prediction, Predictor
 from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet
-from perfguard_models._network import GuardNetwork
 from perfguard_models.features.graph import featurize
+from perfguard_models.graph_network import GuardNetwork
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
 

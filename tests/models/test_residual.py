@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import truncnorm
 
-from perfguard_models import _residual
-from perfguard_models._residual import (
+from perfguard_models import residual
+from perfguard_models.residual import (
     Bounds,
-    Place,
+    GPInputs,
     ResidualPosterior,
     ResidualPrior,
     as_shipped,
@@ -37,10 +37,10 @@ def embeddings(num_points: int, seed: int, *, width: int = 3) -> torch.Tensor:
     return torch.rand(num_points, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
 
 
-def places(num_points: int, seed: int) -> Place:
+def places(num_points: int, seed: int) -> GPInputs:
     """Two regimes, and two opinions of physics."""
     regime = torch.arange(num_points, dtype=torch.float64) % 2
-    return Place(
+    return GPInputs(
         embeddings(num_points, seed),
         embeddings(num_points, seed + 3, width=4),
         embeddings(num_points, seed + 5, width=5),
@@ -52,16 +52,16 @@ def places(num_points: int, seed: int) -> Place:
     )
 
 
-def first(place: Place, count: int) -> Place:
-    return Place(*(column[:count] for column in place))
+def first(place: GPInputs, count: int) -> GPInputs:
+    return GPInputs(*(column[:count] for column in place))
 
 
-def latent_variance(posterior: ResidualPosterior, x: Place) -> torch.Tensor:
+def latent_variance(posterior: ResidualPosterior, x: GPInputs) -> torch.Tensor:
     """Of the residual itself, without the noise of a new measurement."""
     return posterior.at(x)[1].square() - posterior.noise**2 * x.scale.square()
 
 
-def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.float64]:
+def slow_kernel(prior: ResidualPrior, a: GPInputs, b: GPInputs) -> npt.NDArray[np.float64]:
     """Entry by entry, from the formula in the module's docstring."""
     width = a.x.shape[1]
     matrix = np.zeros((len(a.x), len(b.x)))
@@ -83,7 +83,7 @@ def slow_kernel(prior: ResidualPrior, a: Place, b: Place) -> npt.NDArray[np.floa
 
 
 def textbook(
-    prior: ResidualPrior, x: Place, y: torch.Tensor, new: Place
+    prior: ResidualPrior, x: GPInputs, y: torch.Tensor, new: GPInputs
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Mean and variance of the latent function (Rasmussen and Williams 2006, equations 2.23 and 2.24)."""
     inverse = np.linalg.inv(slow_kernel(prior, x, x) + prior.noise**2 * np.diag(x.scale.numpy() ** 2))
@@ -113,7 +113,7 @@ def test_without_reweighting_the_posterior_is_that_of_the_textbook(seed: int, nu
     x, new = places(num_points, seed), places(5, seed + 1)
     y = torch.sin(3 * x.x.sum(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        patch.setattr(residual, "_REWEIGHTINGS", 0)
         posterior = condition(PRIOR, x, y)
     mean, variance = textbook(PRIOR, x, y, new)
     np.testing.assert_allclose(posterior.at(new)[0], mean, rtol=1e-4, atol=1e-5)
@@ -151,7 +151,7 @@ def test_one_reading_a_thousandfold_too_large_moves_the_mean_by_little(seed: int
         return (mean - condition(PRIOR, x, y).at(new)[0]).abs(), deviation
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        patch.setattr(residual, "_REWEIGHTINGS", 0)
         trusting, _ = moved(1e3)
     by_a_thousand, deviation = moved(1e3)
     by_a_million, _ = moved(1e6)
@@ -207,12 +207,12 @@ def test_the_same_point_many_times_is_no_trouble() -> None:
 def test_what_is_left_out_is_what_the_others_do_not_say(seed: int) -> None:
     x, y = places(7, seed), torch.sin(5 * embeddings(7, seed).sum(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        patch.setattr(residual, "_REWEIGHTINGS", 0)
         left_out = condition(PRIOR, x, y).left_out()
         for index in range(7):
             others = [other for other in range(7) if other != index]
-            alone = condition(PRIOR, Place(*(column[others] for column in x)), y[others])
-            mean = alone.at(Place(*(column[[index]] for column in x)))[0]
+            alone = condition(PRIOR, GPInputs(*(column[others] for column in x)), y[others])
+            mean = alone.at(GPInputs(*(column[[index]] for column in x)))[0]
             assert float(left_out[index]) == pytest.approx(float(y[index] - mean), abs=1e-6)
 
 
@@ -240,7 +240,7 @@ def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(2, 3)]))
     y = torch.cat([torch.zeros(10), torch.full((2,), 0.2)]).double()
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1)
-    same = Place(*(column[-1:] for column in x))
+    same = GPInputs(*(column[-1:] for column in x))
     strange, of_steps = (condition(replace(prior, of_the_step=share), x, y) for share in (0.0, 0.9))
     assert strange.at(same)[0].item() < 0.1
     assert of_steps.at(same)[0].item() == pytest.approx(0.2, abs=0.02)
@@ -257,7 +257,7 @@ def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(sca
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
     x = under_equal_conditions(embeddings(1, 1).expand(num_readings, 3))
     y = 0.2 + scatter * torch.where(torch.arange(num_readings) % 2 == 0, 1.0, -1.0).double()
-    same = Place(*(column[-1:] for column in x))
+    same = GPInputs(*(column[-1:] for column in x))
     mean, sigma = condition(prior, x, y).at(same)
     assert mean.item() == pytest.approx(0.2, abs=0.02)
     assert 0.8 * scatter < sigma.item() < 1.2 * scatter + 0.03
@@ -270,7 +270,7 @@ def test_of_readings_of_a_step_those_that_agree_are_believed_whatever_its_like_t
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.03, of_the_step=0.9)
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(len(of_the_step), 3)]))
     y = torch.cat([torch.zeros(10), torch.tensor(of_the_step)]).double()
-    same = Place(*(column[-1:] for column in x))
+    same = GPInputs(*(column[-1:] for column in x))
     mean, sigma = condition(prior, x, y).at(same)
     assert mean.item() == pytest.approx(np.median(of_the_step), abs=0.06)
     assert sigma.item() < 0.1
@@ -279,7 +279,7 @@ def test_of_readings_of_a_step_those_that_agree_are_believed_whatever_its_like_t
 def test_a_bound_is_no_reading_of_its_step() -> None:
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
     x = under_equal_conditions(embeddings(11, 0))
-    readings, out = (Place(*(column[part] for column in x)) for part in (slice(10), slice(10, 11)))
+    readings, out = (GPInputs(*(column[part] for column in x)) for part in (slice(10), slice(10, 11)))
     bounded = condition(prior, readings, torch.zeros(10).double(), bounds=Bounds(out, torch.ones(1).double()))
     of_steps_none = condition(
         replace(prior, of_the_step=0.0), readings, torch.zeros(10).double(), bounds=Bounds(out, torch.ones(1).double())
@@ -307,7 +307,7 @@ def test_a_bound_leaves_the_mean_and_variance_of_a_normal_variable_above_it(leas
     sigma = (PRIOR.variance(out) + PRIOR.noise**2).sqrt().item()
     above = truncnorm(least / sigma, math.inf, scale=sigma)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_residual, "_REWEIGHTINGS", 0)
+        patch.setattr(residual, "_REWEIGHTINGS", 0)
         posterior = condition(PRIOR, NOWHERE, NOWHERE.scale, bounds=Bounds(out, torch.tensor([least]).double()))
     # What is learnt is of the step's like, not of its noise: of a like step as much as the smooth part is of the whole.
     smooth = PRIOR.variance(out).item() / sigma**2
@@ -342,14 +342,14 @@ def test_many_bounds_that_were_to_be_expected_say_what_sampling_says() -> None:
 @pytest.mark.parametrize("z", [-40.0, 0.0, 40.0, 1e5])
 def test_a_reading_in_the_place_of_a_bound_lies_above_it_however_far_that_is(z: float) -> None:
     bound, zero, one = torch.tensor([z]).double(), torch.zeros(1).double(), torch.ones(1).double()
-    reading, variance = _residual.as_readings(bound, zero, one)
+    reading, variance = residual.as_readings(bound, zero, one)
     assert max(z, 0) * (1 - 1e-6) < reading.item() < max(1.01 * z, 1.5)
     assert variance.item() > 0
 
 
 def test_the_same_failure_again_says_of_others_little_more() -> None:
     out, new = under_equal_conditions(embeddings(1, 2)), under_equal_conditions(embeddings(5, 1))
-    prior, ten = replace(PRIOR, of_the_step=0.9), Place(*(column.expand(10, *column.shape[1:]) for column in out))
+    prior, ten = replace(PRIOR, of_the_step=0.9), GPInputs(*(column.expand(10, *column.shape[1:]) for column in out))
     once, often = (
         condition(prior, NOWHERE, NOWHERE.scale, bounds=Bounds(at, torch.full((len(at.x),), 0.3).double())).at(new)[0]
         for at in (out, ten)
@@ -409,8 +409,8 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
 @given(seeds, st.integers(1, 4), st.floats(-50, 50))
 def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed: int, num_bounds: int, least: float) -> None:
     at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
-    out = Place(*(column[8:] for column in at))
-    average = learnt(GUESS, Place(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
+    out = GPInputs(*(column[8:] for column in at))
+    average = learnt(GUESS, GPInputs(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
     mean, sigma = average.at(at)
     before = torch.full_like(mean, 0.4)
     above, own_sigma = average.above_bounds(at, mean, sigma, before, 0.5)
@@ -427,7 +427,7 @@ def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed:
 
 def test_a_bound_holds_under_other_conditions_too() -> None:
     at = under_equal_conditions(embeddings(9, 0))
-    readings, out = (Place(*(column[part] for column in at)) for part in (slice(8), slice(8, 9)))
+    readings, out = (GPInputs(*(column[part] for column in at)) for part in (slice(8), slice(8, 9)))
     later = readings._replace(regime=readings.regime + 1)
     average = learnt(GUESS, later, torch.zeros(8).double(), bounds=Bounds(out, torch.ones(1).double()))
     mean, sigma = average.at(at._replace(regime=at.regime + 1))
@@ -438,7 +438,7 @@ def test_many_failures_of_a_kind_are_not_averaged_away_because_others_fit() -> N
     x = under_equal_conditions(embeddings(50, 0))
     kinds = torch.cat([torch.zeros(30, 2), torch.full((20, 2), 9.0)]).double()
     at = x._replace(z=kinds)
-    read, out, like = (Place(*(column[part] for column in at)) for part in (slice(30), slice(30, 45), slice(45, 50)))
+    read, out, like = (GPInputs(*(column[part] for column in at)) for part in (slice(30), slice(30, 45), slice(45, 50)))
     sure = replace(GUESS, bias=0.05, linear=0.02, local=0.04, noise=0.02)
     bounds = Bounds(out, torch.full((15,), 0.3).double())
     found = learnt(sure, read, 0.02 * torch.sin(9 * x.x[:30, 0]), as_shipped(first(read, 10)), bounds)
@@ -463,7 +463,7 @@ def test_more_failures_never_say_that_less_is_needed(noise: float) -> None:
 def test_a_slow_kernel_moves_a_network_as_far_as_it_consists_of_it() -> None:
     x, shares = embeddings(40, 0), (embeddings(40, 1, width=4) + 1) / 4
     at = under_equal_conditions(x)._replace(kernels=shares)
-    new = Place(*(column[:2] for column in at))._replace(x=embeddings(2, 2) + 3, kernels=torch.eye(4).double()[:2])
+    new = GPInputs(*(column[:2] for column in at))._replace(x=embeddings(2, 2) + 3, kernels=torch.eye(4).double()[:2])
     mean, _ = learnt(replace(GUESS, kernels=1.0, linear=0.03), at, 0.8 * shares[:, 0]).at(new)
     assert mean[0].item() == pytest.approx(0.8, abs=0.15)
     assert abs(mean[1].item()) < 0.1
@@ -475,7 +475,7 @@ def two_kinds() -> tuple[torch.Tensor, torch.Tensor]:
     return one.double(), other.double()
 
 
-def fitted_to(x: torch.Tensor, *, scale: float = 1.0) -> Place:
+def fitted_to(x: torch.Tensor, *, scale: float = 1.0) -> GPInputs:
     return as_shipped(under_equal_conditions(x))._replace(scale=x.new_full((len(x),), scale))
 
 
@@ -501,7 +501,7 @@ def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whateve
     x, kinds = embeddings(60, 0), torch.arange(3).repeat(20)
     at = under_equal_conditions(x)._replace(z=3 * kinds[:, None].expand(60, 2).double())
     y = torch.tensor([0.3, -0.2, 0.1]).double()[kinds]
-    larger = Place(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
+    larger = GPInputs(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
     shipped = fitted_to(x[:20])._replace(z=torch.full((20, 2), 9.0).double())
     errors = [(learnt(GUESS, at, y, known).at(larger)[0] - y[:3]).abs().max() for known in (shipped, None)]
     assert errors[0] < 0.1 < errors[1]
@@ -510,8 +510,8 @@ def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whateve
 def test_five_absurd_runs_of_one_corner_do_not_move_a_machine_that_was_known() -> None:
     x, prior = embeddings(40, 0), replace(GUESS, bias=0.03, linear=0.01, local=0.025, noise=0.01, trust=0.1)
     known = under_equal_conditions(x)._replace(experts=-0.4 + 0.05 * embeddings(40, 1, width=2))
-    corner = Place(*(column[:5] for column in known))._replace(x=x[:5] / 10 + 2)
-    y, others = torch.tensor([-0.5, -0.7, -0.6, -0.65, -0.55]).double(), Place(*(column[20:] for column in known))
+    corner = GPInputs(*(column[:5] for column in known))._replace(x=x[:5] / 10 + 2)
+    y, others = torch.tensor([-0.5, -0.7, -0.6, -0.65, -0.55]).double(), GPInputs(*(column[20:] for column in known))
     moved = [learnt(prior, corner, y, shipped).at(others)[0].abs().max() for shipped in (as_shipped(first(known, 20)), None)]
     assert moved[0] < 0.05 < 0.3 < moved[1]
     plausible = learnt(prior, corner, y / 10, as_shipped(first(known, 20)))
@@ -523,9 +523,9 @@ def test_a_machine_that_changed_is_learnt_from_ten_runs_of_several_kinds_however
     prior = replace(GUESS, bias=0.004, linear=0.0015, local=0.0035, noise=0.0015)
     x, kinds = embeddings(60, 0), torch.arange(60).remainder(3)
     at = under_equal_conditions(x)._replace(z=6 * kinds[:, None].expand(60, 2).double())
-    known, others = as_shipped(first(at, 30)), Place(*(column[50:] for column in at))
+    known, others = as_shipped(first(at, 30)), GPInputs(*(column[50:] for column in at))
     scatter = 0.003 * torch.randn(20, generator=torch.Generator().manual_seed(0)).double()
-    measured = Place(*(column[30:50] for column in at))
+    measured = GPInputs(*(column[30:50] for column in at))
     error = [
         float((learnt(prior, first(measured, n), shift + scatter[:n], known).at(others)[0] - shift).abs().max()) for n in (10, 20)
     ]

@@ -22,11 +22,11 @@ from perfguard.measure import Measurement
 from perfguard.predictor import Observation
 from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet, refinement
-from perfguard_models._engines import GpuEngine, physics_of
+from perfguard_models.backends import GpuBackend, physics_of
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.refinement import rows_of
 from perfguard_models.summary import NAME, Summary, read_summary
-from perfguard_models.trained import Trained, read_trained
+from perfguard_models.trained import FittedModel, read_trained
 from perfguard_training.dataset import Run
 from perfguard_training.summary import STEPS_A_SETTING, drawn, summary_of, write_summary
 
@@ -35,7 +35,7 @@ A100 = resolve_device("a100")
 
 
 @functools.cache
-def trained() -> Trained:
+def trained() -> FittedModel:
     return read_trained(WEIGHTS / "guardnet.safetensors", WEIGHTS / "guardnet.json", "guardnet")
 
 
@@ -102,8 +102,8 @@ def test_other_weights_have_no_summary() -> None:
 
 
 def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> None:
-    engine = GpuEngine(trained())
-    summary = summary_of((A100.id, engine.predict(graph.as_batch(), A100)) for graph in convnets())
+    backend = GpuBackend(trained())
+    summary = summary_of((A100.id, backend.predict(graph.as_batch(), A100)) for graph in convnets())
     write_summary(tmp_path / NAME, summary, "some weights", "a test")
     tensors, card = tmp_path / f"{NAME}.safetensors", tmp_path / f"{NAME}.json"
     again = read_summary(tensors, card, "some weights")
@@ -121,7 +121,7 @@ def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> 
 
 
 def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_convolutions() -> None:
-    mindful, forgetful = guardnet.load(), GuardNet(guardnet.load()._engines | {"cuda": GpuEngine(trained())})
+    mindful, forgetful = guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": GpuBackend(trained())})
     before = memory_of(mindful, convnets())
     moved = []
     for net in (mindful, forgetful):
@@ -136,7 +136,7 @@ def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_con
 
 def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() -> None:
     strayed = []
-    for net in (guardnet.load(), GuardNet(guardnet.load()._engines | {"cuda": GpuEngine(trained())})):
+    for net in (guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": GpuBackend(trained())})):
         assert net.shift_on_reference == 0.0
         rows = [replace(row, decision_id=f"{index:032x}") for index, row in enumerate(trending(net))]
         data = net.refine(rows)

@@ -14,8 +14,8 @@ from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import GraphBatch, OpGraph, TraceCache, trace
 from perfguard.tables import OperatorRow
-from perfguard_models import _engines, guardnet
-from perfguard_models.features.kernel_shapes import CARD, TAUGHT, kernel_shapes
+from perfguard_models import backends, guardnet
+from perfguard_models.features.kernel_shapes import CARD, SUPPORTED_KINDS, kernel_shapes
 from perfguard_training.dataset import Run
 from perfguard_training.operator_forest import TrainableForest, least_relative_error
 
@@ -59,7 +59,7 @@ def test_each_kind_of_operator_is_told_by_what_it_computes() -> None:
         graph_of("ln", (8, 16)), graph_of("gelu", (8, 16)), graph_of("conv", (1, 3, 8, 3, 32, 1, 1)),
     ]  # fmt: skip
     views = [kernel_shapes(graph.as_batch(), resolve_device("t4"))[0] for graph in graphs]
-    assert [int(view["kernel_kind"][0]) for view in views] == list(range(len(TAUGHT) + 1))
+    assert [int(view["kernel_kind"][0]) for view in views] == list(range(len(SUPPORTED_KINDS) + 1))
     np.testing.assert_array_equal(views[1]["kernel_size"], [[4, 64, 32, 16]])
     assert dict(zip(CARD, views[0]["card"], strict=True))["generation"] == 7.5
 
@@ -105,22 +105,22 @@ def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
     gpu: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    ask = _engines.by_operators
+    ask = backends.by_operators
 
-    def noted(raw: _engines.RawPrediction, graphs: GraphBatch, device: Any) -> _engines.RawPrediction:
+    def noted(raw: backends.RawPrediction, graphs: GraphBatch, device: Any) -> backends.RawPrediction:
         calls.append(device.id)
         return ask(raw, graphs, device)
 
-    monkeypatch.setattr(_engines, "by_operators", noted)
+    monkeypatch.setattr(backends, "by_operators", noted)
     graph, device = graph_of("linear", (1, 4096, 4096, 4096)), resolve_device(gpu)
     seconds = guardnet.load().predict(graph, device).step_time
     assert bool(calls) == asked
     peak_s = 2 * 4096**3 / device.flops_per_s("fp32")
     assert peak_s < seconds.median < 4 * peak_s
-    assert seconds.log_sigma < 1.2 * _engines.UNTRAINED_LOG_SIGMA["time"]  # a fifth more for how far physics is from the value
+    assert seconds.log_sigma < 1.2 * backends.UNTRAINED_LOG_SIGMA["time"]  # a fifth more for how far physics is from the value
 
 
 def test_what_nobody_taught_it_is_left_to_who_knows() -> None:
     graph, device = graph_of("conv", (8, 64, 64, 3, 56, 1, 1)), resolve_device("h100-sxm-80gb")
     raw = guardnet.load()._raw(graph, device)
-    assert _engines.by_operators(raw, graph.as_batch(), device) is raw
+    assert backends.by_operators(raw, graph.as_batch(), device) is raw

@@ -17,8 +17,8 @@ from perfguard_models.features.operators import NAMES
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-TAUGHT = ("linear", "bmm", "softmax", "norm", "pointwise")
-"""Kinds of operators that single operators teach. `len(TAUGHT)`: any other."""
+SUPPORTED_KINDS = ("linear", "bmm", "softmax", "norm", "pointwise")
+"""Kinds of operators that single operators teach. `len(SUPPORTED_KINDS)`: any other."""
 CARD = ("flops", "bandwidth", "l2", "sms", "watts", "launch", "nanometres", "generation")
 STREAMING_KINDS = ("activation", "elementwise", "reduction", "copy", "random", "foreach", "loss", "norm_backward", "fill")
 """Kinds that take as long as their bytes do."""
@@ -34,9 +34,10 @@ def kernel_shapes(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDAr
     """Return the operators of each of ``graphs``, each different one once, in the order in which they run.
 
     Returns:
-        For each graph of d different operators: ``kernel_kind`` (d,) indices into TAUGHT or len(TAUGHT), ``kernel_name`` (d,)
-        indices into `operators.NAMES` or its length, ``kernel_size`` (d, 4): batch, m, n, k of a product, else rows, columns, 0,
-        0, ``kernel_bytes`` (d,), ``kernel_roofline`` (d,) seconds, ``kernel_count`` (d,), ``card`` (len(CARD),).
+        For each graph of d different operators: ``kernel_kind`` (d,), indices into SUPPORTED_KINDS or its length;
+        ``kernel_name`` (d,), indices into `operators.NAMES` or its length; ``kernel_size`` (d, 4), batch, m, n, k of a product,
+        else rows, columns, 0, 0; ``kernel_bytes`` (d,); ``kernel_roofline`` (d,), seconds; ``kernel_count`` (d,); ``card``
+        (len(CARD),).
     """
     ops, card = graphs.skeleton.ops, card_of(device)
     known = {name: at for at, name in enumerate(NAMES)}
@@ -70,10 +71,10 @@ def kernel_shapes(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDAr
 
 
 def kernel_kinds(graphs: GraphBatch) -> npt.NDArray[np.int64]:
-    """Return the kind of each operator, an index into TAUGHT or len(TAUGHT). Shape: (C, N) of C graphs with N operators."""
+    """Return the kind of each operator, an index into SUPPORTED_KINDS or its length. Shape: (C, N), N operators."""
     ops = graphs.skeleton.ops
     batch = graphs.attribute("product", length=1, default=0)[..., 0]
-    product = np.where(batch == 1, TAUGHT.index("linear"), TAUGHT.index("bmm"))
+    product = np.where(batch == 1, SUPPORTED_KINDS.index("linear"), SUPPORTED_KINDS.index("bmm"))
     is_product = np.array(["product" in op.attributes for op in ops], dtype=np.bool_)
     return np.where(is_product, product, np.array([_kind_of(op.name, op.kind) for op in ops], dtype=np.int64))
 
@@ -95,7 +96,7 @@ def card_of(device: Device) -> npt.NDArray[np.float64]:
 def _kind_of(name: str, kind: str) -> int:
     """Of an operator that is no product."""
     if name == "_softmax":
-        return TAUGHT.index("softmax")
+        return SUPPORTED_KINDS.index("softmax")
     if name == "native_layer_norm":
-        return TAUGHT.index("norm")
-    return TAUGHT.index("pointwise") if kind in STREAMING_KINDS else len(TAUGHT)
+        return SUPPORTED_KINDS.index("norm")
+    return SUPPORTED_KINDS.index("pointwise") if kind in STREAMING_KINDS else len(SUPPORTED_KINDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from perfguard_training.cross_validation import Judged, errors_of, log_sigmas_of
 from perfguard_training.dataset import Fold, Run
-from perfguard_training.held_out import Judged, errors_of, log_sigmas_of
 from perfguard_training.leaderboard import as_markdown, entries, fit_scores
 
 NUMBER = 300

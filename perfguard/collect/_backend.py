@@ -20,7 +20,7 @@ _LEFTOVER_BYTES = 2**20
 _CUDA = torch.device("cuda")
 
 
-class Place(Protocol):
+class Backend(Protocol):
     """What a run needs of where it runs."""
 
     torch_device: torch.device

@@ -12,7 +12,7 @@ import torch
 
 from perfguard import resolve_device
 from perfguard.collect import Recipe
-from perfguard.collect._place import Card
+from perfguard.collect._backend import Card
 from perfguard.collect._run import run_recipe
 from tests.fake_gpu import FakeCuda, FakeGpu, FakeNvml, MiB
 

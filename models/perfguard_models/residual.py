@@ -83,7 +83,7 @@ _JUDGED = 200
 _UNLIKELY = 0.01
 
 
-class Place(NamedTuple):
+class GPInputs(NamedTuple):
     """Where n runs are in the process."""
 
     x: torch.Tensor  # shape: (n, d)
@@ -99,20 +99,20 @@ class Place(NamedTuple):
     the latter. Shape: (n,)"""
 
 
-def joined(places: list[Place]) -> Place:
+def joined(places: list[GPInputs]) -> GPInputs:
     """All of them, in order."""
-    return Place(*(torch.cat(column) for column in zip(*places, strict=True)))
+    return GPInputs(*(torch.cat(column) for column in zip(*places, strict=True)))
 
 
-def as_shipped(place: Place) -> Place:
+def as_shipped(place: GPInputs) -> GPInputs:
     """Steps that the predictor was fitted to."""
     return place._replace(regime=torch.full_like(place.regime, _SHIPPED))
 
 
-def under_equal_conditions(x: torch.Tensor) -> Place:
+def under_equal_conditions(x: torch.Tensor) -> GPInputs:
     """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
     nothing, zero = x.new_zeros((len(x), 0)), x.new_zeros(len(x))
-    return Place(x, nothing, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
+    return GPInputs(x, nothing, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
 
 
 class Pairs(NamedTuple):
@@ -138,7 +138,7 @@ class Pairs(NamedTuple):
         return self.same_step & (self.changed == 0)
 
 
-def beside(a: Place, b: Place) -> Pairs:
+def beside(a: GPInputs, b: GPInputs) -> Pairs:
     """Each run of ``a`` beside each of ``b``."""
     width, shares = a.x.shape[1], max(a.z.shape[1], 1)
     one_is_shipped = ((a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]).to(a.x.dtype)
@@ -200,7 +200,7 @@ class ResidualPrior:
         constant = self.bias**2 * (1 - self.of_the_regime * pairs.changed)
         return constant + pairs.in_common * self.trust**2 * pairs.experts
 
-    def variance(self, at: Place) -> torch.Tensor:
+    def variance(self, at: GPInputs) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
         linear = self.linear**2 * at.x.square().mean(1) + self.kernels**2 * at.kernels.square().sum(1)
         smooth = linear + self.trust**2 * at.experts.square().sum(1) + self.local**2 + self.kind**2
@@ -226,7 +226,7 @@ class ResidualPosterior:
     """Of the n, the first ones."""
     num_bounds: int
     """Of the n, the last ones: steps that were not read."""
-    seen: Place
+    seen: GPInputs
     y: torch.Tensor  # shape: (n,)
     believed: torch.Tensor
     """How far each reading is believed beside others of the same step. Shape: (n,)"""
@@ -246,7 +246,7 @@ class ResidualPosterior:
         """Of the runs that come next. Shape: ()."""
         return self.seen.regime.max()
 
-    def at(self, place: Place, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, place: GPInputs, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,).
 
         Args:
@@ -296,20 +296,20 @@ class ResidualPosterior:
 class Bounds(NamedTuple):
     """Of b runs that were out of memory, how much they needed at the least."""
 
-    at: Place
+    at: GPInputs
     least: torch.Tensor  # shape: (b,)
     """As residuals; -inf where another run has shown that it was not so."""
 
 
 def condition(
-    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, bounds: Bounds | None = None
+    prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
 ) -> ResidualPosterior:
     """The process given residuals ``y`` (n,) of the runs ``seen``, in double precision, a summary, and bounds of other runs."""
     posteriors = _read([prior], seen, y, shipped)
     return (posteriors if bounds is None else _bounded(posteriors, bounds))[0]
 
 
-def _read(priors: Sequence[ResidualPrior], seen: Place, y: torch.Tensor, shipped: Place | None) -> list[ResidualPosterior]:
+def _read(priors: Sequence[ResidualPrior], seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None) -> list[ResidualPosterior]:
     """:func:`condition` for each of ``priors``, without bounds."""
     num_shipped = 0
     if shipped is not None:
@@ -323,7 +323,7 @@ def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[Residu
     """What they are given ``bounds``, too. All have seen the same readings, and no bounds."""
     if not (stands := bounds.least > -math.inf).any():
         return posteriors
-    out, least = Place(*(column[stands] for column in bounds.at)), bounds.least[stands]
+    out, least = GPInputs(*(column[stands] for column in bounds.at)), bounds.least[stands]
     before = posteriors[0]
     to_seen, among = beside(out, before.seen), beside(out, out)
     told = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
@@ -336,7 +336,7 @@ def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[Residu
 
 
 def _as_readings_of_all(
-    posterior: ResidualPosterior, out: Place, to_seen: Pairs, among: Pairs, least: torch.Tensor
+    posterior: ResidualPosterior, out: GPInputs, to_seen: Pairs, among: Pairs, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What b steps that need the ``least`` (b,) say beyond the runs that were read, as readings and their variances.
 
@@ -371,7 +371,7 @@ def _by_others(
 
 def _conditioned(
     prior: ResidualPrior,
-    seen: Place,
+    seen: GPInputs,
     pairs: Pairs,
     y: torch.Tensor,  # shape: (n,)
     more_noise2: torch.Tensor,  # shape: (n,)
@@ -451,7 +451,7 @@ class ResidualAverage:
         """Of the runs that come next. Shape: ()."""
         return self.posteriors[0].regime
 
-    def at(self, place: Place, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, place: GPInputs, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,).
 
         Args:
@@ -469,7 +469,7 @@ class ResidualAverage:
 
     def above_bounds(
         self,
-        place: Place,
+        place: GPInputs,
         mean: torch.Tensor,  # shape: (m,)
         sigma: torch.Tensor,  # shape: (m,)
         before: torch.Tensor,  # shape: (m,)
@@ -495,7 +495,7 @@ class ResidualAverage:
 
 
 def learnt(
-    prior: ResidualPrior, seen: Place, y: torch.Tensor, shipped: Place | None = None, bounds: Bounds | None = None
+    prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
 ) -> ResidualAverage:
     """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, in double precision.
 
@@ -507,7 +507,7 @@ def learnt(
         bounds: of other runs, which were out of memory.
     """
     begin = max(0, len(y) - _JUDGED)
-    tried, newest = hypotheses(prior, knows=shipped is not None), Place(*(column[begin:] for column in seen))
+    tried, newest = hypotheses(prior, knows=shipped is not None), GPInputs(*(column[begin:] for column in seen))
     if not len(y):  # no hypothesis, and no expert, is known to be better
         tried = (replace(tried[0], trust=0.0, kernels=0.0),)
     posteriors = _read(tried, newest, y[begin:], shipped)

@@ -19,18 +19,18 @@ from safetensors.torch import load as load_tensors
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
-from perfguard_models._network import GuardNetwork, batches_of
-from perfguard_models._residual import Place, ResidualPrior, as_shipped
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.graph import FEATURE_VERSION
-from perfguard_models.features.kernel_shapes import TAUGHT, kernel_kinds
+from perfguard_models.features.kernel_shapes import SUPPORTED_KINDS, kernel_kinds
 from perfguard_models.features.step import STEP_FEATURES, step_features
+from perfguard_models.graph_network import GuardNetwork, batches_of
 from perfguard_models.learner import Ensemble, Example, Learner, Predicted, predict_with_spread, share_of
+from perfguard_models.residual import GPInputs, ResidualPrior, as_shipped
 from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import Trained, read_trained, steps_of
+from perfguard_models.trained import FittedModel, read_trained, steps_of
 from perfguard_models.weight_files import check_hash, version_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class RawPrediction(NamedTuple):
         return dataclasses.replace(prior, **terms | {"trust": min(terms["trust"], _MOST_TRUST)})
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """Weights for one kind of device."""
 
     version: str
@@ -142,7 +142,7 @@ class Engine(Protocol):
         """Steps on the device of which the weights know the ``target``, for them that learn more; empty: there is none."""
 
 
-class CpuEngine:
+class CpuBackend:
     """A graph network, trained on processors.
 
     Raises:
@@ -201,11 +201,11 @@ class CpuEngine:
         return NOTHING
 
 
-class GpuEngine:
+class GpuBackend:
     """Networks and trees (`ensemble`), trained on tables of GPUs. Their memory was measured with cuDNN's benchmark mode on,
     their step time in half precision, or forward alone in float32."""
 
-    def __init__(self, trained: Trained, summary: Summary = NOTHING) -> None:
+    def __init__(self, trained: FittedModel, summary: Summary = NOTHING) -> None:
         self._trained = trained
         self._summary = summary
         self.version = version_of(trained.card)
@@ -347,7 +347,7 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
     return min(1.0, _SURER * log_sigma / of_the_process)
 
 
-def place_of(summary: Summary, target: str) -> Place:
+def place_of(summary: Summary, target: str) -> GPInputs:
     """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
     sums = summary.sums
     alternatives = alternatives_of(target, sums, summary.log_value[target], summary.members[target])
@@ -362,10 +362,10 @@ def placed(
     regime: torch.Tensor | float = 0.0,
     scale: torch.Tensor | float = 1.0,
     setting: torch.Tensor | float = 0.0,
-) -> Place:
+) -> GPInputs:
     """Where the residual process sees C steps; what is one number is the same for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
-    return Place(x, time_shares, kernels_of(time_shares), alternatives, *columns)
+    return GPInputs(x, time_shares, kernels_of(time_shares), alternatives, *columns)
 
 
 def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
@@ -451,7 +451,7 @@ def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawP
     """
     roofline = batch_roofline_s(graphs, device)
     total_s = roofline.sum(axis=1)
-    rows = np.flatnonzero(2 * np.where(kernel_kinds(graphs) == len(TAUGHT), roofline, 0).sum(axis=1) < total_s)
+    rows = np.flatnonzero(2 * np.where(kernel_kinds(graphs) == len(SUPPORTED_KINDS), roofline, 0).sum(axis=1) < total_s)
     if not len(rows):
         return raw
     forest = _operator_forest()
@@ -472,7 +472,7 @@ def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawP
 
 
 @functools.cache
-def _operator_forest() -> Trained:
+def _operator_forest() -> FittedModel:
     """The weights that come with the package."""
     folder = files("perfguard_models") / "weights"
     return read_trained(folder / "operator-forest.safetensors", folder / "operator-forest.json", "operator-forest")
