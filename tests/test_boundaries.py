@@ -98,7 +98,7 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle
 
 
-@pytest.mark.parametrize("package", ["perfguard", "perfguard_optuna", "perfguard_ray", "perfguard_packing"])
+@pytest.mark.parametrize("package", [path.rpartition("/")[2] for path in PACKAGES])
 def test_no_private_name_of_another_package(package: str) -> None:
     others = {
         (module, name) for module, name in module_imports() if module.partition(".")[0] == package != name.partition(".")[0]
