@@ -31,7 +31,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from perfguard.devices import catalog
-from perfguard.graph import StorageKind, roofline_s
 from perfguard.predictor import Estimate, Prediction
 from perfguard.quantities import format_bytes
 
@@ -114,28 +113,22 @@ _known: WeakKeyDictionary[OpGraph, _Needs] = WeakKeyDictionary()
 
 
 def _needs(graph: OpGraph) -> _Needs:
+    from perfguard.graph import StorageKind  # imports torch
+
+    def most_alive(*kinds: StorageKind) -> float:
+        return float(graph.as_batch().live_bytes_of(*kinds).max())
+
     if graph not in _known:
         update = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
         shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.skeleton.ops]
         _known[graph] = _Needs(
-            _most_alive(graph, StorageKind.PARAMETER, StorageKind.BUFFER, *update),
-            _most_alive(graph, *update),
-            _most_alive(graph, StorageKind.GRADIENT),
-            _most_alive(graph, *update, StorageKind.ACTIVATION, StorageKind.TEMPORARY),
+            most_alive(StorageKind.PARAMETER, StorageKind.BUFFER, *update),
+            most_alive(*update),
+            most_alive(StorageKind.GRADIENT),
+            most_alive(*update, StorageKind.ACTIVATION, StorageKind.TEMPORARY),
             float(graph.costs[0].astype(np.float64) @ np.array(shares)) if shares else 0.0,
         )
     return _known[graph]
-
-
-def _most_alive(graph: OpGraph, *kinds: StorageKind) -> float:
-    """Most bytes of storages of these ``kinds`` that are alive at once."""
-    kind, births, deaths = graph.lifetimes
-    chosen = np.isin(kind, kinds)
-    change = np.zeros(len(graph.skeleton.ops) + 3)
-    num_bytes = graph.storage_bytes[chosen].astype(np.float64)
-    np.add.at(change, births[chosen] + 1, num_bytes)
-    np.subtract.at(change, deaths[chosen] + 2, num_bytes)
-    return float(np.cumsum(change).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +144,8 @@ class LeastMemory:
     @staticmethod
     def of(graph: OpGraph, device: Device) -> LeastMemory:
         """Of ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
+        from perfguard.graph import roofline_s  # imports torch
+
         parts = graph.least_bytes_by_kind
         total = sum(parts.values())
         largest = sorted((kind for kind in parts if parts[kind] > _MENTIONED * total), key=lambda kind: -parts[kind])
