@@ -75,18 +75,19 @@ def test_a_budget_that_cannot_be_right_is_named(budget: dict[str, int | float | 
 
 
 @pytest.mark.parametrize(("memory", "capacity"), [(None, 10 * GIB), ("4GiB", 4 * GIB), ("40GiB", 10 * GIB), (0.5, 5 * GIB)])
-def test_the_capacity_is_never_more_than_the_device_has(device: Device, memory: float | str | None, capacity: int) -> None:
+def test_capacity_is_never_more_than_device_has(device: Device, memory: float | str | None, capacity: int) -> None:
     assert Budget.parse(memory).capacity_bytes(device) == capacity
 
 
-def test_memory_is_always_limited_and_times_where_the_budget_says_so(device: Device) -> None:
+def test_limits_are_memory_and_the_times_of_budget(device: Device) -> None:
+    """Memory is always limited."""
     assert [limit.quantity for limit in Budget().limits(PREDICTION, device)] == ["memory"]
     everything = Budget.parse("4GiB", "10min", "1s")
     found = {limit.quantity: (limit.limit, limit.estimate.median) for limit in everything.limits(PREDICTION, device)}
     assert found == {"memory": (4 * GIB, 8 * GIB), "time": (600.0, 500.0), "step_time": (1.0, 0.5)}
 
 
-def test_the_time_of_a_trial_of_unknown_length_is_not_limited(device: Device) -> None:
+def test_limits_skip_time_of_unknown_length(device: Device) -> None:
     unknown = replace(PREDICTION, total_time=None)
     assert [limit.quantity for limit in Budget.parse(time="1s").limits(unknown, device)] == ["memory"]
 
@@ -101,12 +102,12 @@ def test_the_time_of_a_trial_of_unknown_length_is_not_limited(device: Device) ->
         (50.0, 0.05, -math.log(2) + 0.1 * 1.6449),
     ],
 )
-def test_the_margin_is_the_logarithm_of_quantile_over_limit(median: float, risk: float, margin: float) -> None:
+def test_margin_is_log_of_quantile_over_limit(median: float, risk: float, margin: float) -> None:
     assert Limit("time", 100.0, Estimate(median, 0.1)).margin(risk) == pytest.approx(margin, abs=1e-4)
 
 
 @given(limits, risks)
-def test_the_margin_is_positive_exactly_where_the_chance_of_violation_exceeds_the_risk(limit: Limit, risk: float) -> None:
+def test_margin_is_positive_iff_p_violation_above_risk(limit: Limit, risk: float) -> None:
     assume(abs(limit.p_violation - risk) > 1e-9)
     assert (limit.margin(risk) > 0) == (limit.p_violation > risk)
 
@@ -158,13 +159,13 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
         ({"epoch_time": "2h", "time": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or make it less\."),
     ],
 )
-def test_budgets_that_contradict_each_other_are_refused(times: dict[str, str], message: str) -> None:
+def test_budget_refuses_contradicting_times(times: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Budget.parse(**times)
 
 
 @pytest.mark.parametrize(("gpu", "nominal"), [("a100-pcie-40gb", "40GiB"), ("rtx4090", "24GiB"), ("t4", "16GiB")])
-def test_a_budget_of_the_nominal_size_means_all_of_the_card(gpu: str, nominal: str) -> None:
+def test_budget_of_nominal_size_means_all_of_card(gpu: str, nominal: str) -> None:
     """A card of 40 GiB has 39.4 for programs; who writes "40GiB" means the card."""
     device = resolve_device(gpu)
     budget = Budget.parse(memory=nominal)

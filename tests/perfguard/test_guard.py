@@ -105,9 +105,7 @@ def test_the_double_is_a_predictor() -> None:
         (12.0, 0.97, "launch"),
     ],
 )
-def test_a_trial_is_pruned_where_the_chance_of_violation_is_above_the_threshold(
-    median_gib: float, risk: float, action: str, log: MeasurementStore
-) -> None:
+def test_guard_prunes_above_the_risk_threshold(median_gib: float, risk: float, action: str, log: MeasurementStore) -> None:
     assert check(Oracle(memory=median_gib * GIB), log, risk=risk).action == action
 
 
@@ -147,7 +145,7 @@ def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, 
     assert check(Oracle(), log, **options).reason == sentence
 
 
-def test_a_trial_of_unknown_length_is_not_pruned_for_its_time(log: MeasurementStore) -> None:
+def test_guard_does_not_prune_unknown_length_for_time(log: MeasurementStore) -> None:
     endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)
     with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps of a trial. Give Workload"):
         assert Guard(DEVICE, predictor=Oracle(), log=log, time_budget="1s").check(endless).action == "launch"
@@ -181,7 +179,7 @@ def test_more_risk_never_prunes_more(
 
 @settings(max_examples=30)
 @given(medians, sigmas, budgets, risks)
-def test_the_margin_is_positive_exactly_where_the_trial_is_pruned(
+def test_margin_is_positive_iff_guard_prunes(
     log: MeasurementStore, median: float, sigma: float, budget: int, risk: float
 ) -> None:
     guard = Guard(DEVICE, predictor=Oracle(memory=median, log_sigma=sigma), log=log, memory_budget=budget, risk=risk)
@@ -190,7 +188,8 @@ def test_the_margin_is_positive_exactly_where_the_trial_is_pruned(
     assert (verdict.margins["memory"] > 0) == (verdict.p_violation > guard.threshold) == (verdict.action == "prune")
 
 
-def test_a_doubtful_trial_uses_up_the_risk_that_clear_ones_leave(log: MeasurementStore) -> None:
+def test_guard_spends_spare_risk_on_doubtful_trial(log: MeasurementStore) -> None:
+    """Clear trials leave it over."""
     oracle = Oracle(memory=9.8 * GIB)  # 0.42 to break 10 GiB
     guard = Guard(DEVICE, predictor=oracle, log=log, risk=0.05)
     assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(3)] == ["launch", "prune", "prune"]
@@ -216,7 +215,7 @@ def test_the_expected_violations_stay_within_the_risk(
     assert max(accepted, default=0.0) <= 0.5
 
 
-def test_a_verdict_that_predicts_nothing_violates_nothing() -> None:
+def test_verdict_without_prediction_violates_nothing() -> None:
     assert Verdict("launch", "not judged").p_violation == 0
 
 
@@ -236,7 +235,7 @@ def test_a_decision_is_logged_with_its_numbers(own_log: MeasurementStore) -> Non
     assert logged.predicted_peak_memory_bytes == 8 * GIB
 
 
-def test_a_failure_of_the_predictor_launches_the_trial_with_one_warning(own_log: MeasurementStore) -> None:
+def test_predictor_failure_launches_with_one_warning(own_log: MeasurementStore) -> None:
     guard = Guard(DEVICE, predictor=Oracle(memory=99 * GIB, failure="weights on fire"), log=own_log)
     with pytest.warns(UnguardedTrialWarning, match="launches it unguarded .*RuntimeError: weights on fire") as caught:
         verdicts = [guard.decide(lambda: WORKLOAD, study="tuning", trial=trial).verdict for trial in range(3)]
@@ -303,7 +302,7 @@ def test_a_pickled_guard_judges_the_same(own_log: MeasurementStore) -> None:
     assert len(own_log.decisions("from the twin")) == 1
 
 
-def test_without_a_log_nothing_is_written_but_the_guard_still_learns() -> None:
+def test_guard_without_log_writes_nothing_but_learns() -> None:
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=False)
     guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
@@ -326,7 +325,7 @@ def test_a_log_can_be_given_by_its_path(tmp_path: Path) -> None:
     assert (tmp_path / "mine.db").exists()
 
 
-def test_learning_feeds_what_the_log_holds_to_the_predictor(own_log: MeasurementStore) -> None:
+def test_guard_learn_feeds_log_to_predictor(own_log: MeasurementStore) -> None:
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=own_log)
     for _ in range(2):
@@ -338,7 +337,7 @@ def test_learning_feeds_what_the_log_holds_to_the_predictor(own_log: Measurement
     assert (observation.device, observation.measurement) == (DEVICE, MEASUREMENT)
 
 
-def test_measurement_of_another_device_is_logged_as_its_own_and_not_learnt(own_log: MeasurementStore) -> None:
+def test_guard_does_not_learn_from_another_device(own_log: MeasurementStore) -> None:
     """Finding 1: a smoke test on a laptop ruined the A100's predictions for every later process."""
     oracle = Oracle()
     guard = Guard(DEVICE, predictor=oracle, log=own_log)
@@ -374,7 +373,9 @@ def test_a_new_guard_begins_with_what_the_log_holds(own_log: MeasurementStore) -
     assert [len(observations) for observations in later.taught] == [1]
 
 
-def test_a_predictor_that_cannot_learn_is_told_once_and_stops_nothing(own_log: MeasurementStore) -> None:
+def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> None:
+    """It stops nothing."""
+
     class Stubborn(Oracle):
         def fine_tune(self, observations: Sequence[Observation]) -> None:
             raise ValueError("too old to learn")

@@ -30,7 +30,8 @@ def make_guard(log: str | Path | bool) -> Guard:
     return Guard(DEVICE, predictor=ReplayPredictor(), log=str(log) if log else False)
 
 
-def test_where_the_log_is_and_what_it_brings_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guard_says_once_where_its_log_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what the log brings, too."""
     # Finding 8: verdicts depended on a file in the home directory that the user was never told of.
     path = tmp_path / "log.db"
     with MeasurementStore(path) as store:
@@ -46,7 +47,7 @@ def test_where_the_log_is_and_what_it_brings_is_said_once(tmp_path: Path, capsys
     assert f"{tmp_path / 'new.db'} has no run of Toy yet" in capsys.readouterr().err
 
 
-def test_nothing_is_said_of_a_log_in_memory_nor_to_those_who_want_quiet(
+def test_guard_is_quiet_where_asked_or_without_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_guard(log=False)
@@ -58,7 +59,7 @@ def test_nothing_is_said_of_a_log_in_memory_nor_to_those_who_want_quiet(
     assert capsys.readouterr().err == ""
 
 
-def test_a_handler_of_one_s_own_takes_the_place_of_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_handler_replaces_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
 
     class Mine(logging.Handler):

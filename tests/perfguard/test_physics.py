@@ -122,7 +122,8 @@ class Optimist(ReplayPredictor):
         return replace(super().predict(graph, device, steps=steps), peak_memory=Estimate(1.0, 0.01))
 
 
-def test_a_predictor_that_contradicts_physics_is_overruled_to_the_byte() -> None:
+def test_lower_bound_overrules_predictor_to_the_byte() -> None:
+    """A predictor that contradicts physics is overruled."""
     example = workload(PERCEPTRON, 4096, 64)
     least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
     too_little, just_enough = (
@@ -134,7 +135,7 @@ def test_a_predictor_that_contradicts_physics_is_overruled_to_the_byte() -> None
     assert too_little.p_violation >= 0.999
 
 
-def test_near_the_budget_the_numbers_are_the_predictors() -> None:
+def test_numbers_near_the_budget_are_the_predictors() -> None:
     """Searchers learn the border from them; the bound's own estimate would be a step there."""
     example = workload(PERCEPTRON, 4096, 64)
     least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
@@ -146,7 +147,7 @@ def test_near_the_budget_the_numbers_are_the_predictors() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("gpu", ["a100", "rtx3090", "rtx4090", "v100-pcie-16gb", "cpu"])
-def test_the_predictor_never_thinks_that_less_is_enough(gpu: str, mode: str) -> None:
+def test_predictor_never_thinks_less_is_enough(gpu: str, mode: str) -> None:
     """Else the bound would prune what the predictor would launch: its median is above the bound, on every card, at every size."""
     guardnet, device, cache = load_predictor(), resolve_device(gpu), TraceCache()
     nets = [(CONVOLUTIONS, (3, 64, 64)), (PERCEPTRON, (64,)), (TRANSFORMER, (128, 64)), (Attention(), (256, 64))]
@@ -159,7 +160,7 @@ def test_the_predictor_never_thinks_that_less_is_enough(gpu: str, mode: str) -> 
                 assert memory.p_exceeds(least) >= 0.5, (batch, precision, memory.median / least)
 
 
-def test_where_a_compiler_may_keep_less_only_what_lasts_counts() -> None:
+def test_least_bytes_of_compiled_count_what_lasts() -> None:
     """A claim that a step needs at least so much must hold under torch.compile, too."""
     plain, compiled = (trace(workload(PERCEPTRON, 10_000, 64, compiled=switch)) for switch in (False, True))
     assert sum(plain.least_bytes_by_kind.values()) == plain.peak_live_bytes
@@ -173,7 +174,7 @@ def test_where_a_compiler_may_keep_less_only_what_lasts_counts() -> None:
     assert sum(lasting.values()) < plain.peak_live_bytes
 
 
-def test_a_hopeless_step_is_repaired_where_a_smaller_batch_fits() -> None:
+def test_hopeless_step_is_repaired_by_smaller_batch() -> None:
     example = workload(PERCEPTRON, 960_000, 64)
     peak = trace(example, target=BARE_A100).peak_live_bytes
     judge = Guard(BARE_A100, memory_budget=f"{peak // 8}B", predictor=ReplayPredictor(), log=False, on_violation="repair")
@@ -185,7 +186,8 @@ def test_a_hopeless_step_is_repaired_where_a_smaller_batch_fits() -> None:
     assert micro * verdict.repair.accumulation == 960_000
 
 
-def test_a_hopeless_batch_of_a_million_million_is_not_searched_for_divisors_one_by_one() -> None:
+def test_batch_of_a_trillion_is_pruned_fast() -> None:
+    """Its divisors are not searched one by one."""
     judge = Guard(BARE_A100, predictor=ReplayPredictor(), log=False, on_violation="repair")
     verdict = judge.check(workload(PERCEPTRON, 10**12, 64))
     assert verdict.action == "prune"
@@ -238,7 +240,7 @@ def test_only_a_size_is_hopeless(make: Callable[[], object], error: type[Excepti
         build_workload(build, {})
 
 
-def test_one_absurd_batch_does_not_slow_down_the_others() -> None:
+def test_absurd_batch_does_not_slow_down_others() -> None:
     """A graph between one of 2^62 FLOPs and a small one keeps its numbers in 64 bits, which arrays are quick with."""
     cache = TraceCache()
     for batch in (2, 3, 4 * 10**13 + 2, 10**13 + 2):
@@ -248,7 +250,7 @@ def test_one_absurd_batch_does_not_slow_down_the_others() -> None:
     assert computed.content_hash == trace(workload(PERCEPTRON, 34, 64), target=A100).content_hash
 
 
-def test_a_verdict_without_a_predictor_is_logged_like_any_other() -> None:
+def test_verdict_without_predictor_is_logged() -> None:
     judge = guard()
     decision = judge.decide(lambda: workload(PERCEPTRON, 10**13, 64), study="absurd", params={"batch_size": 10**13})
     (row,) = judge.log.decisions("absurd")
@@ -257,7 +259,7 @@ def test_a_verdict_without_a_predictor_is_logged_like_any_other() -> None:
     assert math.isfinite(row.predicted_peak_memory_bytes)
 
 
-def test_a_lower_bound_is_below_every_liveness_that_a_graph_can_have() -> None:
+def test_lower_bound_is_below_every_liveness() -> None:
     """Inputs, parameters and targets alone are below; nothing is counted twice."""
     example = Workload(
         CONVOLUTIONS, (64, 3, 32, 32), targets=TensorSpec((64,), "int64"), loss=nn.functional.cross_entropy, accumulation=2

@@ -35,7 +35,7 @@ def linear(tmp_path: Path) -> Path:
     return tmp_path / "linear.onnx"
 
 
-def test_a_file_a_workload_a_graph_and_a_module_cost_the_same(linear: Path) -> None:
+def test_predict_agrees_on_file_workload_graph_module(linear: Path) -> None:
     with torch.device("meta"):
         module = nn.Linear(64, 10)
     workload = Workload(module, (32, 64), mode="infer")
@@ -51,7 +51,7 @@ def test_a_file_a_workload_a_graph_and_a_module_cost_the_same(linear: Path) -> N
         assert answer.peak_memory.median == pytest.approx(answers[0].peak_memory.median, rel=5e-3)
 
 
-def test_a_module_is_not_trained_unless_its_workload_says_so() -> None:
+def test_predict_infers_unless_workload_trains() -> None:
     with torch.device("meta"):
         workload = Workload(nn.Linear(64, 10), (32, 64), loss=lambda output: output.sum())
     training, inference = predict(workload, gpu="t4"), predict(workload, gpu="t4", mode="infer")
@@ -89,7 +89,7 @@ def test_an_onnx_file_cannot_be_trained(linear: Path) -> None:
         predict(linear, gpu="a100", batch_size=4, mode="train")
 
 
-def test_energy_is_at_most_the_power_limit_times_the_latency(linear: Path) -> None:
+def test_most_energy_is_power_limit_times_latency(linear: Path) -> None:
     device = resolve_device("a100")
     prediction = predict(linear, gpu=device, batch_size=4)
     energy = most_energy(prediction, device)

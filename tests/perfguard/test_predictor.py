@@ -36,7 +36,7 @@ def test_a_large_sample_agrees() -> None:
 
 
 @given(estimates, probabilities)
-def test_a_quantile_is_exceeded_with_the_other_probability(estimate: Estimate, probability: float) -> None:
+def test_quantile_and_p_exceeds_are_inverse(estimate: Estimate, probability: float) -> None:
     assert estimate.p_exceeds(estimate.quantile(probability)) == pytest.approx(1 - probability, abs=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_an_interval_holds_the_median_in_its_middle(estimate: Estimate, coverage
     assert math.sqrt(low) * math.sqrt(high) == pytest.approx(estimate.median)
 
 
-def test_a_factor_scales_the_median_and_adds_its_own_doubt() -> None:
+def test_scaled_estimate_adds_doubt_of_the_factor() -> None:
     scaled = Estimate(2.0, 0.3).scaled(10, log_sigma=0.4)
     assert scaled.median == 20.0
     assert scaled.log_sigma == pytest.approx(0.5)
@@ -62,7 +62,7 @@ def test_an_estimate_is_positive_and_finite(wrong: float) -> None:
         Estimate(1.0, wrong)
 
 
-def test_the_chance_of_running_out_of_memory_is_that_of_the_peak() -> None:
+def test_p_oom_is_that_of_the_peak() -> None:
     prediction = Prediction(Estimate(100.0, 0.1), Estimate(1.0, 0.1), None, "double-1", "toy", True)
     assert prediction.p_oom(100) == pytest.approx(0.5)
     assert prediction.p_oom(200) < 1e-6
@@ -88,20 +88,21 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_predictor_from_elsewhere_is_found_by_its_name() -> None:
+def test_load_predictor_finds_entry_point_by_name() -> None:
     predictor = load_predictor("toy")
     assert isinstance(predictor, Predictor)
     assert predictor.name == "toy-1"
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_entry_point_that_makes_no_predictor_is_named() -> None:
+def test_load_predictor_names_bad_entry_point() -> None:
+    """An entry point must make a predictor."""
     with pytest.raises(PredictorError, match="'toy_predictors:nothing' of predictor 'nothing' did not return a Predictor"):
         load_predictor("nothing")
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_unknown_predictor_is_told_with_the_known_ones() -> None:
+def test_load_predictor_of_unknown_lists_the_known() -> None:
     with pytest.raises(PredictorError, match=r"No predictor is called 'guardnot'\. Installed: .*toy"):
         load_predictor("guardnot")
 

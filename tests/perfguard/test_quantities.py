@@ -42,7 +42,7 @@ def test_seconds_are_read_as_people_write_them(written: int | float | str, secon
 
 
 @pytest.mark.parametrize("wrong", ["", "much", "3 parsecs", "1.2.3 GiB", "GiB", "5 e", "0x10"])
-def test_a_text_that_is_no_quantity_is_quoted_in_the_error(wrong: str) -> None:
+def test_parse_quotes_text_that_is_no_quantity(wrong: str) -> None:
     with pytest.raises(ConfigurationError, match=f"memory_budget must look like .*38GiB.* but got '{wrong}'"):
         parse_bytes(wrong, what="memory_budget")
     with pytest.raises(ConfigurationError, match=f"time_budget must look like .*2h.* but got '{wrong}'"):
@@ -63,7 +63,8 @@ def test_a_quantity_is_a_number_or_a_text(wrong: Any) -> None:
             parse(wrong)
 
 
-def test_less_than_a_byte_is_taken_for_a_fraction_in_the_wrong_place() -> None:
+def test_parse_bytes_refuses_less_than_a_byte() -> None:
+    """It is taken for a fraction in the wrong place."""
     with pytest.raises(ConfigurationError, match=r"at least 1, but got '0.5'.*fraction of the device"):
         parse_bytes("0.5")
 

@@ -60,7 +60,7 @@ def peak(workload: Workload) -> int:
         ([(5, 2), TensorSpec((), "float32")], (5, 1), 5),
     ],
 )
-def test_the_batch_is_the_first_dimension_that_all_share(inputs: Any, targets: Any, batch: int) -> None:
+def test_batch_size_is_first_dimension_that_all_share(inputs: Any, targets: Any, batch: int) -> None:
     example = Workload(nn.Identity(), inputs=inputs, targets=targets)
     assert batch_size_of(example) == batch
     assert batch_size_of(with_batch_size(example, 3)) == 3
@@ -76,7 +76,8 @@ def test_the_largest_batch_is_found_exactly(largest: int) -> None:
     assert largest_batch(lambda candidate: batch_size_of(candidate) <= largest, workload()) == largest
 
 
-def test_the_largest_batch_is_zero_where_not_even_one_fits_and_bounded_where_all_do() -> None:
+def test_largest_batch_is_zero_or_bounded() -> None:
+    """Zero where not even one fits, bounded where all do."""
     assert largest_batch(lambda _: False, workload()) == 0
     assert largest_batch(lambda _: True, workload(), at_most=1000) == 1000
 
@@ -89,14 +90,15 @@ def test_max_batch_size_fits_and_one_more_does_not() -> None:
     assert judge.max_batch_size(Deep(), (96, 64), loss=torch.mean) == largest
 
 
-def test_a_workload_traced_elsewhere_has_no_largest_batch() -> None:
+def test_max_batch_size_refuses_traced_workload() -> None:
+    """Its graph is of one batch."""
     fields = {field.name: getattr(workload(), field.name) for field in dataclasses.fields(Workload)}
     traced = TracedWorkload(**fields, graph=trace(workload()))
     with pytest.raises(ConfigurationError, match="graph is of one batch"):
         guard("8MiB").max_batch_size(traced)
 
 
-def test_max_batch_size_begins_where_batch_normalisation_can_train() -> None:
+def test_max_batch_size_starts_where_batch_norm_trains() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
     judge = guard("1MiB")
     assert judge.max_batch_size(model, (96, 64), loss=torch.mean) > 2
@@ -123,7 +125,7 @@ def test_remedies_are_tried_in_the_order_given() -> None:
     assert by_checkpointing.repair == Repair(checkpointing=True)
 
 
-def test_a_model_is_left_as_it_was_after_checkpointing_was_tried() -> None:
+def test_checkpointing_leaves_the_model_as_it_was() -> None:
     example = workload(4096)
     guard(f"{int(peak(example) * 0.75)}", on_violation="repair", remedies=("checkpointing",)).check(example)
     assert not example.model.checkpointed
@@ -141,7 +143,8 @@ def test_what_no_remedy_helps_is_pruned() -> None:
     assert "no remedy of accumulation helps" in verdict.reason
 
 
-def test_a_repaired_trial_is_logged_and_learnt_with_the_graph_that_ran() -> None:
+def test_repaired_trial_is_logged_with_its_new_graph() -> None:
+    """The guard learns by the graph that ran."""
     judge = guard(f"{int(peak(workload(960)) * 0.7)}", on_violation="repair")
     decision = judge.decide(lambda: workload(960))
     assert decision.verdict.action == "repair"
@@ -182,7 +185,8 @@ def test_a_search_takes_few_traces() -> None:
     assert time.perf_counter() - started < 60
 
 
-def test_a_model_of_transformers_is_checkpointed_and_left_as_it_was() -> None:
+def test_transformers_model_survives_checkpointing() -> None:
+    """It is checkpointed, and left as it was."""
     if not zoo.IS_COMPLETE:
         pytest.skip("transformers is not installed")
     transformers: Any = importlib.import_module("transformers")

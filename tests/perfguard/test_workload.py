@@ -61,7 +61,7 @@ def test_a_build_that_needs_values_runs_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("builder", [build, reads_a_value])
-def test_the_random_numbers_of_the_user_stay_where_they_were(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_workload_keeps_random_state(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.active_count", lambda: 1)  # libraries that other tests used leave threads behind
     state = torch.random.get_rng_state()
     build_workload(builder, {"width": 4})
@@ -69,7 +69,8 @@ def test_the_random_numbers_of_the_user_stay_where_they_were(builder: Any, monke
 
 
 @pytest.mark.parametrize("builder", [build, reads_a_value])
-def test_asking_for_a_parameter_that_is_missing_stays_a_key_error(builder: Any) -> None:
+def test_build_workload_keeps_key_error_of_parameter(builder: Any) -> None:
+    """Asking for a missing parameter stays a KeyError."""
     with pytest.raises(KeyError, match="width"):
         build_workload(builder, {"lr": 0.1})
 
@@ -93,7 +94,7 @@ def test_what_build_raises_is_told_with_the_parameters() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_workload_error_in_build_is_passed_on_as_it_is() -> None:
+def test_build_workload_passes_on_workload_error() -> None:
     def wrong(params: Mapping[str, Any]) -> Workload:
         return Workload(nn.Linear(2, 2), (1, 2), steps=0)
 

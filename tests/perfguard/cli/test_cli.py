@@ -208,7 +208,7 @@ def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: st
     assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130
 
 
-def test_explain_names_the_peak_the_modules_and_the_operators(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_peak_modules_and_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "8", "--explain"]) == 0
     out = capsys.readouterr().out
     for text in ("reserved by the allocator", "the peak is at operator", "by module", "convolution_backward", "GFLOP"):
@@ -225,7 +225,7 @@ def test_plot_writes_a_picture(tmp_path: Path, script: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", ["train", "leaderboard"])
-def test_a_command_of_a_distribution_that_is_not_installed_names_it(
+def test_command_of_absent_distribution_names_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Someone who installed PerfGuard alone must learn what to install, not that the command does not exist.

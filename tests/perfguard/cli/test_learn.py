@@ -81,7 +81,8 @@ def test_a_wrong_word_is_told_in_a_line(log: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_service_learns_what_comes_and_a_killed_one_is_replaced(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learn_service_replaces_killed_learner(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A service learns what comes in, and another takes the place of a killed one."""
     first = learner(log)
     assert "Watching" in line(first)
     second = learner(log)

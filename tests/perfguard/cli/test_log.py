@@ -32,7 +32,7 @@ def run(*words: object) -> int:
     return main(["log", *map(str, words)])
 
 
-def test_show_prints_the_newest_decisions_and_the_numbers_of_rows(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_newest_decisions_and_row_counts(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", "--last", 2) == 0
     out = capsys.readouterr().out
     assert "s[1]" in out
@@ -82,15 +82,14 @@ def test_show_prune_and_export_select_alike(
     assert trials(capsys) == [trial for trial in range(4) if trial not in expected]
 
 
-def test_an_alias_of_a_device_selects_what_is_logged_by_its_id(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_alias_selects_rows_of_its_id(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MeasurementStore(log) as store:
         record(store, 9, device=resolve_device("a100"))
     assert trials(capsys, "--device", "A100") == [9]
 
 
-def test_an_alias_selects_every_card_that_it_may_have_meant_and_an_id_only_its_own(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_device_alias_selects_every_variant(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An alias selects every card that it may have meant, an id only its own."""
     # On a machine with an A100 SXM Guard("a100") is that; `log forget --device a100` missed its rows.
     a100 = catalog()["a100-sxm-80gb"]
     devices = [
@@ -129,7 +128,7 @@ def test_data_tell_the_host_and_the_tuner_s_id(log: Path, capsys: pytest.Capture
     assert (last["host"], last["trial_id"]) == (platform.node(), "tune_00001")
 
 
-def test_forget_sets_a_poisoned_stretch_aside_and_undo_takes_it_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forget_sets_aside_and_undo_takes_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Finding 1: what a smoke test on a laptop had written spoilt the predictions of an A100, and nothing could undo it.
     assert run("forget", "--host", "node-7", "--yes") == 0
     out = capsys.readouterr().out
@@ -152,9 +151,8 @@ def test_forget_sets_a_poisoned_stretch_aside_and_undo_takes_it_back(log: Path, 
         assert len(store.observations("toy")) == 3
 
 
-def test_forget_names_the_weights_that_may_have_learnt_and_how_to_roll_them_back(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_forget_names_weights_to_roll_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named are the weights that may have learnt from what is forgotten."""
     with MeasurementStore(log) as store:
         weights_id = store.record_weights(predictor="guardnet", data=b"1")
         store.set_weights_state(weights_id, "promoted")
@@ -183,7 +181,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_forget_changes_nothing_where_nobody_can_be_asked(
+def test_forget_without_terminal_changes_nothing(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))

@@ -69,7 +69,7 @@ def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixtu
     )
 
 
-def test_one_mig_profile_and_an_mps_share_can_be_asked_about(capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_predict_takes_mig_profile_and_mps_share(capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert predict(capsys, model, "--mig", "3g.20gb")["gpu"] == "a100-pcie-40gb:3g.20gb"
     assert predict(capsys, model, "--mps", "0.5")["gpu"] == "a100-pcie-40gb:mps50%"
 

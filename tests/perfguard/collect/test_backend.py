@@ -52,7 +52,7 @@ def _switches_kept() -> Iterator[None]:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def test_a_row_of_a_card_has_three_peaks_and_what_the_driver_tells(gpu: FakeGpu, card: Card) -> None:
+def test_card_row_has_three_peaks_and_driver(gpu: FakeGpu, card: Card) -> None:
     row = run_recipe(RECIPE, A100, card)
     assert row["status"] == "ok", row
     assert (row["allocated_peak_mib"], row["reserved_peak_mib"]) == ("100", "100")
@@ -72,7 +72,7 @@ def test_only_a_long_run_tells_energy_and_utilisation(gpu: FakeGpu, card: Card, 
     assert row["sm_clock_mhz"] == "1400"
 
 
-def test_what_an_earlier_run_left_is_given_back_or_said(gpu: FakeGpu, card: Card) -> None:
+def test_earlier_allocations_are_freed_or_noted(gpu: FakeGpu, card: Card) -> None:
     gpu.allocate(300 * MiB)
     gpu.free(300 * MiB)
     assert run_recipe(RECIPE, A100, card)["reserved_peak_mib"] == "100"
@@ -87,12 +87,12 @@ def test_the_switches_of_a_recipe_are_set(card: Card, tf32: Any, cudnn: bool, ma
     assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (cudnn, matmul)
 
 
-def test_a_limit_counts_the_context_as_a_smaller_card_would(gpu: FakeGpu, card: Card) -> None:
+def test_limit_counts_context_like_a_smaller_card(gpu: FakeGpu, card: Card) -> None:
     card.limit(16_500 * MiB)
     assert gpu.share == pytest.approx(16_000 / 40_000)
 
 
-def test_a_card_tells_its_name_for_nvml_and_its_versions(gpu: FakeGpu, card: Card) -> None:
+def test_card_facts_have_uuid_and_versions(gpu: FakeGpu, card: Card) -> None:
     facts = card.facts()
     assert facts["uuid"] == gpu.uuid
     assert int(facts["total_bytes"]) == gpu.total_bytes

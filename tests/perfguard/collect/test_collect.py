@@ -69,7 +69,7 @@ def test_a_compiled_step_is_a_row_too(worker: Worker) -> None:
         assert float(row["step_time_ms"]) > 0
 
 
-def test_what_was_collected_is_a_table_that_can_be_evaluated(table: tuple[Path, CollectReport]) -> None:
+def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> None:
     path, summary = table
     columns, rows = read_table(path)
     assert tuple(columns) == COLUMNS
@@ -104,7 +104,8 @@ def test_collecting_goes_on_where_it_was(table: tuple[Path, CollectReport], tmp_
     assert [row["index"] for row in read_table(path)[1]][-1] == "0"  # another limit is another order
 
 
-def test_a_run_that_does_not_fit_is_out_of_memory_for_real_and_costs_one_row() -> None:
+def test_run_that_does_not_fit_is_one_oom_row() -> None:
+    """The allocation fails for real, and the process lives on."""
     worker = Worker(CPU, limit_bytes=256 * MiB)
     try:
         row = run(worker, HUGE)
@@ -125,7 +126,8 @@ def test_a_run_that_hangs_is_given_up(worker: Worker) -> None:
     assert (row["status"], row["note"]) == ("timeout", "given up after 0.3 s")
 
 
-def test_a_process_that_dies_costs_one_row_and_another_takes_its_place(worker: Worker) -> None:
+def test_worker_that_dies_costs_one_row(worker: Worker) -> None:
+    """Another process takes its place."""
     worker.start()
     starts = worker.starts
     threading.Timer(0.3, os.kill, (worker.last_pid, signal.SIGKILL)).start()
@@ -135,7 +137,7 @@ def test_a_process_that_dies_costs_one_row_and_another_takes_its_place(worker: W
     assert worker.starts == starts + 1
 
 
-def test_a_run_is_given_up_at_once_when_collecting_stops(worker: Worker) -> None:
+def test_worker_gives_up_at_once_when_collecting_stops(worker: Worker) -> None:
     start = time.monotonic()
     assert worker.run(HUGE, long=False, stop=lambda: True) is None
     assert time.monotonic() - start < 20
@@ -153,21 +155,22 @@ def test_a_process_that_cannot_start_says_why() -> None:
         Worker(absent).start()
 
 
-def test_without_a_gpu_nothing_is_collected_in_silence_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is collected in silence on the processor."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MeasuringError, match=r"NVML shows no GPU here. To collect on the processor, say --gpu cpu"):
         collecting_device("auto")
     assert collecting_device("cpu").kind == "cpu"
 
 
-def test_another_gpu_than_the_one_that_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here = resolve_device("t4")
     monkeypatch.setattr("perfguard.collect._collect.resolve_device", lambda gpu: here if gpu == "auto" else resolve_device(gpu))
     with pytest.raises(MeasuringError, match=r"but this machine has the .*T4; say --gpu auto"):
         collecting_device("a100")
 
 
-def test_trouble_is_written_down_and_takes_away_what_it_spoils() -> None:
+def test_marked_names_trouble_and_drops_what_it_spoils() -> None:
     row = {"status": "ok", "step_time_ms": "5", "step_energy_j": "1", "peak_memory_mib": "900"}
     assert marked(row, Trouble()) == row | {"trouble": ""} | dict.fromkeys(())
     shared = marked(row, Trouble(("other processes on the GPU: 7",), spoils_time=True))
@@ -199,7 +202,7 @@ class InstantWorker(Worker):
         return {"status": "ok", "step_time_ms": "5", "peak_memory_mib": "900"}
 
 
-def test_rows_tell_what_befell_the_card_while_they_were_measured() -> None:
+def test_watch_marks_rows_with_what_befell_the_card() -> None:
     gpu = FakeGpu(initialized=True, utilisation=0)
     watch = _Watch(InstantWorker(gpu), CardHealth(gpu.uuid, nvml=FakeNvml(gpu)))
     plan = Plan(Draft(0, RECIPE, 0.1, False, False), RECIPE)
@@ -214,7 +217,8 @@ def test_rows_tell_what_befell_the_card_while_they_were_measured() -> None:
     assert [trouble.fatal for trouble in troubles] == [False, False, False, True]
 
 
-def test_a_card_that_is_busy_before_the_first_run_is_said_and_marks_every_row() -> None:
+def test_watch_marks_all_rows_of_a_busy_card() -> None:
+    """A card that is busy before the first run is reported, too."""
     gpu = FakeGpu(initialized=True, utilisation=70)
     watch = _Watch(InstantWorker(gpu), CardHealth(gpu.uuid, nvml=FakeNvml(gpu)))
     said: list[str] = []
@@ -227,7 +231,8 @@ def test_a_card_that_is_busy_before_the_first_run_is_said_and_marks_every_row() 
     assert (row["step_time_ms"], row["trouble"]) == ("", "the GPU was busy before the first run")
 
 
-def test_a_line_that_was_cut_short_is_dropped_and_its_configuration_measured_again(tmp_path: Path) -> None:
+def test_journal_drops_a_cut_line(tmp_path: Path) -> None:
+    """Its configuration is measured again."""
     path = tmp_path / "rows.csv"
     journal = Journal(path, resume=False)
     for number in ("0", "1"):
@@ -242,7 +247,8 @@ def test_a_line_that_was_cut_short_is_dropped_and_its_configuration_measured_aga
     assert [row["index"] for row in read_table(path)[1]] == ["0"]
 
 
-def test_a_table_that_cannot_be_written_is_known_before_anything_is_measured(tmp_path: Path) -> None:
+def test_journal_that_cannot_be_written_fails_first(tmp_path: Path) -> None:
+    """It is known before anything is measured."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="The rows cannot be written to"):
         Journal(tmp_path / "file" / "rows.csv", resume=False)
@@ -278,7 +284,8 @@ def started(path: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_lost_connection_leaves_a_whole_table_and_a_kill_one_to_go_on_with(tmp_path: Path) -> None:
+def test_sighup_leaves_a_table_and_sigkill_a_partial(tmp_path: Path) -> None:
+    """A lost connection leaves a whole table, a kill one to go on with."""
     path = tmp_path / "rows.csv.gz"
     process = started(path)
     process.send_signal(signal.SIGHUP)

@@ -31,7 +31,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> type[_Scripted]:
     return _Scripted
 
 
-def test_a_card_on_which_everything_fails_is_not_tried_for_ever(scripted: type[_Scripted], tmp_path: Path) -> None:
+def test_collect_ends_after_25_failures_in_a_row(scripted: type[_Scripted], tmp_path: Path) -> None:
+    """A card on which everything fails is not tried for ever."""
     summary = collect(tmp_path / "rows.csv", device=resolve_device("cpu"), spaces=["ops"])
     assert summary.ended_by == "25 configurations in a row failed"
     assert summary.rows == {("ops", "failed"): 25}
@@ -45,9 +46,10 @@ def test_time_that_is_over_begins_nothing(scripted: type[_Scripted], tmp_path: P
     assert read_table(tmp_path / "rows.csv")[1] == []
 
 
-def test_what_cannot_be_planned_is_counted_and_the_next_one_taken(
+def test_collect_counts_what_cannot_be_planned(
     scripted: type[_Scripted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next configuration is taken."""
     monkeypatch.setattr(scripted, "status", "ok")
     trace = __import__("perfguard.collect._plan", fromlist=["trace"]).trace
     asked: list[object] = []

@@ -56,7 +56,8 @@ def test_every_prefix_is_balanced_in_what_is_chosen(length: int) -> None:
         assert share == pytest.approx(expected, abs=0.06), name
 
 
-def test_a_part_of_the_configurations_asks_for_more_than_there_is() -> None:
+def test_some_memory_shares_are_above_one() -> None:
+    """A part of the configurations asks for more than there is."""
     shares = [draft.memory_share for draft in first(256)]
     assert 0.08 < sum(share > 1 for share in shares) / len(shares) < 0.22
     assert 0.02 <= min(shares) < 0.03
@@ -68,12 +69,12 @@ def test_a_seed_is_an_order() -> None:
     assert [draft.recipe for draft in first(20)] != [draft.recipe for draft in first(20, seed=1)]
 
 
-def test_a_processor_is_not_asked_for_what_only_a_gpu_has() -> None:
+def test_drafts_on_cpu_have_no_gpu_options() -> None:
     recipes = [draft.recipe for draft in first(200, on_gpu=False)]
     assert not any(r.cudnn_benchmark or r.compiled or r.tf32 != "default" or r.precision == "amp-fp16" for r in recipes)
 
 
-def test_a_space_whose_package_is_missing_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_with_missing_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformers", "timm", "torchvision"):
         monkeypatch.setitem(sys.modules, name, None)
     left, lines = without_missing_packages(["vision", "text", "mlp"])
@@ -84,7 +85,7 @@ def test_a_space_whose_package_is_missing_is_left_out_with_a_line(monkeypatch: p
 
 
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
-def test_a_recipe_goes_through_json_and_its_workload_can_be_traced() -> None:
+def test_recipe_survives_json_and_can_be_traced() -> None:
     for draft in first(24, SPACES):
         recipe = Recipe.from_json(dataclasses.replace(draft.recipe, batch_size=2).to_json())
         assert recipe == dataclasses.replace(draft.recipe, batch_size=2)
@@ -118,7 +119,7 @@ def test_a_recipe_that_cannot_be_right_is_refused(changes: dict[str, object], me
         mlp(**changes)
 
 
-def test_a_recipe_of_a_network_that_cannot_be_made_says_which() -> None:
+def test_recipe_names_network_that_cannot_be_made() -> None:
     with pytest.raises(WorkloadError, match=r"The network mlp .* cannot be made: KeyError: 'width'"):
         mlp(sizes={"inputs": 3, "depth": 1}).make_model()
     with pytest.raises(TableError, match="must be a configuration as `perfguard collect` writes it"):
@@ -144,7 +145,7 @@ def test_a_table_cannot_have_things_fetched_or_called(kind: str, sizes: dict[str
 
 
 @pytest.mark.parametrize("target", [50.0, 1e3, 1e4, 3e6])
-def test_the_batch_for_a_cost_that_bends_upwards_is_found(target: float) -> None:
+def test_batch_at_finds_batch_of_convex_cost(target: float) -> None:
     asked: list[int] = []
 
     def cost(batch_size: int) -> float:
@@ -156,7 +157,8 @@ def test_the_batch_for_a_cost_that_bends_upwards_is_found(target: float) -> None
     assert len(set(asked)) <= 6
 
 
-def test_a_cost_that_is_never_reached_takes_the_smallest_or_the_largest_batch() -> None:
+def test_batch_at_clamps_cost_never_reached() -> None:
+    """It takes the smallest or the largest batch."""
     assert batch_at(1.0, lambda batch_size: 10.0 * batch_size) == 2
     assert batch_at(1e9, lambda batch_size: 7.0) == 2**20
 
@@ -172,7 +174,7 @@ def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:
     assert recipe.batch_size % 16 == 0
 
 
-def test_a_plan_cuts_steps_that_would_take_long_unless_they_should_fail() -> None:
+def test_plan_cuts_long_steps_unless_they_should_fail() -> None:
     device = resolve_device("t4")
     slow = mlp(sizes=MLP | {"width": 8192, "depth": 16})
 
@@ -184,7 +186,7 @@ def test_a_plan_cuts_steps_that_would_take_long_unless_they_should_fail() -> Non
     assert batch(0.9) < 0.8 * batch(1.1)
 
 
-def test_what_cannot_be_traced_is_left_out_with_the_reason() -> None:
+def test_plan_gives_reason_for_untraceable_recipe() -> None:
     device = resolve_device("t4")
     plan = planned(Draft(0, mlp(sizes={"inputs": 3, "depth": 1}), 0.5, False, False), device, device.memory_bytes)
     assert plan.recipe is None

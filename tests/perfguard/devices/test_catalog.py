@@ -53,7 +53,7 @@ def test_every_source_names_a_document(device: Device) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=[entry["id"] for entry in ENTRIES])
-def test_usable_memory_is_a_little_below_the_nominal_one(entry: dict[str, Any]) -> None:
+def test_usable_memory_is_just_below_nominal(entry: dict[str, Any]) -> None:
     assert 0.91 <= catalog()[entry["id"]].memory_bytes / (entry["memory_gb"] * 2**30) <= 1.0
     stated = re.search(r"-(\d+)gb$", entry["id"])
     assert stated is None or int(stated[1]) == entry["memory_gb"]
@@ -68,14 +68,14 @@ def test_fp32_is_two_flops_per_lane_and_clock(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", WITH_TENSOR_CORES)
-def test_a_dense_tensor_core_rate_is_a_power_of_two_per_sm_and_clock(device: Device) -> None:
+def test_dense_tensor_rate_is_power_of_two_per_sm(device: Device) -> None:
     per_sm_and_clock = device.peak_flops["fp16"] / device.num_sms / device.boost_clock_hz
     least = 0.86 if device.id == "h100-nvl-94gb" else 0.9  # its data sheet has the rates at a clock that 400 W can hold
     assert any(power * least <= per_sm_and_clock <= power * 1.02 for power in (512, 1024, 2048, 4096, 8192))
 
 
 @pytest.mark.parametrize("device", WITH_TENSOR_CORES)
-def test_tensor_rates_are_above_fp32_and_halve_with_each_doubling_of_the_width(device: Device) -> None:
+def test_tensor_rates_exceed_fp32_and_halve_by_width(device: Device) -> None:
     rates = device.peak_flops
     assert rates["fp16"] > 1.9 * rates["fp32"]
     if device.architecture in {"Volta", "Turing"}:
@@ -177,13 +177,13 @@ def test_a_relative_of_a_card_is_not_that_card(name: str) -> None:
         ("tpu", r"got 'tpu'\. .*`perfguard gpus` lists all"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest_ones(name: str, suggestion: str) -> None:
+def test_find_of_unknown_name_suggests_nearest(name: str, suggestion: str) -> None:
     with pytest.raises(UnknownDeviceError, match=suggestion) as caught:
         find(name)
     assert isinstance(caught.value, ConfigurationError)
 
 
-def test_the_catalog_cannot_be_changed_and_its_devices_travel_between_processes() -> None:
+def test_catalog_is_immutable_and_devices_pickle() -> None:
     with pytest.raises(TypeError):
         catalog()["mine"] = catalog()["t4"]  # type: ignore[index]
     assert pickle.loads(pickle.dumps(catalog()["t4"])) == catalog()["t4"]
@@ -204,9 +204,8 @@ def test_gpus_as_a_table_has_one_line_for_each_card(capsys: pytest.CaptureFixtur
     assert cells["t4"] == ["14.7", "320", "8.1", "-", "65", "40", "Tesla T4", "NVIDIA T4 data sheet and Turing whitepaper"]
 
 
-def test_gpus_leaves_out_names_on_a_narrow_terminal_rather_than_cutting_figures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_on_narrow_terminal_drops_names(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are left out rather than figures cut."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     show_gpus(Namespace(json=False))

@@ -15,7 +15,7 @@ def test_the_cpu_is_measured_once() -> None:
     assert cpu() is cpu() is resolve_device("cpu")
 
 
-def test_the_cpu_has_one_arithmetic_and_takes_no_context() -> None:
+def test_cpu_has_one_rate_and_no_context() -> None:
     device = cpu()
     assert (device.id, device.kind, device.context_bytes) == ("cpu", "cpu", 0)
     assert set(device.peak_flops) == {"fp32"}
@@ -30,7 +30,7 @@ def test_the_measured_rates_are_those_of_a_processor() -> None:
     assert 0 < device.memory_bytes <= psutil.virtual_memory().total
 
 
-def test_measuring_the_cpu_leaves_the_random_numbers_alone() -> None:
+def test_cpu_measurement_keeps_random_state() -> None:
     state = torch.random.get_rng_state()
     cpu.cache_clear()
     cpu()

@@ -128,11 +128,12 @@ def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887, "rtxpro6000maxq"),
     ],
 )
-def test_a_card_of_the_catalog_is_recognised_by_name_and_memory(name: str | bytes, memory_mib: int, id_: str) -> None:
+def test_detect_gpu_recognises_catalog_cards(name: str | bytes, memory_mib: int, id_: str) -> None:
     assert detect_gpu(nvml=FakeNvml([Card(name, memory_mib)])) is catalog()[id_]
 
 
-def test_a_known_card_with_another_memory_keeps_its_rates_and_tells_its_memory() -> None:
+def test_detect_gpu_known_card_with_other_memory() -> None:
+    """The card keeps its rates and tells its own memory."""
     found = detect_gpu(nvml=FakeNvml([Card("NVIDIA GeForce RTX 4090", 49140)]))
     assert found is not None
     assert found.id == "rtx4090"
@@ -141,7 +142,8 @@ def test_a_known_card_with_another_memory_keeps_its_rates_and_tells_its_memory()
     assert found.source.endswith("memory of this card from NVML")
 
 
-def test_an_unknown_card_is_described_by_what_nvml_tells_and_never_faster_than_it_is() -> None:
+def test_detect_gpu_describes_unknown_card_from_nvml() -> None:
+    """It is never described as faster than it is."""
     found = detect_gpu(nvml=FakeNvml([UNKNOWN]))
     assert found is not None
     assert (found.id, found.name, found.kind) == ("nvidia-geforce-rtx-3080-next", "NVIDIA GeForce RTX 3080 Next", "cuda")
@@ -155,13 +157,14 @@ def test_an_unknown_card_is_described_by_what_nvml_tells_and_never_faster_than_i
 
 
 @pytest.mark.parametrize(("capability", "rates"), [((6, 1), {"fp32"}), ((7, 5), {"fp32", "fp16"})])
-def test_an_unknown_card_has_no_rate_that_its_generation_lacks(capability: tuple[int, int], rates: set[str]) -> None:
+def test_detect_gpu_unknown_card_lacks_newer_rates(capability: tuple[int, int], rates: set[str]) -> None:
+    """It has no rate that its generation lacks."""
     found = detect_gpu(nvml=FakeNvml([Card("GeForce GTX 1600", 6144, capability=capability, cores=1408)]))
     assert found is not None
     assert set(found.peak_flops) == rates
 
 
-def test_an_unknown_card_that_tells_nothing_but_its_memory_still_is_a_device() -> None:
+def test_detect_gpu_card_that_tells_only_its_memory() -> None:
     found = detect_gpu(nvml=FakeNvml([Card("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864)]))
     assert found is not None
     assert found.memory_bytes < 4864 * 2**20
@@ -236,13 +239,13 @@ def test_cpu_and_auto_without_a_gpu_are_this_processor() -> None:
         ("NoDevFiles", "cpu"),
     ],
 )
-def test_auto_is_the_first_gpu_that_this_process_may_use(visible: str | None, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_first_visible_gpu(visible: str | None, id_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert resolve_device("auto", nvml=FakeNvml([T4, A100])).id == id_
 
 
-def test_the_real_nvml_agrees_with_torch_about_the_memory() -> None:
+def test_real_nvml_memory_agrees_with_torch() -> None:
     found = detect_gpu()
     if found is None:
         pytest.skip("no GPU that NVML shows on this machine")

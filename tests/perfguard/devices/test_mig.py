@@ -26,13 +26,13 @@ SPLIT = ["a100-pcie-40gb", "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "
         ("b200-sxm-180gb", 60.0, "3g.90gb"),
     ],
 )
-def test_the_smallest_profile_that_holds_the_bytes_is_chosen(device: str, num_gib: float, expected: str | None) -> None:
+def test_smallest_profile_that_holds_bytes_is_chosen(device: str, num_gib: float, expected: str | None) -> None:
     profile = smallest_profile(catalog()[device], num_gib * GIB)
     assert (profile.name if profile else None) == expected
 
 
 @pytest.mark.parametrize("device", SPLIT)
-def test_profiles_grow_and_their_instances_fit_the_card(device: str) -> None:
+def test_mig_profiles_grow_and_fit_the_card(device: str) -> None:
     profiles = mig_profiles(catalog()[device])
     sizes = [profile.memory_bytes for profile in profiles]
     assert sizes == sorted(set(sizes))

@@ -27,7 +27,7 @@ def test_a_mig_instance_has_its_sevenths_and_eighths(a100: Device, profile: int,
     assert part.id == f"a100-pcie-40gb:{chosen.name}"
 
 
-def test_an_mps_share_has_fewer_multiprocessors_and_all_of_the_memory(a100: Device) -> None:
+def test_mps_share_has_fewer_sms_and_all_memory(a100: Device) -> None:
     part = mps_share(a100, 0.25)
     assert (part.num_sms, part.memory_bytes) == (27, a100.memory_bytes)
     assert part.bandwidth_bytes_per_s == a100.bandwidth_bytes_per_s

@@ -43,7 +43,7 @@ def test_operators_by_name_sum_to_the_step() -> None:
     assert [cost.seconds for cost in costs] == sorted((cost.seconds for cost in costs), reverse=True)
 
 
-def test_operators_of_the_backward_pass_know_their_module() -> None:
+def test_backward_operators_know_their_module() -> None:
     backward = {op.name: op.module for op in graph().ops if op.phase is Phase.BACKWARD}
     assert backward["convolution_backward"] == "body.0"
     assert backward["native_batch_norm_backward"] == "body.1"

@@ -65,7 +65,7 @@ def test_small_and_large_requests_have_own_segments() -> None:
     assert allocator.reserved_bytes == 22 * MIB
 
 
-def test_a_freed_block_is_used_again_and_its_rest_is_split_off() -> None:
+def test_allocator_reuses_and_splits_a_freed_block() -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(64 * MIB)
     allocator.free(block)
@@ -91,7 +91,7 @@ def test_neighbours_merge_when_freed() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_the_best_fit_is_the_smallest_block_that_is_large_enough() -> None:
+def test_allocator_takes_smallest_block_that_fits() -> None:
     allocator = CachingAllocator()
     large, small = allocator.malloc(60 * MIB), allocator.malloc(40 * MIB)
     allocator.free(large)
@@ -101,7 +101,7 @@ def test_the_best_fit_is_the_smallest_block_that_is_large_enough() -> None:
     assert allocator.reserved_bytes == 100 * MIB
 
 
-def test_expandable_segment_grows_where_fragments_do_not_fit() -> None:
+def test_expandable_segment_grows_past_fragments() -> None:
     def reserved(settings: AllocatorSettings) -> int:
         allocator = CachingAllocator(settings)
         for num_bytes in (40, 60, 80):
@@ -240,7 +240,7 @@ def test_reserved_is_never_less_than_live(width: int, depth: int, batch: int, mo
     assert replay.reserved_bytes >= replay.allocated_bytes >= graph.peak_live_bytes
 
 
-def test_the_workspace_of_cublas_is_reserved_at_the_first_product() -> None:
+def test_cublas_workspace_is_reserved_at_first_matmul() -> None:
     graph = step(64, 2, 32)
     without, with_it = (
         replay_allocator(graph, AllocatorSettings(cublas_workspace_bytes=size)).allocated_bytes for size in (0, 32 * MIB)
@@ -331,7 +331,7 @@ def test_batch_replay_equals_single_replays(seed: int) -> None:
     assert reserved_bytes_of(form.skeleton, np.array(sizes)).tolist() == expected
 
 
-def test_replays_beyond_what_arrays_can_count_are_right_too() -> None:
+def test_replay_of_sizes_beyond_arrays_is_exact() -> None:
     form = random_step(random.Random(0))
     sizes = [2**39 + at for at in range(len(form.storages))]
     storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(sizes, form.storages, strict=True))

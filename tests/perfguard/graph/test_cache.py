@@ -176,7 +176,7 @@ def test_another_learning_rate_is_not_traced(count: list[Workload]) -> None:
 
 
 @pytest.mark.parametrize("share", ["tied", "one storage"])
-def test_parameters_that_share_memory_are_as_in_one_trace(share: str) -> None:
+def test_cache_handles_parameters_sharing_memory(share: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     if share == "tied":
         model[2].weight = model[0].weight

@@ -86,13 +86,14 @@ def test_flops_by_hand_and_twice_as_many_backward(layer: Callable[[], nn.Module]
         (lambda: nn.ConvTranspose2d(4, 6, 2), (2, 4, 5, 5)),
     ],
 )
-def test_the_first_layer_needs_no_gradient_of_its_input(layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_first_layer_needs_no_input_gradient(layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     graph = traced(layer(), shape)
     assert matrix_flops(graph, Phase.BACKWARD) == matrix_flops(graph, Phase.FORWARD)
 
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_attention_is_two_products_forward_and_five_backward(target: Literal["cuda", "cpu"]) -> None:
+def test_attention_flops_are_two_and_five_products(target: Literal["cuda", "cpu"]) -> None:
+    """Two products forward, five backward."""
     batch, heads, length, width = 2, 3, 16, 8
     model = nn.Sequential(Scale(), Apply(lambda x: F.scaled_dot_product_attention(x, x, x)))
     workload = Workload(model, (batch, heads, length, width), loss=lambda output: output.sum())
@@ -108,7 +109,7 @@ def test_attention_is_two_products_forward_and_five_backward(target: Literal["cu
     st.lists(st.integers(1, 32), min_size=1, max_size=3),
     st.integers(1, 4),
 )
-def test_flops_of_an_ungrouped_net_are_those_of_torchs_counter(kernels: list[int], widths: list[int], batch: int) -> None:
+def test_ungrouped_net_flops_equal_torchs_counter(kernels: list[int], widths: list[int], batch: int) -> None:
     with torch.device("meta"):
         convolutions = [nn.Conv2d(6, 6, kernel, stride=1 + index % 2, padding=2) for index, kernel in enumerate(kernels)]
         linears = [nn.Linear(6 if index == 0 else widths[index - 1], width) for index, width in enumerate(widths)]
@@ -119,13 +120,13 @@ def test_flops_of_an_ungrouped_net_are_those_of_torchs_counter(kernels: list[int
     assert matrix_flops(graph, Phase.FORWARD) + matrix_flops(graph, Phase.BACKWARD) == counter.get_total_flops()
 
 
-def test_bytes_of_a_matrix_product_are_those_of_its_operands() -> None:
+def test_matmul_bytes_are_those_of_its_operands() -> None:
     graph = traced(nn.Linear(8, 16, bias=False), (32, 8))
     product = graph.ops[0]
     assert (product.bytes_read, product.bytes_written) == (4 * (32 * 8 + 8 * 16), 4 * 32 * 16)
 
 
-def test_an_operator_in_place_reads_and_writes_its_argument() -> None:
+def test_inplace_operator_reads_and_writes_argument() -> None:
     graph = traced(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True)), (32, 8))
     relu = graph.ops[1]
     assert (relu.name, relu.bytes_read, relu.bytes_written) == ("relu_", 4 * 32 * 16, 4 * 32 * 16)
@@ -148,7 +149,8 @@ def test_views_launch_nothing() -> None:
         (lambda: nn.Conv2d(8, 8, 3, dilation=2), False, False),
     ],
 )
-def test_which_algorithms_with_large_workspaces_are_possible(layer: Callable[[], nn.Module], winograd: bool, fft: bool) -> None:
+def test_conv_attributes_allow_winograd_and_fft(layer: Callable[[], nn.Module], winograd: bool, fft: bool) -> None:
+    """The algorithms with large workspaces."""
     op = next(op for op in traced(layer(), (2, 8, 16, 16)).ops if op.kind == "conv")
     assert (op.attributes["winograd"], op.attributes["fft"]) == (winograd, fft)
 
@@ -205,7 +207,8 @@ def test_allocating_launches_no_kernel() -> None:
     assert launches_kernel("zeros")
 
 
-def test_the_roofline_is_the_slower_of_arithmetic_and_traffic_and_at_least_one_launch() -> None:
+def test_roofline_is_slowest_of_its_bounds() -> None:
+    """Arithmetic, traffic, and at least one launch."""
     device = replace(
         resolve_device("a100"),
         peak_flops={"fp32": 1e12, "fp16": 8e12, "bf16": 4e12},

@@ -48,7 +48,7 @@ def attention_names(graph: OpGraph) -> set[str]:
 
 
 @pytest.mark.parametrize("layer", ["MultiheadAttention", "TransformerEncoderLayer"])
-def test_attention_inside_torchs_own_layers_is_fused_too(layer: str) -> None:
+def test_attention_in_torchs_layers_is_fused(layer: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +95,7 @@ def test_the_target_and_the_mask_choose_the_kernel(
     assert attention_names(graph) == {kernel, f"{kernel}_backward"}
 
 
-def test_the_math_path_is_taken_where_the_user_asks_for_it() -> None:
+def test_sdpa_math_path_is_taken_where_asked() -> None:
     def math(x: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return attend(x)
@@ -105,7 +105,7 @@ def test_the_math_path_is_taken_where_the_user_asks_for_it() -> None:
     assert any(op.shape[-2:] == (64, 64) for op in graph.ops)
 
 
-def test_grouped_queries_are_not_repeated_for_flash_attention() -> None:
+def test_gqa_is_not_repeated_for_flash_attention() -> None:
     def grouped(x: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True)
 
@@ -114,12 +114,13 @@ def test_grouped_queries_are_not_repeated_for_flash_attention() -> None:
     assert "repeat_interleave" not in {op.name for op in graph.ops}
 
 
-def test_an_odd_head_width_is_padded_for_flash_attention() -> None:
+def test_flash_attention_pads_odd_head_width() -> None:
     graph = traced(attend, (2, 4, 64, 20), precision="bf16")
     assert forward(graph, "constant_pad_nd") == ["bfloat16"] * 3
 
 
-def test_a_function_of_torch_whose_helper_checks_in_its_name() -> None:
+def test_meshgrid_checked_by_its_helper_is_traced() -> None:
+    """A function of torch whose helper checks in its name."""
     grid = traced(lambda x: x.sum() + torch.stack(torch.meshgrid(x[0], x[0], indexing="ij")).sum(), (4, 8))
     assert any(op.name == "stack" for op in grid.ops)
 
@@ -166,7 +167,7 @@ def test_a_weight_used_twice_is_cast_once() -> None:
     assert casts.count("bfloat16") == 3  # the input, the weight, the bias
 
 
-def test_half_precision_copies_of_weights_do_not_outlive_autocast() -> None:
+def test_autocast_weight_copies_die_with_autocast() -> None:
     class Casts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +189,7 @@ def test_a_region_without_autocast_is_respected() -> None:
     assert forward(traced(plain, (8, 8), precision="amp-fp16"), "mm") == ["float32"]
 
 
-def test_a_model_that_enters_autocast_itself_gets_it_without_a_gpu() -> None:
+def test_autocast_inside_model_works_without_gpu() -> None:
     def cast(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return x @ x
@@ -205,7 +206,8 @@ def test_the_contexts_of_the_caller_do_not_matter(ambient: Callable[[], Any]) ->
         assert trace(workload, target="cpu").to_bytes() == expected
 
 
-def test_cross_entropy_keeps_half_precision_probabilities_and_one_full_copy() -> None:
+def test_cross_entropy_keeps_half_precision_probs() -> None:
+    """One copy in full precision is made, too."""
     workload = Workload(nn.Linear(8, 1000), (64, 8), TensorSpec((64,), "int64"), F.cross_entropy, precision="amp-bf16")
     graph = trace(workload)
     assert forward(graph, "_log_softmax") == ["bfloat16"]
@@ -213,20 +215,23 @@ def test_cross_entropy_keeps_half_precision_probabilities_and_one_full_copy() ->
     assert len(to_full) == 1
 
 
-def test_gradients_are_scaled_and_unscaled_in_fp16_only() -> None:
+def test_gradient_scaler_runs_in_fp16_only() -> None:
     names = {p: {op.name for op in traced(lambda x: x @ x, (8, 8), precision=p).ops} for p in ("amp-fp16", "amp-bf16")}
     assert "_amp_foreach_non_finite_check_and_unscale_" in names["amp-fp16"]
     assert "_amp_foreach_non_finite_check_and_unscale_" not in names["amp-bf16"]
 
 
-def test_autocast_needs_less_memory_for_activations_and_more_for_weights() -> None:
+def test_autocast_lowers_peak_despite_weight_copies() -> None:
+    """Activations take less memory, weights more."""
     layers = [nn.Linear(256, 256) for _ in range(6)]
     full, half = (trace(Workload(nn.Sequential(*layers), (4096, 256), loss=total, precision=p)) for p in ("fp32", "amp-bf16"))
     assert half.peak_live_bytes < 0.85 * full.peak_live_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
-def test_rms_norm_is_one_kernel_each_way_and_keeps_no_more_than_layer_norm(precision: Any) -> None:
+def test_rms_norm_is_one_kernel_each_way(precision: Any) -> None:
+    """It keeps no more than layer norm."""
+
     def step(norm: nn.Module) -> OpGraph:
         layers = [nn.Sequential(norm, nn.Linear(64, 64)) for _ in range(4)]
         return trace(Workload(nn.Sequential(*layers), (1024, 64), loss=total, precision=precision))

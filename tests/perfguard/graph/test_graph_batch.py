@@ -77,12 +77,12 @@ def test_names_and_flags_are_no_sizes() -> None:
     assert graph.with_sizes(graph.sizes).content_hash == graph.content_hash
 
 
-def test_graphs_that_differ_in_more_than_sizes_are_no_batch() -> None:
+def test_graph_batch_refuses_different_operators() -> None:
     with pytest.raises(ValueError, match="must run the same operators"):
         GraphBatch.of([GRAPHS[0], graph_of(8, make=lambda width: nn.Conv2d(3, width, 1))])
 
 
-def test_graph_with_other_sizes_shares_its_skeleton_and_nothing_else() -> None:
+def test_with_sizes_shares_only_the_skeleton() -> None:
     other = GRAPHS[0].with_sizes(GRAPHS[1].sizes)
     assert other.skeleton is GRAPHS[0].skeleton is other.skeleton.skeleton
     assert other.edges is GRAPHS[0].edges

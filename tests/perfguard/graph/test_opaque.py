@@ -30,7 +30,7 @@ def test_on_real_tensors_the_function_runs_as_it_is() -> None:
     assert len(opaque(lambda x: x[x.sum(1) > 0], example_outputs=lambda x: x[:1])(rows)) == 2
 
 
-def test_in_a_trace_its_outputs_are_described_and_its_inputs_get_gradients() -> None:
+def test_opaque_in_trace_has_outputs_and_gradients() -> None:
     graph = trace(Workload(Selects(lambda x: x.new_empty(100, 8)), (32, 8), loss=lambda output: output.sum()))
     one, two = [op for op in graph.ops if op.name == "opaque"]
     assert (one.phase, two.phase) == (Phase.FORWARD, Phase.BACKWARD)
@@ -64,7 +64,8 @@ class Extended(nn.Module):
         return self.call(self.linear(x))
 
 
-def test_an_extension_without_a_meta_kernel_is_named_and_opaque_mends_it(extension: Any) -> None:
+def test_opaque_mends_extension_without_meta_kernel(extension: Any) -> None:
+    """Without opaque, the error names the extension."""
     with pytest.raises(TraceError, match=r"test_opaque\.py:\d+.*no kernel for the meta device.*perfguard\.opaque"):
         trace(Workload(Extended(extension), (4, 8), loss=lambda output: output.sum()))
     mended = opaque(extension.default, example_outputs=torch.empty_like)

@@ -57,7 +57,8 @@ def test_state_of_every_optimizer(optimizer: Any, states: float, form: str) -> N
     assert state_bytes(graph) == pytest.approx(states * PARAMETER_BYTES, rel=0.01, abs=8)
 
 
-def test_foreach_needs_temporaries_for_all_parameters_and_the_for_loop_for_one() -> None:
+def test_foreach_needs_temporaries_of_all_parameters() -> None:
+    """The for-loop needs those of one."""
     foreach, loop, fused = (
         temporary_bytes(traced(optimizer))
         for optimizer in (
@@ -72,20 +73,20 @@ def test_foreach_needs_temporaries_for_all_parameters_and_the_for_loop_for_one()
 
 
 @pytest.mark.parametrize("optimizer", [O.SGD, O.Adam, O.AdamW])
-def test_the_fused_form_is_one_kernel_and_has_the_same_state(optimizer: Any) -> None:
+def test_fused_optimizer_is_one_kernel_with_same_state(optimizer: Any) -> None:
     graph, foreach = traced(functools.partial(optimizer, fused=True)), traced(functools.partial(optimizer, foreach=True))
     assert [op.name for op in graph.ops if op.phase is Phase.OPTIMIZER] == ["fused_optimizer_"]
     assert state_bytes(graph) == state_bytes(foreach)
 
 
-def test_a_gpu_defaults_to_foreach_and_the_cpu_to_the_for_loop() -> None:
+def test_foreach_is_default_on_gpu_and_not_on_cpu() -> None:
     model = nn.Linear(8, 8)
     cuda, cpu = (trace(Workload(model, (2, 8), loss=total, optimizer=O.Adam), target=target) for target in ("cuda", "cpu"))
     assert any(op.kind == "foreach" for op in cuda.ops)
     assert not any(op.kind == "foreach" for op in cpu.ops)
 
 
-def test_a_users_own_optimizer_that_reads_a_value_is_traced() -> None:
+def test_custom_optimizer_that_reads_a_value_is_traced() -> None:
     class Reads(O.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -120,19 +121,20 @@ def test_gradients_that_are_zeroed_stay_allocated() -> None:
     assert kept.bytes_by_kind(0)[StorageKind.GRADIENT] == PARAMETER_BYTES
 
 
-def test_a_moving_average_is_one_more_copy_of_the_parameters() -> None:
+def test_ema_is_one_more_copy_of_parameters() -> None:
     plain, averaged = traced(O.SGD), traced(O.SGD, ema=True)
     assert averaged.peak_live_bytes == plain.peak_live_bytes + PARAMETER_BYTES
     assert averaged.ops[-1].name == "_foreach_lerp_"
 
 
-def test_the_buckets_of_ddp_are_one_more_copy_of_the_gradients() -> None:
+def test_ddp_buckets_are_one_more_copy_of_gradients() -> None:
     plain, distributed = traced(O.SGD), traced(O.SGD, ddp=True)
     assert distributed.peak_live_bytes == plain.peak_live_bytes + PARAMETER_BYTES
     assert any("all-reduce" in text for text in distributed.unmodelled)
 
 
-def test_an_optimizer_over_other_parameters_is_refused_and_touches_none() -> None:
+def test_optimizer_over_other_parameters_is_refused() -> None:
+    """None of the parameters is touched."""
     model = nn.Linear(4, 4)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(WorkloadError, match="the one that it returned holds others"):

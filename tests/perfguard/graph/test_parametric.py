@@ -117,9 +117,7 @@ def transformer(heads: int, hidden: int) -> nn.Module:
         pytest.param(transformer, [range(2, 7), range(16, 65)], id="transformer"),
     ],
 )
-def test_most_candidates_are_computed_as_they_would_be_traced(
-    build: Callable[..., nn.Module], values: Sequence[Sequence[int]]
-) -> None:
+def test_elastic_computes_most_candidates_like_traces(build: Callable[..., nn.Module], values: Sequence[Sequence[int]]) -> None:
     elastic, computed = assert_equal_to_traces(build, values, number=30)
     assert elastic.why_traced is None
     assert computed >= 15
@@ -157,7 +155,8 @@ def padded_to_eight(width: int, other: int) -> nn.Module:
     return Stack(parts, lambda self, x: self.second(F.pad(self.first(x), (0, 0, 0, 0, 0, -width % 8))))
 
 
-def test_padding_is_computed_for_multiples_and_traced_for_others() -> None:
+def test_elastic_computes_padding_of_multiples() -> None:
+    """Padding of other sizes is traced."""
     _, computed = assert_equal_to_traces(padded_to_eight, [range(8, 129, 8), range(4, 65)])
     assert computed > 6
     assert_equal_to_traces(padded_to_eight, [range(8, 65), range(4, 65)])
@@ -178,7 +177,7 @@ def left_out(width: int, other: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [deeper_if_wide, left_out])
-def test_other_operators_at_some_widths_are_never_missed(build: Callable[..., nn.Module]) -> None:
+def test_elastic_never_misses_other_operators(build: Callable[..., nn.Module]) -> None:
     values = [range(0 if build is left_out else 4, 40), range(4, 40)]
     assert_equal_to_traces(build, values, number=40)
 
@@ -189,7 +188,7 @@ def test_a_space_of_a_few_candidates_is_traced() -> None:
     assert elastic.num_traces <= 6
 
 
-def test_rounded_widths_are_traced_and_the_reason_is_given() -> None:
+def test_elastic_traces_rounded_widths_with_reason() -> None:
     def build(width: int, other: int) -> nn.Module:
         rounded_width = max(8, round(width * 0.75 / 8) * 8)
         return nn.Sequential(nn.Conv2d(3, rounded_width, 3), nn.ReLU(), nn.Conv2d(rounded_width, other, 1))
@@ -277,7 +276,7 @@ def test_widths_of_two_values_each_are_computed() -> None:
     assert computed > 0
 
 
-def test_a_candidate_that_is_traced_again_is_remembered_once() -> None:
+def test_elastic_remembers_retraced_candidate_once() -> None:
     known: dict[Widths, OpGraph] = {}
 
     def build(a: int, b: int) -> nn.Module:

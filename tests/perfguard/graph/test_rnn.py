@@ -33,7 +33,8 @@ def test_one_kernel_each_way_with_flops_by_hand(layer: Callable[..., nn.RNNBase]
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_training_keeps_what_the_backward_pass_needs_and_inference_does_not(layer: Callable[..., nn.RNNBase]) -> None:
+def test_rnn_training_keeps_what_backward_needs(layer: Callable[..., nn.RNNBase]) -> None:
+    """Inference does not keep it."""
     model = layer(64, 64, num_layers=2)
     training, inference = (
         trace(Workload(model, (100, 32, 64), loss=total if mode == "train" else None, mode=mode)) for mode in ("train", "infer")

@@ -67,11 +67,11 @@ def test_bytes_by_kind_at_the_peak_and_before_the_step() -> None:
     assert BY_HAND.bytes_by_kind(-1)[StorageKind.INPUT] == 20
 
 
-def test_edges_lead_from_the_last_writer_to_each_reader() -> None:
+def test_edges_lead_from_last_writer_to_readers() -> None:
     assert sorted(map(tuple, BY_HAND.edges.T.tolist())) == [(0, 1), (1, 2)]
 
 
-def test_a_graph_without_operators_has_no_edges_and_one_moment() -> None:
+def test_graph_without_operators_has_one_moment() -> None:
     empty = graph_of((), BY_HAND.storages[:0])
     assert empty.edges.shape == (2, 0)
     assert empty.live_bytes.tolist() == [0]
@@ -80,7 +80,7 @@ def test_a_graph_without_operators_has_no_edges_and_one_moment() -> None:
 
 @settings(max_examples=30)
 @given(graphs())
-def test_live_bytes_equal_a_slow_replay_over_the_storages(graph: OpGraph) -> None:
+def test_live_bytes_equal_a_slow_replay(graph: OpGraph) -> None:
     replayed = [sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death) for at in range(-1, len(graph.ops))]
     assert graph.live_bytes.tolist() == replayed
     assert sum(graph.bytes_by_kind().values()) == graph.peak_live_bytes
@@ -155,7 +155,7 @@ def test_a_graph_of_a_newer_perfguard_is_refused() -> None:
         OpGraph.from_bytes(zlib.compress(json.dumps(document).encode()))
 
 
-def test_bytes_that_would_unpack_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_bytes_refuses_endless_unpacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "_MAX_SERIALISED_BYTES", 1000)
     with pytest.raises(WorkloadError, match="larger than 1000 bytes; it is refused"):
         OpGraph.from_bytes(zlib.compress(b" " * 10_000))

@@ -58,7 +58,7 @@ def test_checkpointing_computes_the_forward_pass_again(reentrant: bool, precisio
 
 @settings(max_examples=15)
 @given(st.integers(1, 5), st.sampled_from([16, 64, 256]), st.sampled_from([8, 256, 2048]), st.booleans())
-def test_checkpointing_never_raises_the_activations_at_the_peak(depth: int, width: int, batch: int, reentrant: bool) -> None:
+def test_checkpointing_never_raises_activation_peak(depth: int, width: int, batch: int, reentrant: bool) -> None:
     plain, saving = (trace(Workload(Checkpointed(depth, width, kind), (batch, width), loss=total)) for kind in (None, reentrant))
     kept, kept_without = (timeline(graph)[StorageKind.ACTIVATION].max() for graph in (saving, plain))
     assert kept <= kept_without
@@ -160,7 +160,7 @@ def test_a_custom_function_of_autograd() -> None:
     assert [op.name for op in graph.ops if op.phase is Phase.BACKWARD].count("mul") == 2
 
 
-def test_frozen_parts_get_no_gradients_and_an_adapter_does() -> None:
+def test_frozen_base_has_no_gradients_but_adapter_has() -> None:
     class Adapted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -176,7 +176,7 @@ def test_frozen_parts_get_no_gradients_and_an_adapter_does() -> None:
     assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.OPTIMIZER_STATE) == 2 * adapters
 
 
-def test_a_model_with_seventy_billion_parameters_is_traced() -> None:
+def test_model_of_70_billion_parameters_is_traced() -> None:
     with torch.device("meta"):
         blocks = [nn.Sequential(nn.Linear(8192, 4 * 8192), nn.GELU(), nn.Linear(4 * 8192, 8192)) for _ in range(130)]
         model = nn.Sequential(*blocks)

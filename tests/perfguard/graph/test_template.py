@@ -59,7 +59,7 @@ def test_a_batch_and_a_size_come_from_few_traces(function: Any) -> None:
     assert template.reaches((16, 48, 4))
 
 
-def test_what_grows_faster_than_a_square_is_not_computed() -> None:
+def test_template_computes_no_cubic_growth() -> None:
     assert not any(template.reaches((16, 48, 4)) for template in templates(Says(cubes), GRID))
 
 

@@ -71,7 +71,7 @@ def test_the_step_of_a_two_layer_perceptron_by_hand() -> None:
     assert graph.bytes_by_kind(len(graph.ops) - 1)[StorageKind.GRADIENT] == 848
 
 
-def test_operators_of_the_forward_pass_know_their_module() -> None:
+def test_forward_operators_know_their_module() -> None:
     graph = trace(Workload(mlp(), (32, 8), loss=total))
     assert [op.module for op in graph.ops[:4]] == ["0", "1", "2", ""]
     assert {storage.module for storage in graph.storages if storage.kind is StorageKind.GRADIENT} == {
@@ -118,12 +118,14 @@ def test_the_default_device_is_given_back() -> None:
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_a_model_on_the_host_and_one_on_meta_make_the_same_graph() -> None:
+def test_cpu_and_meta_models_make_the_same_graph() -> None:
     hashes = {trace(Workload(mlp(device), (32, 8), loss=total)).content_hash for device in ("cpu", "meta")}
     assert len(hashes) == 1
 
 
-def test_a_model_that_cannot_be_copied_is_traced_where_it_is_on_meta() -> None:
+def test_uncopyable_model_is_traced_on_meta() -> None:
+    """It is traced in place of a copy."""
+
     class Uncopyable(nn.Linear):
         def __deepcopy__(self, memo: Any) -> Any:
             raise RuntimeError("a lock cannot be copied")
@@ -165,14 +167,15 @@ def test_tied_weights_are_counted_once() -> None:
         (functools.partial(torch.optim.AdamW, lr=1e-3, amsgrad=True), 3),
     ],
 )
-def test_the_state_of_the_optimizer_is_so_many_times_the_parameters(optimizer: Any, copies: int) -> None:
+def test_optimizer_state_is_multiple_of_parameters(optimizer: Any, copies: int) -> None:
     graph = trace(Workload(mlp(), (32, 8), loss=total, optimizer=optimizer))
     before = graph.bytes_by_kind(-1)
     assert before[StorageKind.PARAMETER] == 848
     assert before[StorageKind.OPTIMIZER_STATE] == copies * 848
 
 
-def test_a_live_optimizer_is_traced_like_its_class_and_left_alone() -> None:
+def test_live_optimizer_is_traced_and_left_alone() -> None:
+    """Its graph is that of its class."""
     model = mlp()
     live = torch.optim.AdamW(model.parameters(), lr=0.1)
     graph = trace(Workload(model, (32, 8), loss=total, optimizer=live))
@@ -183,7 +186,7 @@ def test_a_live_optimizer_is_traced_like_its_class_and_left_alone() -> None:
     assert live.param_groups[0]["params"][0] is model[0].weight
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+def test_frozen_parameters_have_no_gradient_or_state() -> None:
     model = mlp()
     model[0].requires_grad_(False)
     graph = trace(Workload(model, (32, 8), loss=total, optimizer=torch.optim.Adam))
@@ -206,7 +209,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_attention_does_not_store_the_attention_matrix(target: Literal["cuda", "cpu"], precision: Any) -> None:
+def test_fused_attention_stores_no_attention_matrix(target: Literal["cuda", "cpu"], precision: Any) -> None:
     length = 1024
     graph = trace(Workload(Attention(), (2, length, 32), loss=total, precision=precision), target=target)
     one_head_bytes = 2 * length * length
@@ -224,7 +227,7 @@ def test_inference_has_no_gradients_and_no_later_phase() -> None:
     assert graph.peak_live_bytes < trace(image_net(["norm", "dropout", "relu"])).peak_live_bytes
 
 
-def test_accumulation_repeats_the_passes_but_not_the_step_of_the_optimizer() -> None:
+def test_accumulation_repeats_passes_not_optimizer() -> None:
     once, thrice = (trace(Workload(mlp(), (32, 8), loss=total, accumulation=count)) for count in (1, 3))
     assert names(thrice, Phase.FORWARD) == 3 * names(once, Phase.FORWARD)
     assert names(thrice, Phase.OPTIMIZER) == names(once, Phase.OPTIMIZER)
@@ -300,7 +303,7 @@ def test_training_keeps_at_least_what_inference_keeps(names: list[str]) -> None:
     assert inference.peak_live_bytes <= training.peak_live_bytes
 
 
-def test_tracing_four_gigabytes_of_parameters_allocates_next_to_nothing() -> None:
+def test_trace_of_4_gb_of_parameters_allocates_little() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(10_000, 10_000, bias=False) for _ in range(10)))
     trace(Workload(mlp(), (32, 8), loss=total, optimizer=torch.optim.Adam))  # what torch loads at first use
@@ -333,7 +336,7 @@ class Picky(nn.Module):
     ],
     ids=["item", "bool", "nonzero", "copy", "numpy", "device"],
 )
-def test_what_depends_on_the_data_is_named_with_its_module(look: Callable[[torch.Tensor], Any], advice: str) -> None:
+def test_data_dependence_error_names_its_module(look: Callable[[torch.Tensor], Any], advice: str) -> None:
     stem = nn.Sequential()
     stem.add_module("linear", nn.Linear(8, 16))
     stem.add_module("picky", Picky(look))
@@ -344,7 +347,7 @@ def test_what_depends_on_the_data_is_named_with_its_module(look: Callable[[torch
         trace(Workload(model, (32, 8), loss=total))
 
 
-def test_shapes_that_do_not_fit_are_named_with_their_module() -> None:
+def test_shape_mismatch_error_names_its_module() -> None:
     with pytest.raises(TraceError, match=r"in module '0': .*Check the shapes given to Workload\(inputs=\.\.\.\)"):
         trace(Workload(mlp(), (32, 9), loss=total))
 
@@ -394,7 +397,7 @@ def test_a_description_that_cannot_be_right_is_named(change: dict[str, Any], mes
         trace(Workload(**{"model": mlp(), "inputs": (32, 8), "loss": total, **change}))
 
 
-def test_the_first_trace_of_a_process_is_like_all_others() -> None:
+def test_first_trace_of_process_is_like_others() -> None:
     """What PyTorch loads on the way must not keep anything alive."""
     code = (
         "from torch import nn; from perfguard import Workload, trace\n"

@@ -53,7 +53,7 @@ def measure(gpu: FakeGpu, nvml: Any, trial: Callable[[FakeGpu], None] = train, *
     return run.measurement
 
 
-def test_the_peak_is_the_allocators_and_what_the_driver_counts_beside_it(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_peak_is_allocators_plus_what_driver_counts(gpu: FakeGpu, nvml: FakeNvml) -> None:
     def train_and_give_back(gpu: FakeGpu) -> None:
         train(gpu)
         gpu.give_cache_back()  # no sample has seen the peak
@@ -76,20 +76,21 @@ def test_other_processes_on_the_card_do_not_count(gpu: FakeGpu, nvml: FakeNvml) 
     assert measurement.sm_utilisation == 0.3  # what NVML samples for this process, not the card's 0.8
 
 
-def test_what_an_earlier_trial_left_in_the_cache_is_given_back_first(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_cache_of_earlier_trial_is_given_back(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.allocate(5000 * MiB)
     gpu.free(5000 * MiB)
     assert measure(gpu, nvml).peak_memory_bytes == 1450 * MiB
 
 
-def test_what_an_earlier_trial_still_holds_is_counted_and_said(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_memory_held_by_earlier_trial_is_noted(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """It is counted as well."""
     gpu.allocate(300 * MiB)
     measurement = measure(gpu, nvml)
     assert measurement.peak_memory_bytes == 1750 * MiB
     assert "300 MiB of the GPU were allocated in this process before the run" in measurement.note
 
 
-def test_retries_of_the_allocator_are_counted_from_the_start(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_oom_retries_are_counted_from_the_start(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.allocate(1)
     gpu.retries = 5
 
@@ -100,7 +101,7 @@ def test_retries_of_the_allocator_are_counted_from_the_start(gpu: FakeGpu, nvml:
     assert measure(gpu, nvml, trial).oom_retries == 2
 
 
-def test_a_run_out_of_memory_keeps_its_peak_as_a_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_oom_run_keeps_its_peak_as_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
     def fail(gpu: FakeGpu) -> None:
         train(gpu)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB.")
@@ -112,7 +113,8 @@ def test_a_run_out_of_memory_keeps_its_peak_as_a_lower_bound(gpu: FakeGpu, nvml:
     assert (run.measurement.status, run.measurement.peak_memory_bytes) == ("oom", 1450 * MiB)
 
 
-def test_energy_clocks_utilisation_and_throttling_are_the_runs_own(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_sensor_figures_are_of_the_run_only(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """Energy, clocks, utilisation and throttling."""
     gpu.allocate(1)
 
     def trial(gpu: FakeGpu) -> None:
@@ -131,7 +133,7 @@ def test_an_unthrottled_run_says_so(gpu: FakeGpu, nvml: FakeNvml) -> None:
     assert measure(gpu, nvml).throttled == ""
 
 
-def test_the_thread_samples_what_the_allocator_does_not_hold(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_sampling_thread_sees_memory_outside_allocator(gpu: FakeGpu, nvml: FakeNvml) -> None:
     def library_allocates(gpu: FakeGpu) -> None:
         train(gpu)
         before = len(nvml.calls)
@@ -181,7 +183,7 @@ def another_card(gpu: FakeGpu, nvml: FakeNvml) -> None:
         (another_card, "cuda-card+allocator", "low", 500, "NVML does not know this CUDA device (Not Supported)"),
     ],
 )
-def test_what_nvml_does_not_tell_is_taken_from_elsewhere_and_said(
+def test_missing_nvml_figures_come_from_elsewhere(
     trouble: Callable[[FakeGpu, FakeNvml], None],
     method: str,
     confidence: str,
@@ -190,6 +192,7 @@ def test_what_nvml_does_not_tell_is_taken_from_elsewhere_and_said(
     gpu: FakeGpu,
     nvml: FakeNvml,
 ) -> None:
+    """The note says so."""
     trouble(gpu, nvml)
     measurement = measure(gpu, nvml)
     assert (measurement.method, measurement.confidence) == (method, confidence)
@@ -197,7 +200,8 @@ def test_what_nvml_does_not_tell_is_taken_from_elsewhere_and_said(
     assert note in measurement.note
 
 
-def test_without_nvml_a_neighbours_memory_is_not_taken_for_the_context(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_context_without_nvml_excludes_neighbours(gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """A neighbour's memory is not taken for the context."""
     no_nvml(gpu, nvml)
     gpu.others[7] = 9000 * MiB
     measurement = measure(gpu, nvml)
@@ -215,7 +219,7 @@ def test_without_nvml_a_neighbours_memory_is_not_taken_for_the_context(gpu: Fake
     ],
 )
 @pytest.mark.parametrize(("code", "verb"), [(NOT_SUPPORTED, "this GPU does not tell"), (NO_PERMISSION, "NVML forbids to read")])
-def test_a_sensor_that_is_not_there_costs_only_its_own_figure(
+def test_missing_sensor_costs_only_its_own_figure(
     function: str, field: str, words: str, code: int, verb: str, gpu: FakeGpu, nvml: FakeNvml
 ) -> None:
     nvml.refusals[function] = code
@@ -225,7 +229,7 @@ def test_a_sensor_that_is_not_there_costs_only_its_own_figure(
     assert (measurement.peak_memory_bytes, measurement.confidence) == (1450 * MiB, "high")
 
 
-def test_a_gpu_that_vanishes_ends_the_sampling_and_the_trial_is_still_measured(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_lost_gpu_ends_sampling_not_the_measurement(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.allocate(1)
     run = make_run(gpu, nvml, interval_s=0.001).start()
     run.step()
@@ -249,9 +253,7 @@ def test_a_gpu_that_is_lost_before_the_run_is_noted(gpu: FakeGpu, nvml: FakeNvml
     assert "the GPU was lost" in measure(gpu, nvml).note
 
 
-def test_a_driver_that_fails_in_an_unknown_way_stops_nothing(
-    gpu: FakeGpu, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_nvml_failure_stops_nothing(gpu: FakeGpu, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_handle: Any) -> Any:
         raise AttributeError("'NoneType' object has no attribute 'usedGpuMemory'")
 
@@ -262,9 +264,8 @@ def test_a_driver_that_fails_in_an_unknown_way_stops_nothing(
 
 
 @pytest.mark.parametrize("knows_its_uuid", [True, False])
-def test_on_a_mig_instance_memory_is_read_and_the_cards_sensors_are_not(
-    knows_its_uuid: bool, gpu: FakeGpu, nvml: FakeNvml
-) -> None:
+def test_mig_instance_memory_is_read_but_no_sensors(knows_its_uuid: bool, gpu: FakeGpu, nvml: FakeNvml) -> None:
+    """The sensors are the whole card's."""
     gpu.is_mig = True
     if not knows_its_uuid:
         nvml.refusals["nvmlDeviceGetHandleByUUID"] = NOT_SUPPORTED
@@ -282,7 +283,7 @@ def test_cuda_is_not_initialised_by_measuring(gpu: FakeGpu, nvml: FakeNvml) -> N
     assert "the trial did not use CUDA in this process" in measurement.note
 
 
-def test_the_device_is_the_one_whose_memory_the_run_takes(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_device_is_the_one_whose_memory_is_taken(gpu: FakeGpu, nvml: FakeNvml) -> None:
     run = make_run(gpu, nvml, count=3).start()
     for _ in range(3):
         train(gpu)
@@ -293,7 +294,7 @@ def test_the_device_is_the_one_whose_memory_the_run_takes(gpu: FakeGpu, nvml: Fa
     assert measurement.step_time_s is not None
 
 
-def test_an_allocator_without_statistics_leaves_what_was_sampled(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_allocator_without_statistics_is_sampled(gpu: FakeGpu, nvml: FakeNvml) -> None:
     measurement = measure(gpu, nvml, keeps_statistics=False)
     assert (measurement.method, measurement.confidence) == ("nvml-process", "medium")
     assert measurement.peak_memory_bytes == 1450 * MiB
@@ -318,7 +319,7 @@ def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:
     assert run.finish().step_time_s == pytest.approx(2.0)
 
 
-def test_a_step_that_is_captured_in_a_cuda_graph_is_left_alone(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_step_captured_in_cuda_graph_is_left_alone(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.initialized = True
     run = make_run(gpu, nvml).start()
     for gpu.capturing in (False, True, False, False):
@@ -342,7 +343,7 @@ def test_loading_while_the_device_computes_is_no_wait(gpu: FakeGpu, nvml: FakeNv
     assert measurement.step_time_s == pytest.approx(3.0)
 
 
-def test_two_gpu_runs_in_one_process_cannot_be_told_apart(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_concurrent_gpu_runs_cannot_be_told_apart(gpu: FakeGpu, nvml: FakeNvml) -> None:
     first = make_run(gpu, nvml).start()
     with make_run(gpu, nvml) as second:
         train(gpu)
@@ -351,7 +352,7 @@ def test_two_gpu_runs_in_one_process_cannot_be_told_apart(gpu: FakeGpu, nvml: Fa
     assert second.measurement.peak_memory_bytes == 1450 * MiB
 
 
-def test_a_run_on_the_processor_does_not_spoil_one_on_the_gpu(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_cpu_run_does_not_spoil_gpu_run(gpu: FakeGpu, nvml: FakeNvml) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def beside() -> None:
@@ -385,9 +386,7 @@ def test_a_run_on_the_processor_does_not_spoil_one_on_the_gpu(gpu: FakeGpu, nvml
         ("NVIDIA A100-PCIE-40GB", replace(A100, id="ours", name="Our card", num_sms=80), A100.id),
     ],
 )
-def test_measurement_names_the_gpu_that_the_run_really_used(
-    name: str, guarded: Device, booked: str, gpu: FakeGpu, nvml: FakeNvml
-) -> None:
+def test_measurement_names_the_gpu_really_used(name: str, guarded: Device, booked: str, gpu: FakeGpu, nvml: FakeNvml) -> None:
     """Finding 1: what was measured was booked to the device that the guard was told, whatever ran."""
     gpu.name = name
     measurement = measure(gpu, nvml, device=guarded)
@@ -396,7 +395,7 @@ def test_measurement_names_the_gpu_that_the_run_really_used(
     assert measurement.peak_memory_bytes is not None  # it is a reading of that card
 
 
-def test_measurement_is_of_the_processor_where_cuda_was_initialised_and_not_used(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_measurement_is_of_cpu_where_cuda_was_idle(gpu: FakeGpu, nvml: FakeNvml) -> None:
     """A script that prints the card's name, holds an old tensor there and trains on the processor."""
     gpu.allocate(100 * MiB)
     measurement = measure(gpu, nvml, lambda gpu: None)
@@ -414,7 +413,7 @@ def test_refused_allocation_is_a_use_of_the_gpu(gpu: FakeGpu, nvml: FakeNvml) ->
     assert measure(gpu, nvml, fail).device_id == DEVICE.id
 
 
-def test_run_on_a_gpu_is_no_reading_of_the_guarded_processor(gpu: FakeGpu) -> None:
+def test_gpu_run_is_no_reading_of_guarded_cpu(gpu: FakeGpu) -> None:
     """gpu="cpu" while the trial trains on a GPU: the step's time is the GPU's, and the tensors are not in the resident set."""
     processor = resolve_device("cpu")
     with Run(processor, probe=CpuProbe(cuda=FakeCuda(gpu))) as run:
@@ -426,7 +425,7 @@ def test_run_on_a_gpu_is_no_reading_of_the_guarded_processor(gpu: FakeGpu) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_run_of_an_absent_gpu_is_booked_to_the_processor() -> None:
+def test_run_of_absent_gpu_is_booked_to_cpu() -> None:
     """The smoke test on a laptop."""
     with Run(A100) as run:
         torch.ones(3)
@@ -437,7 +436,7 @@ def test_run_of_an_absent_gpu_is_booked_to_the_processor() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_the_real_gpu_the_peak_is_the_allocators_and_a_context() -> None:
+def test_real_gpu_peak_is_allocators_plus_context() -> None:
     device = resolve_device("auto")
     with Run(device) as run:
         for _ in range(3):
@@ -455,7 +454,7 @@ def test_on_the_real_gpu_the_peak_is_the_allocators_and_a_context() -> None:
     assert measurement.confidence is not None
 
 
-def test_run_on_an_apple_gpu_is_no_reading_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apple_gpu_run_is_no_reading_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Mac "auto" is the CPU, and a trial on "mps" would be learnt as what the CPU can do."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2**20)
@@ -465,7 +464,7 @@ def test_run_on_an_apple_gpu_is_no_reading_of_the_processor(monkeypatch: pytest.
     assert not run.measurement.is_of(cpu())
 
 
-def test_trial_that_fails_before_its_first_step_says_nothing_of_the_device() -> None:
+def test_trial_failed_before_first_step_keeps_device() -> None:
     """A wrong path to the data must not be told as "this process has no A100"."""
     device = resolve_device("a100-pcie-40gb")
     run = Run(device).start()

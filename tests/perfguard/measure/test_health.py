@@ -42,7 +42,7 @@ def test_other_processes_spoil_times_and_no_more(gpu: FakeGpu, nvml: FakeNvml) -
     assert is_busy(health.look(PID))
 
 
-def test_in_another_namespace_of_process_ids_one_stranger_is_ours(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_one_stranger_in_other_pid_namespace_is_ours(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.own_pid = 1
     health = health_of(nvml)
     assert health.look(PID).others == ()
@@ -50,7 +50,7 @@ def test_in_another_namespace_of_process_ids_one_stranger_is_ours(gpu: FakeGpu, 
     assert len(health.look(PID).others or ()) == 1
 
 
-def test_memory_errors_and_xid_events_spoil_all_of_the_run_in_which_they_came(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_ecc_errors_and_xids_spoil_all_of_their_run(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.memory_errors = 5  # of before our time
     health = health_of(nvml)
     first = health.look(PID)
@@ -77,7 +77,8 @@ def test_what_the_driver_refuses_is_left_out(gpu: FakeGpu, nvml: FakeNvml) -> No
     assert health_of(nvml).look(PID) == Signs(others=(), memory_errors=None, utilisation=0.0)
 
 
-def test_without_nvml_nothing_is_known_and_nothing_raised(nvml: FakeNvml) -> None:
+def test_health_without_nvml_knows_nothing(nvml: FakeNvml) -> None:
+    """Nothing is raised."""
     nvml.refusals = {"nvmlInit": NO_PERMISSION}
     health = health_of(nvml)
     assert not health.can_tell
@@ -86,7 +87,7 @@ def test_without_nvml_nothing_is_known_and_nothing_raised(nvml: FakeNvml) -> Non
     assert not CardHealth("another", nvml=FakeNvml(FakeGpu())).can_tell
 
 
-def test_work_of_somebody_who_is_not_seen_shows_as_utilisation(gpu: FakeGpu, nvml: FakeNvml) -> None:
+def test_unseen_work_shows_as_utilisation(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.utilisation = 60
     assert is_busy(health_of(nvml).look(PID))
 

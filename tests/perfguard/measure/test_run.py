@@ -118,7 +118,8 @@ def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measurement.total_time_s == 40.0
 
 
-def test_a_run_whose_end_nobody_told_ends_with_its_last_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_at_last_step_ends_total_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose end nobody told ends with its last step."""
     clock = iter([5.0, 10.0, 11.0])
     for module in (_run, _steps):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -203,14 +204,14 @@ def test_the_memory_of_overlapping_runs_is_nobodys(device: Device) -> None:
     assert measured(alone).note == ""
 
 
-def test_a_run_inside_another_is_measured_and_the_outer_one_is_not(device: Device) -> None:
+def test_nested_run_is_measured_but_outer_is_not(device: Device) -> None:
     with Run(device) as outer, Run(device) as inner:
         torch.ones(50 * MB)
     assert measured(outer).peak_memory_bytes is None
     assert measured(inner).peak_memory_bytes == pytest.approx(200 * MB, rel=0.1)
 
 
-def test_a_run_that_was_dropped_unfinished_does_not_spoil_the_next(device: Device) -> None:
+def test_dropped_run_does_not_spoil_the_next(device: Device) -> None:
     thread = threading.Thread(target=lambda: Run(device).start() and None)
     thread.start()
     thread.join()
@@ -227,7 +228,7 @@ def test_an_error_is_noted_and_passed_on(device: Device) -> None:
     assert (measured(run).status, measured(run).note) == ("failed", "ValueError: a mistake")
 
 
-def test_starting_leaves_the_random_numbers_and_gradients_alone(device: Device) -> None:
+def test_run_start_keeps_random_state_and_grad_mode(device: Device) -> None:
     _run._load_kernels.cache_clear()
     state = torch.random.get_rng_state()
     with torch.no_grad(), Run(device):
@@ -263,6 +264,6 @@ def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
     assert status_of(caught.value) == "oom"
 
 
-def test_a_measurement_refuses_a_status_that_there_is_not() -> None:
+def test_measurement_refuses_unknown_status() -> None:
     with pytest.raises(ConfigurationError, match="must be one of ok, oom, timeout, failed, interrupted, but got 'fine'"):
         Measurement("fine", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch")  # type: ignore[arg-type]

@@ -46,9 +46,7 @@ def run_steps(clock: Clock, seconds: list[float]) -> StepTimer:
         ([9.0, *[8.0] * 10, *[1.0] * 60, *[3.0] * 50], 1.0),
     ],
 )
-def test_the_first_step_and_a_tenth_of_the_others_are_warm_up(
-    clock: Clock, seconds: list[float], step_time_s: float | None
-) -> None:
+def test_warm_up_is_first_step_and_tenth_of_others(clock: Clock, seconds: list[float], step_time_s: float | None) -> None:
     timer = run_steps(clock, seconds)
     assert timer.step_time_s() == step_time_s
     assert timer.num_steps == len(seconds)
@@ -104,6 +102,6 @@ def test_a_wait_that_raises_is_closed(clock: Clock) -> None:
     assert (timer.step_time_s(), timer.data_wait_s()) == (1.0, 4.0)
 
 
-def test_a_measurement_refuses_a_confidence_that_there_is_not() -> None:
+def test_measurement_refuses_unknown_confidence() -> None:
     with pytest.raises(ConfigurationError, match="must be one of high, medium, low or None, but got 'sure'"):
         Measurement("ok", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch", confidence="sure")  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_what_was_measured_changes_the_next_answer(predictor: FlopsPredictor) ->
             constraint.learn(conv(8), wrong)
 
 
-def test_guardnet_follows_what_was_measured_on_the_processor() -> None:
+def test_guardnet_follows_measured_cpu_times() -> None:
     constraint = LatencyConstraint("cpu", max_latency_ms=1000, inputs=INPUTS)
     before = constraint.predict(conv(48)).step_time
     told = {width: 2 * constraint.predict(conv(width)).step_time.median for width in (8, 16, 24, 32, 64, 96)}
@@ -139,7 +139,7 @@ def test_rates_by_kind_are_found_from_eight_candidates(predictor: FlopsPredictor
     assert constraint(mixed(4, 7)).action == "prune"
 
 
-def test_a_kind_that_was_never_told_is_left_to_the_predictor(predictor: FlopsPredictor) -> None:
+def test_learn_leaves_untold_kinds_to_predictor(predictor: FlopsPredictor) -> None:
     constraint = told_of_a_machine(predictor)
     assert "rates" in constraint.predict(mixed(4, 4)).predictor
     assert constraint.predict(nn.Sequential(mixed(4, 4), nn.Softmax(1))).predictor == "flops-1"
@@ -159,7 +159,7 @@ def test_a_part_of_a_gpu_can_be_the_target(predictor: FlopsPredictor) -> None:
     assert constraint.budget.capacity_bytes(part) == part.memory_bytes
 
 
-def test_optuna_is_told_how_far_a_trial_is_from_the_limit(predictor: FlopsPredictor) -> None:
+def test_constrain_tells_optuna_distance_to_limit(predictor: FlopsPredictor) -> None:
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     constraint = LatencyConstraint("a100", max_latency_ms=1.01e-6 * flops_of(40), inputs=INPUTS, predictor=predictor)
@@ -179,7 +179,7 @@ def test_optuna_is_told_how_far_a_trial_is_from_the_limit(predictor: FlopsPredic
         assert (margin > 0) == (trial.params["width"] > 40)
 
 
-def test_accuracy_against_latency_is_searched_with_nsga2(predictor: FlopsPredictor) -> None:
+def test_nsga2_searches_accuracy_against_latency(predictor: FlopsPredictor) -> None:
     optuna = pytest.importorskip("optuna")
     constraint = LatencyConstraint("a100", max_latency_ms=1.01e-6 * flops_of(40), inputs=INPUTS, predictor=predictor)
 
@@ -197,7 +197,8 @@ def test_accuracy_against_latency_is_searched_with_nsga2(predictor: FlopsPredict
     assert all(trial.params["width"] <= 40 for trial in study.best_trials)
 
 
-def test_the_penalty_is_zero_within_the_limit_and_pulls_towards_faster_choices(predictor: FlopsPredictor) -> None:
+def test_penalty_is_zero_within_limit(predictor: FlopsPredictor) -> None:
+    """Beyond it, the penalty pulls towards faster choices."""
     constraint = LatencyConstraint("a100", max_latency_ms=1, inputs=INPUTS, predictor=predictor)
     seconds = [torch.tensor([1e-4, 8e-4]), torch.tensor([2e-4, 9e-4])]
     logits = [torch.zeros(2, requires_grad=True) for _ in seconds]
@@ -210,7 +211,7 @@ def test_the_penalty_is_zero_within_the_limit_and_pulls_towards_faster_choices(p
     assert exact.item() == pytest.approx(torch.log(torch.tensor(2.7)).item(), rel=1e-5)
 
 
-def test_gradient_descent_on_the_penalty_reaches_the_limit(predictor: FlopsPredictor) -> None:
+def test_gradient_descent_on_penalty_reaches_limit(predictor: FlopsPredictor) -> None:
     choices = [conv(width) for width in (4, 16, 64)]
     constraint = LatencyConstraint("a100", max_latency_ms=3e-6 * flops_of(16), inputs=INPUTS, predictor=predictor)
     seconds = [constraint.seconds_of(choices)] * 4

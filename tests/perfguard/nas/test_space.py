@@ -106,7 +106,7 @@ def test_rates_by_kind_hold_for_all_that_follows() -> None:
         assert_alike(found, constraint.predict(described(**row)))
 
 
-def test_a_predictor_that_knows_no_batches_is_asked_one_by_one() -> None:
+def test_elastic_asks_predictor_without_batches_singly() -> None:
     constraint = LatencyConstraint("a100", max_memory="200KiB", inputs=INPUTS, predictor=ReplayPredictor())
     space = constraint.elastic(build, WIDTHS)
     picked = candidates(8)
@@ -124,7 +124,8 @@ def test_workloads_can_be_built_too() -> None:
         assert_alike(space.predictions([{"stem": stem}])[0], constraint.predict(half(stem)))
 
 
-def test_optuna_is_told_how_far_a_candidate_is_from_the_limit() -> None:
+def test_space_constrain_tells_optuna_the_distance() -> None:
+    """How far a candidate is from the limit."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     seconds = LatencyConstraint(TOY_CPU, max_latency_ms=1, inputs=INPUTS).elastic(build, WIDTHS).seconds(candidates(20))
@@ -199,7 +200,7 @@ def space() -> ElasticSpace:
     return LatencyConstraint("cpu", max_latency_ms=1, inputs=INPUTS).elastic(build, WIDTHS)
 
 
-def test_a_file_that_cannot_be_read_is_named_with_its_widths(tmp_path: Path) -> None:
+def test_elastic_names_unreadable_file_with_widths(tmp_path: Path) -> None:
     constraint = LatencyConstraint(TOY_CPU, max_latency_ms=5, predictor=ReplayPredictor())
     with pytest.raises(WorkloadError, match=r"build\(a=\d+\) cannot be traced: .*missing\.onnx"):
         constraint.elastic(lambda a: tmp_path / "missing.onnx", {"a": range(8, 100)})

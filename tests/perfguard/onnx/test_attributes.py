@@ -36,7 +36,7 @@ def refused(tmp_path: Path, model: onnx.ModelProto, match: str) -> None:
         ({"strides": 2}, "has the attribute 'strides' of operator 0 .* as INT, not as INTS"),
     ],
 )
-def test_a_convolution_with_wrong_attributes_is_refused(tmp_path: Path, attributes: dict[str, Any], match: str) -> None:
+def test_convolution_with_wrong_attributes_is_refused(tmp_path: Path, attributes: dict[str, Any], match: str) -> None:
     """group=0 was accepted (finding 5), and would divide by zero further on."""
     refused(tmp_path, convolution(**attributes), match)
 
@@ -59,11 +59,11 @@ def test_a_convolution_with_groups_that_fit_is_read(tmp_path: Path) -> None:
         (helper.make_node("Conv", ["x"], ["y"]), r"gives operator 0 \(Conv\) 1 inputs, but it has 2 to 3"),
     ],
 )
-def test_other_operators_with_wrong_attributes_are_refused(tmp_path: Path, node: onnx.NodeProto, match: str) -> None:
+def test_operator_with_wrong_attributes_is_refused(tmp_path: Path, node: onnx.NodeProto, match: str) -> None:
     refused(tmp_path, model_of([node], shape=(2, 3, 4)), match)
 
 
-def test_padding_that_takes_more_than_there_is_is_refused(tmp_path: Path) -> None:
+def test_pad_that_takes_too_much_is_refused(tmp_path: Path) -> None:
     """Since opset 11 the padding of Pad is an input."""
     older = model_of([helper.make_node("Pad", ["x"], ["y"], pads=[-3, 0, -3, 0])], shape=(4, 4), opset=10)
     refused(tmp_path, older, r"has pads=\[-3, 0, -3, 0\].*takes away more than")

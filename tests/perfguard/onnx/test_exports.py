@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, torch.Tensor], Any]]] 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_export_has_the_flops_and_weights_of_its_module(name: str, tmp_path: Path) -> None:
+def test_export_has_flops_and_weights_of_its_module(name: str, tmp_path: Path) -> None:
     model, example, inputs = MODELS[name]()
     traced = trace(Workload(_on_keywords(model, inputs), inputs, mode="infer"))
     read = graph_from_onnx(export(model, example, tmp_path / "model.onnx", fold=False), batch_size=4)
@@ -81,7 +81,7 @@ def test_an_export_has_the_flops_and_weights_of_its_module(name: str, tmp_path: 
     assert not read.unmodelled
 
 
-def test_batch_norms_that_the_exporter_folds_are_the_only_difference(tmp_path: Path) -> None:
+def test_export_differs_by_folded_batch_norms_only(tmp_path: Path) -> None:
     model, example, inputs = MODELS["mobilenetv3_small_100"]()
     traced = trace(Workload(_on_keywords(model, inputs), inputs, mode="infer"))
     read = graph_from_onnx(export(model, example, tmp_path / "model.onnx", fold=True), batch_size=4)

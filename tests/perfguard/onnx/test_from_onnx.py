@@ -67,7 +67,7 @@ def convolution(tmp_path: Path) -> Path:
     return save(tmp_path / "conv.onnx", nodes, {"x": [2, 3, 8, 8]}, ["z"], [weight("w", 4, 3, 3, 3)])
 
 
-def test_a_convolution_costs_two_operations_for_each_multiply_add(convolution: Path) -> None:
+def test_convolution_costs_two_flops_per_multiply_add(convolution: Path) -> None:
     first, second = read(convolution).ops
     assert (first.name, first.kind, first.module) == ("convolution", "conv", "stem.conv")
     assert first.flops == 2 * (2 * 8 * 8) * (4 * 3 * 3 * 3)
@@ -77,7 +77,7 @@ def test_a_convolution_costs_two_operations_for_each_multiply_add(convolution: P
     assert (second.name, second.flops) == ("relu_", 4 * 2 * 4 * 64)
 
 
-def test_storages_live_from_their_operator_to_their_last_reader(tmp_path: Path) -> None:
+def test_storages_live_until_their_last_reader(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Exp", ["x"], ["a"]),
         helper.make_node("Sqrt", ["a"], ["b"]),
@@ -93,7 +93,8 @@ def test_storages_live_from_their_operator_to_their_last_reader(tmp_path: Path) 
     ]
 
 
-def test_an_activation_runs_in_place_only_where_nobody_else_reads_its_input(tmp_path: Path) -> None:
+def test_activation_is_inplace_only_for_sole_reader(tmp_path: Path) -> None:
+    """It runs in place only where nobody else reads its input."""
     nodes = [
         helper.make_node("Exp", ["x"], ["a"]),
         helper.make_node("Relu", ["a"], ["b"]),
@@ -106,7 +107,8 @@ def test_an_activation_runs_in_place_only_where_nobody_else_reads_its_input(tmp_
     assert graph.ops[1].inputs == graph.ops[1].outputs
 
 
-def test_weights_are_parameters_and_the_statistics_of_batch_norm_are_buffers(tmp_path: Path) -> None:
+def test_batch_norm_statistics_are_buffers(tmp_path: Path) -> None:
+    """Weights are parameters."""
     names_ = ["scale", "bias", "mean", "var"]
     nodes = [helper.make_node("BatchNormalization", ["x", *names_], ["y"])]
     graph = read(save(tmp_path / "m.onnx", nodes, {"x": [2, 3, 4, 4]}, ["y"], [weight(name, 3) for name in names_]))
@@ -116,7 +118,7 @@ def test_weights_are_parameters_and_the_statistics_of_batch_norm_are_buffers(tmp
     assert graph.ops[0].flops == 8 * 96
 
 
-def test_a_product_with_a_matrix_and_a_bias_is_one_linear_layer(tmp_path: Path) -> None:
+def test_matmul_and_bias_are_one_linear_layer(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Add", ["b", "p"], ["y"])]
     graph = read(save(tmp_path / "m.onnx", nodes, {"x": [2, 5, 16]}, ["y"], [weight("w", 16, 8), weight("b", 8)]))
     (op,) = graph.ops
@@ -163,14 +165,14 @@ def test_attention_is_put_together_again(tmp_path: Path, masked: bool, precision
     assert op.bytes_read == (2 if precision == "fp16" else 4) * (3 * 2 * 3 * 10 * 16 + (100 if masked else 0))
 
 
-def test_scores_that_somebody_else_reads_keep_attention_in_pieces(tmp_path: Path) -> None:
+def test_attention_with_shared_scores_stays_in_pieces(tmp_path: Path) -> None:
     path = save(
         tmp_path / "m.onnx", attention_nodes(masked=False), dict.fromkeys("qkv", (2, 3, 10, 16)), ["y", "p"], [weight("s")]
     )
     assert names(read(path)) == ["mul", "mul", "bmm", "_softmax", "bmm"]
 
 
-def test_gelu_silu_and_layer_norm_are_put_together_again(tmp_path: Path) -> None:
+def test_gelu_silu_and_layer_norm_are_fused(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("ReduceMean", ["x"], ["mean"], axes=[-1]),
         helper.make_node("Sub", ["x", "mean"], ["c"]),
@@ -194,7 +196,7 @@ def test_gelu_silu_and_layer_norm_are_put_together_again(tmp_path: Path) -> None
     assert names(graph) == ["native_layer_norm", "gelu", "silu_"]
 
 
-def test_views_are_free_and_a_transposed_tensor_is_copied_to_be_reshaped(tmp_path: Path) -> None:
+def test_views_are_free_but_reshaped_transpose_copies(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Reshape", ["x", "four"], ["r"]),
         helper.make_node("Transpose", ["r"], ["t"], perm=[0, 2, 1, 3]),
@@ -207,7 +209,7 @@ def test_views_are_free_and_a_transposed_tensor_is_copied_to_be_reshaped(tmp_pat
     assert all(storage.kind is not StorageKind.PARAMETER for storage in graph.storages)
 
 
-def test_shapes_that_are_worked_out_on_the_way_launch_nothing(tmp_path: Path) -> None:
+def test_computed_shapes_launch_nothing(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),
         helper.make_node("Gather", ["s", "zero"], ["n"]),
@@ -252,7 +254,7 @@ def test_a_batch_that_is_no_size_is_refused(convolution: Path, size: Any) -> Non
         read(convolution, batch_size=size)
 
 
-def test_another_batch_than_the_file_has_changes_what_depends_on_it(convolution: Path) -> None:
+def test_batch_size_changes_what_depends_on_it(convolution: Path) -> None:
     small, large = read(convolution), read(convolution, batch_size=6)
     assert large.flops == 3 * small.flops
     assert large.bytes_by_kind()[StorageKind.PARAMETER] == small.bytes_by_kind()[StorageKind.PARAMETER]
@@ -266,7 +268,7 @@ def test_a_batch_that_was_fixed_at_export_is_found(tmp_path: Path) -> None:
         read(path, batch_size=4)
 
 
-def test_an_operator_of_somebody_else_keeps_its_bytes_and_is_named(tmp_path: Path) -> None:
+def test_foreign_operator_keeps_bytes_and_is_named(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Exp", ["x"], ["a"]),
         helper.make_node("Wonder", ["a"], ["b"], domain="mine"),
@@ -277,7 +279,7 @@ def test_an_operator_of_somebody_else_keeps_its_bytes_and_is_named(tmp_path: Pat
     assert any("Wonder (1)" in text for text in graph.unmodelled)
 
 
-def test_control_flow_is_opaque_and_keeps_what_it_reads_alive(tmp_path: Path) -> None:
+def test_control_flow_is_opaque_and_keeps_its_inputs(tmp_path: Path) -> None:
     def branch(op_type: str) -> onnx.GraphProto:
         out = helper.make_tensor_value_info(f"{op_type}_out", FLOAT, [16])
         return helper.make_graph([helper.make_node(op_type, ["a"], [f"{op_type}_out"])], op_type, [], [out])
@@ -324,7 +326,7 @@ def test_quantised_weights_take_a_byte_each(tmp_path: Path) -> None:
     assert any("quantised" in text for text in graph.unmodelled)
 
 
-def test_integer_convolutions_and_products_cost_as_much_as_others(tmp_path: Path) -> None:
+def test_integer_operators_cost_as_much_as_others(tmp_path: Path) -> None:
     nodes = [helper.make_node("ConvInteger", ["x", "w"], ["y"])]
     graph = read(
         save(
@@ -361,7 +363,7 @@ def test_the_precision_is_that_of_the_stored_weights(tmp_path: Path) -> None:
     assert read(path).precision == "fp16"
 
 
-def test_the_values_of_external_weights_need_not_be_there(tmp_path: Path) -> None:
+def test_external_weight_values_may_be_missing(tmp_path: Path) -> None:
     model = onnx.load(
         save(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [4, 64]}, ["y"], [weight("w", 64, 64)])
     )

@@ -136,7 +136,7 @@ def test_operators_out_of_order_are_sorted(tmp_path: Path) -> None:
     assert [op.name for op in graph_from_onnx(path).ops] == ["exp", "sqrt"]
 
 
-def test_values_that_are_missing_or_made_twice_are_named(tmp_path: Path) -> None:
+def test_missing_and_duplicate_values_are_named(tmp_path: Path) -> None:
     refused(tmp_path, model_of([helper.make_node("Exp", ["nothing"], ["y"])]), "lacks 'nothing', which operator 0")
     refused(tmp_path, model_of([identity(), identity()]), "makes 'y' twice")
     refused(tmp_path, model_of([helper.make_node("Exp", ["x"], ["z"])]), "never makes its output 'y'")
@@ -152,7 +152,7 @@ def test_an_input_without_a_shape_asks_for_one(tmp_path: Path) -> None:
     refused(tmp_path, model_of([identity()], None), r"leaves sizes open: all of 'x'.*dims=\{'input': \(8, 3, 224, 224\)\}")
 
 
-def test_an_operator_that_makes_an_absurd_tensor_is_refused(tmp_path: Path) -> None:
+def test_operator_making_absurd_tensor_is_refused(tmp_path: Path) -> None:
     sizes = numpy_helper.from_array(np.array([2**30, 2**30], dtype=np.int64), "s")
     refused(tmp_path, model_of([helper.make_node("Expand", ["x", "s"], ["y"])], (1,), [sizes]), r"more than 2\^40 elements")
 
@@ -169,7 +169,8 @@ def test_external_values_stay_in_the_models_folder(tmp_path: Path, location: str
     )
 
 
-def test_external_values_are_checked_inside_subgraphs_and_constants(tmp_path: Path) -> None:
+def test_external_values_in_subgraphs_are_checked(tmp_path: Path) -> None:
+    """So are those in constants."""
     tensor = onnx.TensorProto(dims=[16], data_type=FLOAT, name="w", data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value="../secret")
     refused(tmp_path, model_of([helper.make_node("Constant", [], ["c"], value=tensor), identity()]), "outside its folder")
@@ -223,5 +224,5 @@ def test_subgraphs_nested_without_end_are_refused(tmp_path: Path) -> None:
         graph_from_onnx(path)
 
 
-def test_a_million_fields_are_refused_before_they_are_parsed(tmp_path: Path) -> None:
+def test_million_fields_are_refused_before_parsing(tmp_path: Path) -> None:
     refused(tmp_path, b"\x3a" + _varint(2 * 2**21) + b"\x0a\x00" * 2**21, "more than 1,000,000 fields")

@@ -81,7 +81,7 @@ def test_loops_in_loops_are_written_out(tmp_path: Path) -> None:
     assert names(read(tmp_path, model)) == ["exp"] * 9
 
 
-def test_the_branch_that_is_taken_is_the_one_that_costs(tmp_path: Path) -> None:
+def test_if_costs_the_branch_taken(tmp_path: Path) -> None:
     out = helper.make_tensor_value_info("b", FLOAT, [16])
     branches = {
         name: helper.make_graph([helper.make_node(op_type, ["x"], ["b"])], name, [], [out])

@@ -57,7 +57,7 @@ def test_a_batch_that_does_not_fit_is_said(step: str, monkeypatch: pytest.Monkey
         measure_onnx(KERAS, batch_size=2)
 
 
-def test_the_command_puts_what_was_measured_beside_what_was_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_measure_prints_measured_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", str(KERAS), "--gpu", "cpu", "--batch-size", "8", "--measure"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

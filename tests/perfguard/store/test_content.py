@@ -55,9 +55,8 @@ def test_a_run_comes_back_as_it_was_logged(store: MeasurementStore, graphs: list
     assert (observation.device, observation.graph.content_hash) == (DEVICE, graphs[0].content_hash)
 
 
-def test_out_of_memory_is_observed_as_a_lower_bound_and_other_failures_are_not(
-    store: MeasurementStore, graphs: list[OpGraph]
-) -> None:
+def test_observations_take_oom_and_no_other_failures(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    """Out of memory is a lower bound of the peak."""
     for trial, status in enumerate(("ok", "oom", "timeout", "failed")):
         run(store, trial, graphs[0], status=status)
     found = [observation.measurement for observation in store.observations("toy")]
@@ -72,7 +71,7 @@ def test_the_newest_decisions_are_shown_oldest_first(store: MeasurementStore) ->
     assert [decision.trial for decision in store.decisions("even")] == [0, 2, 4]
 
 
-def test_a_sample_is_random_without_repetition_and_by_device(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+def test_sample_is_random_distinct_and_by_device(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     for trial in range(60):
         run(store, trial, graphs[trial % 3], device_id="toy" if trial % 2 == 0 else "other")
     run(store, 60, None)
@@ -109,7 +108,7 @@ def test_a_sample_of_a_long_log_comes_from_all_over_it(
     assert {observation.device.id for observation in store.sample(64, random, device_id="toy")} == {"toy"}
 
 
-def test_no_statement_has_more_variables_than_an_old_sqlite_takes(url: str, graphs: list[OpGraph]) -> None:
+def test_statements_keep_to_old_sqlite_variable_limit(url: str, graphs: list[OpGraph]) -> None:
     LOGS_OF_OLD[3](url, graphs[0], num_rows=1000)
     numbers: list[int] = []
 
@@ -125,7 +124,7 @@ def test_no_statement_has_more_variables_than_an_old_sqlite_takes(url: str, grap
     assert max(numbers) < 999
 
 
-def test_old_and_surplus_decisions_leave_with_all_that_only_they_need(
+def test_prune_removes_all_that_only_its_rows_need(
     store: MeasurementStore, graphs: list[OpGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
@@ -162,9 +161,7 @@ def chosen(store: MeasurementStore, **fields: Any) -> list[int | None]:
     return [decision.trial for decision in store.decisions(Selection(**fields))]
 
 
-def test_a_selection_means_the_same_rows_for_every_command(
-    store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path
-) -> None:
+def test_selection_means_same_rows_for_all_commands(store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path) -> None:
     # Finding 1: `log prune` could choose neither a device nor a study, so a poisoned stretch could not be got rid of.
     several(store, graphs[0])
     middle = store.decisions()[2].created_at
@@ -198,7 +195,7 @@ def test_a_selection_means_the_same_rows_for_every_command(
             assert [row.trial for row in copy.decisions()] == [trial for trial in range(4) if trial not in trials]
 
 
-def test_what_is_set_aside_is_not_learnt_until_it_is_taken_back(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+def test_set_aside_rows_are_not_learnt_until_undone(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     several(store, graphs[0])
     before = [row.decision_id for row in store.observations("toy")]
     assert len(before) == 2
@@ -230,7 +227,7 @@ def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> Non
         Selection(since=now, before=now)
 
 
-def test_pruning_by_age_and_number_keeps_to_its_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+def test_prune_by_age_and_number_keeps_to_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     several(store, graphs[0])
     assert store.prune(Selection(study="c"), keep_newest=1) == 1
     assert [row.trial for row in store.decisions()] == [0, 1, 3]
@@ -245,7 +242,7 @@ def test_the_tuner_s_id_and_the_host_are_logged(store: MeasurementStore, graphs:
     assert (rows[ids["pruned"]].trial_id, rows[ids["pruned"]].host) == (None, platform.node())
 
 
-def test_weights_made_after_a_run_are_named_in_the_order_to_roll_them_back(store: MeasurementStore) -> None:
+def test_weights_since_are_in_rollback_order(store: MeasurementStore) -> None:
     begin = datetime.now(timezone.utc)
     first = store.record_weights(predictor="guardnet", data=b"1")
     store.set_weights_state(first, "promoted")
@@ -261,9 +258,8 @@ def test_weights_made_after_a_run_are_named_in_the_order_to_roll_them_back(store
     assert store.promoted_weights("guardnet") is None
 
 
-def test_the_processes_of_one_cpu_are_one_device_and_learn_by_their_own_rates(
-    store: MeasurementStore, graphs: list[OpGraph]
-) -> None:
+def test_cpu_processes_are_one_device_with_own_rates(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    """Each learns by its own rates."""
     # Part of finding 1: twelve processes on one CPU left twelve rows of devices, because each measured other rates.
     for trial in range(12):
         device = replace(CPU, bandwidth_bytes_per_s=1e9 + trial, peak_flops={"fp32": 1e10 + trial}, boost_clock_hz=2e9 + trial)
@@ -278,7 +274,7 @@ def test_the_processes_of_one_cpu_are_one_device_and_learn_by_their_own_rates(
     assert store.counts()["devices"] == 2
 
 
-def test_a_graph_that_another_process_pruned_comes_again(url: str, graphs: list[OpGraph]) -> None:
+def test_graph_pruned_by_another_process_comes_again(url: str, graphs: list[OpGraph]) -> None:
     with MeasurementStore(url) as store, MeasurementStore(url) as other:
         run(store, 0, graphs[0])
         assert other.prune(keep_newest=0) == 1

@@ -144,7 +144,7 @@ def test_an_anonymous_export_holds_no_name(
     assert graph.peak_live_bytes == secret_graph.peak_live_bytes
 
 
-def test_anonymous_graphs_that_differ_only_in_names_are_one(secret_graph: OpGraph) -> None:
+def test_anonymous_graphs_differing_in_names_are_one(secret_graph: OpGraph) -> None:
     class Other(SecretBlock):
         def __init__(self) -> None:
             super().__init__()

@@ -48,7 +48,8 @@ def complete_rows(location: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_acknowledged_row_is_lost_and_one_generation_promoted_when_writers_are_killed(tmp_path: Path) -> None:
+def test_killed_writers_lose_no_acknowledged_row(tmp_path: Path) -> None:
+    """One generation of weights is promoted."""
     path = tmp_path / "log.db"
     acknowledged = crowd("kill_writers", path, "", 100)
     assert len(acknowledged) == len(set(acknowledged)) > 50  # a busy machine writes fewer
@@ -60,7 +61,8 @@ def test_no_acknowledged_row_is_lost_and_one_generation_promoted_when_writers_ar
 
 
 @pytest.mark.slow
-def test_a_migration_that_is_killed_leaves_every_row_and_can_be_done_again(tmp_path: Path, graph: OpGraph) -> None:
+def test_killed_migration_can_be_done_again(tmp_path: Path, graph: OpGraph) -> None:
+    """It leaves every row."""
     template = tmp_path / "template.db"
     make_log_of_schema_1(f"sqlite:///{template}", graph, num_rows=2000)
     found = crowd("kill_migrations", tmp_path / "log.db", template, 50)
@@ -98,9 +100,8 @@ def away(postgres: Postgres) -> Iterator[None]:
         postgres.start()
 
 
-def test_while_the_server_is_away_trials_run_on_and_their_rows_arrive_later_once(
-    postgres: Postgres, data_folder: Path, graph: OpGraph
-) -> None:
+def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
+    """Trials run on meanwhile."""
     url = postgres.new_database()
     known: dict[str, Any] = {"graph": graph, "device": DEVICE}
     with MeasurementStore(url) as store:
@@ -123,9 +124,9 @@ def test_while_the_server_is_away_trials_run_on_and_their_rows_arrive_later_once
 
 
 @pytest.mark.slow
-def test_half_a_minute_without_the_server_loses_nothing_and_takes_a_tenth_of_the_time(
-    postgres: Postgres, data_folder: Path, graph: OpGraph
-) -> None:
+def test_server_away_for_half_a_minute_loses_nothing(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
+    """Trials wait for a small part of the time only."""
+
     def run_on(store: MeasurementStore, seconds: float) -> list[float]:
         """Seconds that each trial's two rows took."""
         waits: list[float] = []
@@ -146,9 +147,8 @@ def test_half_a_minute_without_the_server_loses_nothing_and_takes_a_tenth_of_the
         assert spools(data_folder) == []
 
 
-def test_rows_of_a_process_that_died_while_the_server_was_away_are_delivered_by_another(
-    postgres: Postgres, data_folder: Path
-) -> None:
+def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder: Path) -> None:
+    """Another process delivers them."""
     url = postgres.new_database()
     MeasurementStore(url).close()
     with away(postgres):
@@ -169,7 +169,7 @@ def test_rows_of_a_process_that_died_while_the_server_was_away_are_delivered_by_
     assert spools(data_folder) == []
 
 
-def test_a_server_that_is_away_at_the_start_gets_its_rows_when_it_comes(postgres: Postgres, data_folder: Path) -> None:
+def test_server_away_at_start_gets_rows_later(postgres: Postgres, data_folder: Path) -> None:
     url = postgres.new_database()
     with away(postgres):
         with pytest.warns(LogWarning, match="cannot be used now"):
@@ -218,7 +218,8 @@ def full_disk(free_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("free_bytes", [1, 200_000])
-def test_with_a_full_disk_trials_run_on_and_rows_arrive_when_there_is_room(tmp_path: Path, free_bytes: int) -> None:
+def test_full_disk_rows_arrive_when_there_is_room(tmp_path: Path, free_bytes: int) -> None:
+    """Trials run on meanwhile."""
     path = tmp_path / "log.db"
     with MeasurementStore(path) as store:
         record(store, 0)
@@ -232,7 +233,7 @@ def test_with_a_full_disk_trials_run_on_and_rows_arrive_when_there_is_room(tmp_p
     assert list(tmp_path.glob("*.spool*")) == []
 
 
-def test_rows_that_fit_neither_the_log_nor_a_spool_are_said_to_be_lost(tmp_path: Path) -> None:
+def test_full_disk_without_spool_warns_of_lost_rows(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     store = MeasurementStore(path)
     record(store, 0)

@@ -33,13 +33,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'log.db'}" if request.param == "sqlite" else str(request.getfixturevalue("postgres_url"))
 
 
-def test_every_version_has_a_way_to_the_next_and_a_log_to_test_it_on() -> None:
+def test_every_version_has_a_step_and_an_old_log() -> None:
     assert sorted(LOGS_OF_OLD) == list(range(1, SCHEMA_VERSION))
     assert sorted(_migrations._STEPS) == list(range(2, SCHEMA_VERSION + 1))
 
 
 @pytest.mark.parametrize("version", LOGS_OF_OLD)
-def test_an_old_log_is_brought_to_the_present_schema_with_every_row(version: int, url: str, graph: OpGraph) -> None:
+def test_old_log_is_migrated_with_every_row(version: int, url: str, graph: OpGraph) -> None:
     LOGS_OF_OLD[version](url, graph, num_rows=10)
     for _ in range(2):  # the second time there is nothing to do
         with MeasurementStore(url) as store:
@@ -83,7 +83,7 @@ def poison(url: str) -> None:
 
 
 @pytest.mark.parametrize("version", LOGS_OF_OLD)
-def test_readings_of_an_absent_device_are_set_aside_when_an_older_log_is_opened(
+def test_migration_sets_aside_absent_device_readings(
     version: int, url: str, graph: OpGraph, recwarn: pytest.WarningsRecorder
 ) -> None:
     # Finding 1: what a laptop wrote as readings of an A100 spoilt the predictions of later processes for good.
@@ -99,9 +99,8 @@ def test_readings_of_an_absent_device_are_set_aside_when_an_older_log_is_opened(
     assert not recwarn, "it is said once"
 
 
-def test_readings_of_an_absent_device_are_set_aside_when_they_come_from_an_older_export_or_spool(
-    tmp_path: Path, graph: OpGraph
-) -> None:
+def test_import_sets_aside_absent_device_readings(tmp_path: Path, graph: OpGraph) -> None:
+    """Those of an older export or spool."""
     path = tmp_path / "log.db"
     with MeasurementStore(path) as store:
         ids = [record(store, trial, graph=graph, device=DEVICE) for trial in range(3)]
@@ -132,7 +131,7 @@ def test_readings_of_an_absent_device_are_set_aside_when_they_come_from_an_older
         assert [row.set_aside is not None for row in store.decisions()] == [False, False, True]
 
 
-def test_the_processes_of_one_cpu_become_one_device_when_an_older_log_is_opened(url: str, graph: OpGraph) -> None:
+def test_migration_makes_cpu_processes_one_device(url: str, graph: OpGraph) -> None:
     # Part of finding 1: the key of a device held the rates that each process measured for itself.
     LOGS_OF_OLD[3](url, graph, num_rows=4)
     engine = create_engine(url)
@@ -159,7 +158,7 @@ def test_the_processes_of_one_cpu_become_one_device_when_an_older_log_is_opened(
         assert len(store.observations("cpu")) == 3
 
 
-def test_damaged_devices_do_not_keep_an_older_log_from_being_opened(url: str, graph: OpGraph) -> None:
+def test_damaged_devices_do_not_stop_migration(url: str, graph: OpGraph) -> None:
     LOGS_OF_OLD[3](url, graph, num_rows=4)
     sound = json.dumps(asdict(CPU), sort_keys=True)
     damaged = [sound[:20], '{"kind": "cpu", "id": "cpu"}', '["cpu"]', "3", "", None]
@@ -180,7 +179,7 @@ def test_damaged_devices_do_not_keep_an_older_log_from_being_opened(url: str, gr
     assert str(len(damaged)) * 64 not in rows, "the sound one is not"
 
 
-def test_several_that_open_an_old_log_at_once_migrate_it_once(url: str, graph: OpGraph) -> None:
+def test_concurrent_openings_migrate_an_old_log_once(url: str, graph: OpGraph) -> None:
     LOGS_OF_OLD[1](url, graph, num_rows=500)
     counts: list[int] = []
 
@@ -196,7 +195,7 @@ def test_several_that_open_an_old_log_at_once_migrate_it_once(url: str, graph: O
     assert counts == [500] * 8
 
 
-def test_a_migration_that_fails_leaves_the_log_as_it_was(tmp_path: Path, graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_migration_leaves_log_as_it_was(tmp_path: Path, graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log.db"
     LOGS_OF_OLD[1](f"sqlite:///{path}", graph, num_rows=3)
     original = _migrations._STEPS[2]

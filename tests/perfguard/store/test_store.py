@@ -61,7 +61,7 @@ def spools(path: Path) -> list[Path]:
     return list(path.parent.glob("*.spool.jsonl"))
 
 
-def test_a_decision_and_its_measurement_come_back_as_they_were_logged(path: Path, graph: OpGraph) -> None:
+def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None:
     before = datetime.now(timezone.utc)
     with MeasurementStore(path) as store:
         kwargs: dict[str, Any] = {"graph": graph, "device": DEVICE, "prediction": PREDICTION}
@@ -107,7 +107,8 @@ def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
     assert counts == [1, 1, 4]
 
 
-def test_observations_are_the_newest_runs_on_the_device_that_teach_something_oldest_first(graph: OpGraph) -> None:
+def test_observations_are_newest_runs_oldest_first(graph: OpGraph) -> None:
+    """Only runs on the device that teach something."""
     with MeasurementStore(":memory:") as store:
         for total_time_s in range(5):
             measurement = replace(MEASUREMENT, total_time_s=float(total_time_s))
@@ -120,7 +121,7 @@ def test_observations_are_the_newest_runs_on_the_device_that_teach_something_old
     assert [(measurement.status, measurement.total_time_s) for measurement in found] == [("ok", 3.0), ("ok", 4.0), ("oom", 30.0)]
 
 
-def test_only_the_first_measurement_of_a_decision_counts() -> None:
+def test_only_first_measurement_of_decision_counts() -> None:
     with MeasurementStore(":memory:") as store:
         decision_id = record(store)
         store.record_measurement(decision_id, MEASUREMENT)
@@ -128,7 +129,7 @@ def test_only_the_first_measurement_of_a_decision_counts() -> None:
         assert [decision.status for decision in store.decisions()] == ["ok"]
 
 
-def test_interrupted_measurement_is_replaced_by_the_one_of_the_resumed_trial() -> None:
+def test_interrupted_measurement_is_replaced_on_resume() -> None:
     """Ray Tune resumes a trial under its decision; what it costs in the end must not be lost to the row of its interruption."""
     with MeasurementStore(":memory:") as store:
         decision_id = record(store, graph=make_graph(), device=DEVICE)
@@ -164,7 +165,7 @@ def test_params_that_json_knows_come_back_equal(memory_store: MeasurementStore, 
     assert decision.reason == reason.replace("\0", "?")
 
 
-def test_params_and_text_that_no_database_takes_do_not_stop_a_study() -> None:
+def test_unstorable_params_and_text_stop_no_study() -> None:
     circle: dict[str, Any] = {}
     circle["self"] = circle
     with MeasurementStore(":memory:") as store:
@@ -215,7 +216,7 @@ def set_version(path: Path, version: str | None) -> None:
 
 
 @pytest.mark.parametrize("make", [not_sqlite, a_few_bytes, another_database, damaged, truncated, without_version])
-def test_a_file_that_is_no_sound_log_is_named_and_left_as_it_is(path: Path, make: Any) -> None:
+def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None:
     make(path)
     content = path.read_bytes()
     with pytest.raises(LogCorruptError, match=r"log\.db is no measurement log, or is damaged .* Move it away"):
@@ -232,7 +233,8 @@ def test_a_log_of_a_newer_perfguard_is_left_as_it_is(path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_missing_directory_is_made_and_an_impossible_one_is_an_error(tmp_path: Path) -> None:
+def test_missing_directory_is_made(tmp_path: Path) -> None:
+    """An impossible one is an error."""
     MeasurementStore(tmp_path / "a" / "b" / "log.db").close()
     (tmp_path / "file").write_text("")
     for impossible in (tmp_path / "file" / "log.db", tmp_path):
@@ -248,7 +250,7 @@ def test_a_missing_directory_is_made_and_an_impossible_one_is_an_error(tmp_path:
         ("://", "must look like"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_a_configuration_error(url: str, message: str) -> None:
+def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MeasurementStore(url)
 
@@ -261,7 +263,7 @@ def test_an_sqlite_url_and_a_path_name_the_same_log(path: Path, monkeypatch: pyt
     assert trials(path) == [0, 0, 0]
 
 
-def test_odd_characters_in_the_path_are_only_characters(tmp_path: Path) -> None:
+def test_path_may_have_odd_characters(tmp_path: Path) -> None:
     path = tmp_path / "a ?b#c%20[x].db"
     with MeasurementStore(path, busy_timeout_s=0.05) as store:
         record(store)
@@ -273,7 +275,7 @@ def test_odd_characters_in_the_path_are_only_characters(tmp_path: Path) -> None:
     assert not spools(path)
 
 
-def test_the_default_log_is_the_environment_s_or_the_user_s(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(path))
     MeasurementStore.default().close()
     assert path.exists()
@@ -284,7 +286,7 @@ def test_the_default_log_is_the_environment_s_or_the_user_s(path: Path, monkeypa
     assert (path.parent / "perfguard" / "log.db").exists()
 
 
-def test_rows_wait_for_the_lock_and_arrive_in_order_once(path: Path, graph: OpGraph) -> None:
+def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> None:
     with MeasurementStore(path, busy_timeout_s=0.05) as store:
         with locked(path), one_warning():
             ids = [record(store, trial, graph=graph, device=DEVICE) for trial in range(3)]
@@ -306,7 +308,8 @@ def test_reading_goes_on_while_another_process_writes(path: Path, graph: OpGraph
             assert len(other.observations("toy")) == len(other.decisions()) == 1
 
 
-def test_what_cannot_be_delivered_is_spooled_and_delivered_at_the_next_opening(path: Path, graph: OpGraph) -> None:
+def test_undelivered_rows_are_spooled_until_opening(path: Path, graph: OpGraph) -> None:
+    """The next opening delivers them."""
     MeasurementStore(path).close()
     with locked(path), one_warning():
         store = MeasurementStore(path, busy_timeout_s=0.05)
@@ -338,7 +341,7 @@ def test_a_new_log_opens_under_a_lock(path: Path, make: Any) -> None:
     assert trials(path) == [7]
 
 
-def test_a_newer_version_found_only_at_delivery_does_not_reach_the_study(path: Path) -> None:
+def test_newer_schema_at_delivery_spares_the_study(path: Path) -> None:
     MeasurementStore(path).close()
     store = pickle.loads(pickle.dumps(MeasurementStore(path)))
     set_version(path, "99")
@@ -348,7 +351,7 @@ def test_a_newer_version_found_only_at_delivery_does_not_reach_the_study(path: P
     assert len(spools(path)) == 1
 
 
-def test_a_store_that_is_forgotten_or_outlived_spools_its_rows(path: Path) -> None:
+def test_forgotten_or_outlived_store_spools_its_rows(path: Path) -> None:
     MeasurementStore(path).close()
     with locked(path):
         with pytest.warns(LogWarning):
@@ -370,7 +373,7 @@ def test_a_damaged_spool_is_set_aside(path: Path) -> None:
     assert not spools(path)
 
 
-def test_a_spool_that_cannot_be_written_says_how_much_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_spool_says_how_much_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
@@ -470,7 +473,7 @@ store.close()
     assert trials(path) == [0, 1]
 
 
-def test_a_store_pickles_by_its_address_and_opens_with_the_first_use(path: Path) -> None:
+def test_store_pickles_by_address_and_opens_on_use(path: Path) -> None:
     with MeasurementStore(path) as store:
         record(store, 1)
         data = pickle.dumps(store)

@@ -26,7 +26,7 @@ def row_of(recipe: Recipe = RECIPE, **changes: str) -> dict[str, str]:
     return dict.fromkeys(COLUMNS, "") | MEASURED | {"recipe": recipe.to_json()} | changes
 
 
-def test_a_row_is_known_by_its_recipe_and_rebuilt_from_it() -> None:
+def test_collected_row_is_rebuilt_from_its_recipe() -> None:
     assert kind_of_table(COLUMNS) == "collected"
     row = parser_of(COLUMNS, "rows.csv")(row_of())
     assert isinstance(row, CollectedRow)
@@ -40,7 +40,7 @@ def test_a_row_is_known_by_its_recipe_and_rebuilt_from_it() -> None:
     assert (workload.inputs, workload.precision, workload.mode) == ((32, 64), "amp-bf16", "train")
 
 
-def test_rows_that_differ_in_the_batch_share_a_structure() -> None:
+def test_rows_of_other_batch_share_a_structure() -> None:
     parse = parser_of(COLUMNS, "rows.csv")
     first, second = parse(row_of()), parse(row_of(dataclasses.replace(RECIPE, batch_size=64)))
     assert first.structure == second.structure

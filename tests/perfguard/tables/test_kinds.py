@@ -78,7 +78,8 @@ def test_a_perceptron_is_made_of_its_layers() -> None:
 
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs transformers")
 @pytest.mark.parametrize("mode", ["infer", "train"])
-def test_a_transformer_is_made_from_the_configuration_beside_its_table(tmp_path: Path, mode: str) -> None:
+def test_transformer_is_made_from_configs_file(tmp_path: Path, mode: str) -> None:
+    """The file lies beside its table."""
     sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
     configuration = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}
     (tmp_path / "transformers_configs.json").write_text(json.dumps({"small": configuration}))

@@ -117,7 +117,7 @@ def test_a_row_says_what_ran() -> None:
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_a_row_that_cannot_be_done_is_a_row_with_an_error() -> None:
+def test_row_that_cannot_be_done_has_an_error() -> None:
     rows = rows_of({}, {"gpu": "a1000"}, {"model": "unknown"}, {"batch_size": "x"}, {"img_size": "1"}, {"batch_size": "4"})
     results = evaluate(COLUMNS, rows, "table.csv", Fixed())
     assert [bool(result.error) for result in results] == [False, True, True, True, True, False]
