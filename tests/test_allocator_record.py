@@ -87,7 +87,7 @@ def test_a_workspace_is_beside_the_live_bytes(script: ModuleType, graph: OpGraph
     assert measured[at].reserved == 2**21
 
 
-def test_a_tensor_that_the_trace_does_not_know_parts_them_where_it_is_made(script: ModuleType, graph: OpGraph) -> None:
+def test_unknown_tensor_parts_records_where_made(script: ModuleType, graph: OpGraph) -> None:
     at = next(index for index, op in enumerate(graph.ops) if "batch_norm" in op.name)
     found = script.compare(graph, history_of(graph, script, kept={at: 5 * 10**6}), reserved=1)
     assert found.partings == (script.Parting(graph.ops[at].name, 5 * 10**6),)
@@ -96,7 +96,7 @@ def test_a_tensor_that_the_trace_does_not_know_parts_them_where_it_is_made(scrip
     assert f"| `{graph.ops[at].name}` | 1 | +4.77 MiB |" in text
 
 
-def test_operators_that_only_one_side_has_do_not_shift_the_others(script: ModuleType, graph: OpGraph) -> None:
+def test_one_sided_operators_do_not_shift_the_others(script: ModuleType, graph: OpGraph) -> None:
     measured = history_of(graph, script)
     other = [measured[0], measured[0]._replace(name="a_kernel_of_cudnn"), *measured[1:]]
     found = script.compare(graph, other, reserved=1)

@@ -135,7 +135,7 @@ print(*sorted(name for name in sys.modules if name.startswith(unwanted)))
 @pytest.mark.parametrize(
     ("package", "host", "extra"), [("perfguard_optuna", "optuna", "optuna"), ("perfguard_ray", "ray", "ray")]
 )
-def test_an_integration_without_its_host_names_the_pip_line(package: str, host: str, extra: str) -> None:
+def test_integration_without_host_names_the_pip_line(package: str, host: str, extra: str) -> None:
     done = run_python(
         f"""
 import sys
@@ -170,7 +170,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-def test_a_wheel_has_its_packages_at_the_top_and_nothing_else(wheel: tuple[str, dict[str, int]]) -> None:
+def test_wheel_has_only_its_packages_at_the_top(wheel: tuple[str, dict[str, int]]) -> None:
     name, files = wheel
     top = {file.partition("/")[0] for file in files}
     expected = {Path(package).name for package in (MAIN if name == "main" else RESEARCH)}
@@ -192,7 +192,7 @@ def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None
 
 
 @pytest.mark.slow
-def test_the_main_wheel_ships_the_weights_of_the_default_predictor_alone(wheel: tuple[str, dict[str, int]]) -> None:
+def test_main_wheel_ships_default_weights_only(wheel: tuple[str, dict[str, int]]) -> None:
     # Everyone who installs PerfGuard downloads them.
     name, files = wheel
     num_bytes = sum(size for file, size in files.items() if file.endswith(".safetensors"))

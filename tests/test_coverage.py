@@ -142,7 +142,7 @@ def test_a_hugging_face_model(name: str, precision: Any) -> None:
 
 @needs_zoo
 @pytest.mark.filterwarnings("ignore")
-def test_a_hugging_face_model_with_checkpointing_keeps_less() -> None:
+def test_hugging_face_checkpointing_keeps_less() -> None:
     transformers: Any = importlib.import_module("transformers")
 
     peaks = []

@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Broken())
 
 
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
-def test_torchvision_timm_lightning_and_transformers_can_be_imported_in_a_plain_process() -> None:
+def test_vision_and_training_libraries_import() -> None:
     """A CPU torch beside PyPI's torchvision once brought all four down, and the tests hid it."""
     done = run_python("import torchvision, timm, lightning, transformers; from transformers import Trainer; print(Trainer)")
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_torchvision_timm_lightning_and_transformers_can_be_imported_in_a_plain_
 
 
 @pytest.mark.parametrize(("has_operators", "declared"), [(False, "True"), (True, "False")])
-def test_operators_are_declared_only_where_the_c_library_did_not_load(has_operators: bool, declared: str, tmp_path: Path) -> None:
+def test_operators_are_declared_only_without_c_library(has_operators: bool, declared: str, tmp_path: Path) -> None:
     """Beside a CUDA build of PyTorch the shim must do nothing."""
     package = tmp_path / "torchvision"
     package.mkdir()
@@ -61,7 +61,7 @@ print(hasattr(torch.ops.torchvision, "nms"))
 
 
 @pytest.mark.parametrize("integration", ["transformers", "lightning"])
-def test_an_integration_whose_host_is_broken_names_the_real_cause(integration: str) -> None:
+def test_broken_host_names_the_real_cause(integration: str) -> None:
     """It once said that Transformers was missing where torchvision was broken."""
     torchvision_fails = fails_in("torchvision", 'RuntimeError("operator torchvision::nms does not exist")')
     done = run_python(f"{torchvision_fails}\nimport perfguard_optuna.{integration}")
@@ -71,7 +71,7 @@ def test_an_integration_whose_host_is_broken_names_the_real_cause(integration: s
 
 
 @pytest.mark.parametrize("integration", ["transformers", "lightning"])
-def test_an_integration_whose_host_is_missing_names_the_pip_line(integration: str) -> None:
+def test_missing_host_names_the_pip_line(integration: str) -> None:
     absent = fails_in(integration, "ModuleNotFoundError(f'No module named {name!r}', name=name)")
     done = run_python(f"{absent}\nimport sys; sys.modules['pytorch_lightning'] = None\nimport perfguard_optuna.{integration}")
     assert done.returncode == 1
@@ -94,7 +94,7 @@ def test_only_a_package_that_is_not_there_is_missing() -> None:
     assert why_not_imported(caught("import no_such_package"), "json", missing).endswith("No module named 'no_such_package'")
 
 
-def test_the_first_cause_is_named_however_often_it_was_wrapped() -> None:
+def test_first_cause_is_named_through_wrapping() -> None:
     """Transformers imports lazily, and wraps what went wrong in an error that says nothing."""
     error = ModuleNotFoundError("Could not import module 'Trainer'.")
     error.__cause__ = RuntimeError("operator torchvision::nms does not exist")

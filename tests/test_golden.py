@@ -17,7 +17,7 @@ ON_ANOTHER_MACHINE = 1e-4
 """Other processors add up in another order; on one machine two runs agree to the bit."""
 
 
-def test_golden_differences_finds_what_changed_and_what_is_missing() -> None:
+def test_golden_differences_finds_changes_and_gaps() -> None:
     # The check is worth nothing if it cannot fail.
     expected: dict[str, golden.Row] = {"same": [1.0, None], "moved": [1.0, 2.0], "silent": [1.0, 0.5], "gone": [1.0]}
     found: dict[str, golden.Row] = {"same": [1.0, None], "moved": [1.0, 2.25], "silent": [1.0, None], "new": [1.0]}

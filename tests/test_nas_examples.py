@@ -37,7 +37,7 @@ def test_the_elastic_network_runs_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "nas_elastic.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_cut_of_the_elastic_network_computes_what_the_network_of_its_own_does() -> None:
+def test_elastic_network_cut_equals_its_own_network() -> None:
     example = runpy.run_path(str(EXAMPLES / "nas_elastic.py"))
     torch.manual_seed(0)
     elastic, images = example["Elastic"](), torch.randn(3, 1, 8, 8)
@@ -45,7 +45,7 @@ def test_a_cut_of_the_elastic_network_computes_what_the_network_of_its_own_does(
         assert torch.allclose(elastic(images, cut), elastic.subnet(cut)(images), atol=1e-5)
 
 
-def test_the_space_has_the_size_of_the_benchmark_and_networks_that_run() -> None:
+def test_nas_space_has_benchmark_size_and_runs() -> None:
     space = runpy.run_path(str(EXAMPLES / "nas_space.py"))
     assert len(space["OPERATORS"]) ** len(space["EDGES"]) == 15_625
     cell = ("conv3x3", "skip", "pool3x3", "none", "conv1x1", "skip")

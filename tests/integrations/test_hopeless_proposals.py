@@ -34,7 +34,7 @@ def build_wide(params: Mapping[str, Any]) -> Workload:
 
 @pytest.mark.parametrize("gpu", ["a100", "cpu"])
 @pytest.mark.parametrize("make", [build, build_wide], ids=["batch", "width"])
-def test_a_study_up_to_a_million_million_has_no_unguarded_trial(make: Callable[..., Workload], gpu: str) -> None:
+def test_huge_proposals_leave_no_unguarded_trial(make: Callable[..., Workload], gpu: str) -> None:
     """Each crashed the predictor or the trace, was launched unguarded, and killed the process."""
     launched: list[int] = []
 

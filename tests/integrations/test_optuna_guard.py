@@ -45,7 +45,7 @@ def build(params: Mapping[str, Any]) -> Workload:
     return Workload(nn.Linear(64, params["width"]), inputs=(32, 64), loss=torch.mean, steps=40)
 
 
-def test_a_model_and_a_batch_are_judged_where_they_are_at_hand() -> None:
+def test_guard_trial_judges_a_model_and_batch() -> None:
     guard = make_guard()
     trained = []
 
@@ -69,7 +69,7 @@ def test_a_model_and_a_batch_are_judged_where_they_are_at_hand() -> None:
     assert record_of(study.trials[0]).measured["time"] > 0
 
 
-def test_a_seeded_study_comes_to_the_same_with_a_guard_as_without() -> None:
+def test_guard_keeps_a_seeded_study_the_same() -> None:
     def outcome(*, is_guarded: bool) -> list[float]:
         torch.manual_seed(0)
         random.seed(0)
@@ -113,7 +113,8 @@ def test_half_a_workload_is_refused(arguments: tuple[Any, ...], message: str) ->
         make_guard().check(*arguments)
 
 
-def test_an_out_of_memory_error_is_a_lower_bound_and_tells_the_sampler() -> None:
+def test_oom_is_a_lower_bound_and_a_constraint() -> None:
+    """An out-of-memory error says that more was needed, and the sampler is told so."""
     guard = make_guard(build=build)
 
     def objective(trial: optuna.Trial) -> float:
@@ -150,7 +151,7 @@ def slowly(step: Any, num_steps: int, seconds: float) -> None:
         step()
 
 
-def test_a_trial_is_stopped_when_its_pace_will_break_the_budget() -> None:
+def test_pace_over_budget_stops_trial() -> None:
     """The predictor says 40 steps of 10 ms; they take 30 ms, so that after 25 of them the budget of a second is out of reach."""
     guard = make_guard(time_budget="1s")
     steps = []
@@ -204,7 +205,7 @@ def test_a_trial_within_its_pace_runs_to_its_end() -> None:
     assert study.trials[0].state == COMPLETE
 
 
-def test_a_trial_that_would_outlast_the_study_is_not_launched() -> None:
+def test_within_timeout_prunes_trial_too_long_for_it() -> None:
     """400 ms are predicted; a study of 100 ms has no time for it, a study of an hour has."""
     states = []
     for timeout in (0.1, 3600):
@@ -224,7 +225,7 @@ def repairing() -> OptunaGuard:
     return make_guard(build=build_wide_batch, on_violation="repair", memory_budget="6MiB")
 
 
-def test_a_repair_reaches_the_objective_and_the_trials_attributes() -> None:
+def test_repair_reaches_objective_and_trial_attributes() -> None:
     guard = repairing()
     seen = []
 
@@ -258,7 +259,7 @@ def test_a_repair_reaches_the_block() -> None:
     assert study.best_value > 1
 
 
-def test_a_repair_that_the_objective_ignores_is_not_learnt() -> None:
+def test_repair_ignored_by_objective_is_not_learnt() -> None:
     guard = repairing()
     study = study_of(LARGE)
     with pytest.warns(UnguardedTrialWarning, match=r"did not ask `repair_of\(trial\)`"):
@@ -271,14 +272,15 @@ def test_without_a_guard_a_trial_is_as_proposed() -> None:
     assert repair_of(optuna.create_study().ask()).accumulation == 1
 
 
-def test_the_pruner_takes_a_guard_or_settings_but_not_both() -> None:
+def test_pruner_refuses_a_guard_and_settings_together() -> None:
     with pytest.raises(ConfigurationError, match="Give a guard, or the settings of one"):
         PerfGuardPruner(guard=make_guard(), risk=0.1)
     with pytest.raises(ConfigurationError, match="inner must be an Optuna pruner"):
         PerfGuardPruner("a100", inner="hyperband", log=False)  # type: ignore[arg-type]
 
 
-def test_another_budget_keeps_the_constraints_with_which_the_study_was_begun() -> None:
+def test_constraints_stay_those_of_the_first_budget() -> None:
+    """Constraints must be the same in all trials of a study, so a budget given later adds none."""
     study = study_of(SMALL, SMALL)
     study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=make_guard(build=build)))
     strict = PerfGuardPruner(guard=make_guard(build=build, time_budget="1ms"))
@@ -309,7 +311,7 @@ def test_hyperband_is_composed_with_the_guard() -> None:
     assert all(trial.last_step is None for trial in by_verdict["prune"])
 
 
-def test_a_storage_that_goes_away_in_the_middle_does_not_stop_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_survives_a_storage_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = make_guard(build=build)
     study = study_of(SMALL, LARGE, SMALL)
 
@@ -325,7 +327,7 @@ def test_a_storage_that_goes_away_in_the_middle_does_not_stop_the_guard(monkeypa
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
 
 
-def test_a_trial_past_its_budget_is_stopped_however_few_its_steps() -> None:
+def test_pace_past_budget_stops_trial_at_any_step() -> None:
     guard = make_guard(time_budget="50ms")
 
     def objective(trial: optuna.Trial) -> float:
@@ -341,7 +343,9 @@ def test_a_trial_past_its_budget_is_stopped_however_few_its_steps() -> None:
     assert "it has taken" in study.trials[0].user_attrs["perfguard:stopped"]
 
 
-def test_a_build_that_takes_all_parameters_at_once_waits_for_them() -> None:
+def test_build_waits_for_all_its_parameters() -> None:
+    """A build that takes all parameters at once is called again when all are suggested."""
+
     def of_two(*, width: int, depth: int) -> Workload:
         return Workload(nn.Sequential(*(nn.Linear(64, width) for _ in range(depth))), inputs=(32, 64), loss=torch.mean)
 
@@ -355,7 +359,7 @@ def test_a_build_that_takes_all_parameters_at_once_waits_for_them() -> None:
     assert [trial.state for trial in study.trials] == [COMPLETE, PRUNED]
 
 
-def test_a_trial_that_gave_up_before_its_first_step_says_nothing_of_memory() -> None:
+def test_trial_without_a_step_says_nothing_of_memory() -> None:
     guard = make_guard(build=build)
 
     def objective(trial: optuna.Trial) -> float:
@@ -369,7 +373,7 @@ def test_a_trial_that_gave_up_before_its_first_step_says_nothing_of_memory() -> 
     assert "memory" not in record_of(study.trials[0]).measured
 
 
-def test_the_deadline_of_one_study_is_not_that_of_the_next() -> None:
+def test_deadline_ends_with_its_study() -> None:
     pruner = PerfGuardPruner(guard=make_guard(build=build, within_timeout=True))
     study_of(SMALL).optimize(lambda trial: float(suggest_width(trial)), n_trials=1, timeout=0.1, pruner=pruner, count="proposed")
     assert pruner.guard.time_left_s() is None
@@ -388,7 +392,7 @@ def test_what_cannot_be_measured_runs_all_the_same(monkeypatch: pytest.MonkeyPat
     assert [trial.state for trial in study.trials] == [COMPLETE, COMPLETE]
 
 
-def test_a_trial_is_measured_once_though_it_reports_after_the_block() -> None:
+def test_report_after_the_block_is_not_measured_again() -> None:
     pruner = PerfGuardPruner(guard=make_guard(build=build))
 
     def objective(trial: optuna.Trial) -> float:

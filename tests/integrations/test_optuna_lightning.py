@@ -153,14 +153,14 @@ class Placed(Net):
         return super().to(*args, **kwargs)
 
 
-def test_what_does_not_fit_is_pruned_before_it_is_moved_to_the_device() -> None:
+def test_callback_prunes_before_moving_to_device() -> None:
     study = study_of(make_guard(), [LARGE], Placed)
     assert states(study) == [PRUNED]
     assert record_of(study.trials[0]).reason.startswith("needs at least 5.")
     assert Net.seen == ["meta"]
 
 
-def test_what_fits_is_judged_once_trained_measured_and_learnt_from() -> None:
+def test_callback_judges_once_measures_and_learns() -> None:
     guard = make_guard()
     study = study_of(guard, [SMALL, LARGE, SMALL], Scored, accumulate_grad_batches=2, max_epochs=3)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
@@ -223,7 +223,7 @@ def test_every_form_of_configure_optimizers_is_judged(form: str, monkeypatch: py
     assert predicted == by_hand(guard, optimizer=momentum) < by_hand(guard)
 
 
-def test_a_guarded_training_is_the_same_to_the_last_bit() -> None:
+def test_callback_keeps_training_bitwise_the_same() -> None:
     def train(*callbacks: pl.Callback) -> dict[str, torch.Tensor]:
         pl.seed_everything(0, verbose=False)
         module = Scored(SMALL)
@@ -301,7 +301,9 @@ class MadeInSetup(MadeLater):
 
 
 @pytest.mark.parametrize("make", [MadeInConfigureModel, MadeInSetup])
-def test_a_module_that_makes_its_layers_later_is_judged_when_they_are_there(make: type[MadeLater]) -> None:
+def test_lazy_module_is_judged_once_configured(make: type[MadeLater]) -> None:
+    """A module that makes its layers in a hook is judged when they are there."""
+
     def objective(trial: optuna.Trial) -> float:
         module = make(trial.suggest_categorical("width", [LARGE]))
         loaders = None if make is MadeInSetup else make_loader()
@@ -353,7 +355,7 @@ class Peeking(Net):
 @pytest.mark.parametrize(
     ("make", "words"), [(Manual, "with manual optimization"), (Peeking, r"Peeking is not attached to a `Trainer`")]
 )
-def test_what_cannot_be_judged_is_launched_with_one_warning(make: type[Net], words: str) -> None:
+def test_unjudgeable_module_launches_with_one_warning(make: type[Net], words: str) -> None:
     guard = make_guard()
     with pytest.warns(UnguardedTrialWarning, match=words) as caught:
         study = study_of(guard, [LARGE, LARGE], make, max_steps=2)
@@ -373,7 +375,7 @@ class Crashing(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_running_out_of_memory_all_the_same_prunes_the_trial_and_the_study_goes_on() -> None:
+def test_oom_prunes_the_trial_and_the_study_goes_on() -> None:
     guard = make_guard()
     study = study_of(guard, [SMALL, SMALL], Crashing)
     assert states(study) == [PRUNED, PRUNED]
@@ -395,7 +397,7 @@ class Slow(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_pace_that_breaks_the_time_budget_prunes_the_trial() -> None:
+def test_pace_over_time_budget_prunes_trial() -> None:
     guard = make_guard(time_budget="1s")
     study = study_of(guard, [SMALL], Slow, max_steps=90, max_epochs=-1)  # predicted: 0.9 s; in fact 2.7 s
     assert states(study) == [PRUNED]
@@ -404,7 +406,8 @@ def test_a_pace_that_breaks_the_time_budget_prunes_the_trial() -> None:
     assert 2 < len(Net.seen) < 60
 
 
-def test_a_metric_that_is_reported_prunes_as_it_does_without_the_guard() -> None:
+def test_inner_pruner_prunes_on_reported_metric() -> None:
+    """A metric that is reported prunes as it does without the guard."""
     guard = make_guard()
 
     def objective(trial: optuna.Trial) -> float:
@@ -424,7 +427,7 @@ def test_a_metric_that_is_reported_prunes_as_it_does_without_the_guard() -> None
     assert [decision.status for decision in guard.log.decisions()] == ["ok", "ok"]
 
 
-def test_a_trial_that_a_guarded_study_has_judged_is_not_judged_again() -> None:
+def test_callback_does_not_judge_a_guarded_trial_again() -> None:
     guard = make_guard(build=lambda params: Workload(nn.Linear(64, params["width"]), inputs=(BATCH, 64), loss=torch.mean))
 
     def objective(trial: optuna.Trial) -> float:

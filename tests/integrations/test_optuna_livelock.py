@@ -103,7 +103,7 @@ def most_repeated(study: optuna.Study) -> int:
 
 @pytest.mark.parametrize("way", ["guarded study", "plain study"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_space_of_which_little_fits_ends_with_its_trials(name: str, way: str) -> None:
+def test_study_launches_its_trials_where_little_fits(name: str, way: str) -> None:
     """A sampler that knows nothing of constraints proposes what was rejected, again and again."""
     started_at = time.monotonic()
     study = study_of(way, SAMPLERS[name]())
@@ -119,7 +119,7 @@ def test_a_space_of_which_little_fits_ends_with_its_trials(name: str, way: str) 
 
 @pytest.mark.parametrize("way", ["guarded study", "plain study"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_space_of_which_nothing_fits_ends_and_says_so(name: str, way: str) -> None:
+def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
     started_at = time.monotonic()
     with pytest.warns(NothingFeasibleWarning, match="Nothing fits"):
         study = study_of(way, SAMPLERS[name](), build=build_nothing_that_fits)
@@ -142,7 +142,7 @@ def test_a_point_that_was_rejected_is_not_judged_again() -> None:
     assert Counting.num_judged <= len(WIDTHS) * len(BATCHES)
 
 
-def test_a_rejected_point_is_judged_again_once_after_the_guard_may_have_learnt() -> None:
+def test_rejected_point_is_judged_again_after_learning() -> None:
     """A guard that was wrong at first must not hold it against a point for ever."""
 
     class Learns(ReplayPredictor):
@@ -183,7 +183,7 @@ class Scattering(ReplayPredictor):
 
 
 @pytest.mark.parametrize("way", ["guarded study", "plain study"])
-def test_a_machine_whose_times_scatter_does_not_end_a_study_that_has_trials_to_run(way: str) -> None:
+def test_scattered_times_do_not_end_the_study(way: str) -> None:
     """Nothing is sure to hold the budget, and much is likely to; 300 prunes later "Nothing fits" was said."""
     pruner = PerfGuardPruner(
         BARE_A100, build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
@@ -223,7 +223,7 @@ WAYS_TO_LOOK: dict[str, Callable[[dict[str, Any]], int]] = {
 
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("way", WAYS_TO_LOOK)
-def test_a_point_is_not_rejected_for_what_another_was_rejected_for(way: str, sampler: bool) -> None:
+def test_rejection_is_kept_for_its_own_point_only(way: str, sampler: bool) -> None:
     """`params.pop("width")` went unseen: a trial that fits was pruned with what was remembered of one that does not."""
 
     def build_by_the_way(params: Any) -> Workload:
@@ -259,7 +259,7 @@ def test_parameters_know_who_looked_at_them() -> None:
         hash(params)
 
 
-def test_a_second_attempt_to_build_finds_what_the_first_took_out() -> None:
+def test_second_build_finds_params_the_first_popped() -> None:
     """The first is on the meta device, where a model that looks at its numbers cannot be built."""
 
     def build_with_numbers(params: Any) -> Workload:
@@ -276,9 +276,7 @@ def test_a_second_attempt_to_build_finds_what_the_first_took_out() -> None:
 
 
 @pytest.mark.parametrize("most", [20, 21, 22, 23])
-def test_a_search_that_is_over_ends_the_study_whoever_counts_the_last_rejection(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
     monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", most)
     pruner = PerfGuardPruner(
@@ -297,7 +295,7 @@ def test_a_search_that_is_over_ends_the_study_whoever_counts_the_last_rejection(
     assert len(study.trials) <= most + 1
 
 
-def test_the_sampler_is_wrapped_once_by_however_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that both found a repeat put one wrapper around the other."""
     has_rejected_again = OptunaGuard.has_rejected_again
 
@@ -324,7 +322,7 @@ def test_the_sampler_is_wrapped_once_by_however_many_threads(monkeypatch: pytest
     assert not any(isinstance(sampler.inner, NewProposals) for sampler in samplers if isinstance(sampler, NewProposals))
 
 
-def test_a_rejection_repeated_before_the_first_launch_is_judged_again_after_it() -> None:
+def test_repeat_rejection_is_judged_again_after_launch() -> None:
     """Turned down from memory is not judged: the docs promise one more judgement once a trial ran."""
 
     class Counting(ReplayPredictor):
@@ -352,7 +350,7 @@ def test_a_rejection_repeated_before_the_first_launch_is_judged_again_after_it()
 
 
 @pytest.mark.parametrize(("bad", "good"), [(1, True), (True, 1), (1.0, 1), (None, "None"), ("None", None), ([1], "[1]")])
-def test_values_of_different_kinds_are_different_points(bad: Any, good: Any) -> None:
+def test_points_differ_by_value_type(bad: Any, good: Any) -> None:
     """1 == True, so a trial that fits was pruned with what was remembered of the other."""
 
     def build_by_kind(params: Mapping[str, Any]) -> Workload:

@@ -91,7 +91,7 @@ def test_the_double_is_a_predictor() -> None:
     assert isinstance(ReplayPredictor(), Predictor)
 
 
-def test_a_trial_that_does_not_fit_is_pruned_before_it_trains() -> None:
+def test_trial_over_memory_is_pruned_before_training() -> None:
     study, objective = study_of(make_pruner(), [SMALL, LARGE, SMALL]), Objective()
     study.optimize(objective, n_trials=3)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
@@ -173,7 +173,8 @@ def test_a_trial_is_judged_once_however_often_it_asks() -> None:
     assert len(pruner.guard.log.decisions(study.study_name)) == 2
 
 
-def test_a_plain_study_is_measured_when_the_next_trial_begins() -> None:
+def test_plain_study_trial_is_measured_at_the_next_one() -> None:
+    """Without a block nothing says that a trial is over until the next one begins."""
     pruner = make_pruner()
     study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
     study.optimize(objective, n_trials=3)
@@ -202,7 +203,7 @@ def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
     assert [decision.status for decision in pruner.guard.log.decisions()] == ["failed", None]
 
 
-def test_without_a_build_trials_are_launched_with_one_warning() -> None:
+def test_no_build_launches_with_one_warning() -> None:
     study, objective = study_of(make_pruner(build=None), [SMALL, LARGE]), Objective()
     with pytest.warns(UnguardedTrialWarning, match="does not know what the trials run") as caught:
         study.optimize(objective, n_trials=2)
@@ -237,7 +238,7 @@ def build_branching(params: Mapping[str, Any]) -> Workload:
         (build_branching, "TraceError"),
     ],
 )
-def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[..., Any], message: str) -> None:
+def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any], message: str) -> None:
     study, objective = study_of(make_pruner(build=faulty), [SMALL, LARGE]), Objective()
     with pytest.warns(UnguardedTrialWarning, match="could not judge a trial and launches it unguarded") as caught:
         study.optimize(objective, n_trials=2)
@@ -251,7 +252,7 @@ def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[...
         assert trial.constraints == {"perfguard:memory": 0.0}
 
 
-def test_a_log_that_is_destroyed_does_not_stop_the_study(tmp_path: Path) -> None:
+def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     store = MeasurementStore(path)
     pruner = make_pruner(log=store)
@@ -268,7 +269,7 @@ def test_a_log_that_is_destroyed_does_not_stop_the_study(tmp_path: Path) -> None
         assert [decision.action for decision in mended.decisions()] == ["launch", "prune", "launch"]
 
 
-def test_a_log_whose_folder_is_gone_does_not_stop_the_study(tmp_path: Path) -> None:
+def test_study_survives_a_log_whose_folder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     store = MeasurementStore(folder / "log.db")
     pruner = make_pruner(log=store)
@@ -282,7 +283,7 @@ def test_a_log_whose_folder_is_gone_does_not_stop_the_study(tmp_path: Path) -> N
         store.close()
 
 
-def test_a_log_that_was_damaged_before_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_damaged_log_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(LogCorruptError, match="left as it is"):
@@ -329,7 +330,8 @@ def test_the_block_needs_no_pruner_in_the_study() -> None:
 
 
 @pytest.mark.parametrize(("steps_by_hand", "num_steps"), [(0, 3), (5, 5)])
-def test_steps_marked_in_the_block_count_instead_of_the_optimizers(steps_by_hand: int, num_steps: int) -> None:
+def test_marked_steps_replace_optimizer_steps(steps_by_hand: int, num_steps: int) -> None:
+    """Steps marked in the block count instead of the optimizer's."""
     pruner = make_pruner(build=None)
     study_of(pruner, [SMALL]).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
     (observation,) = pruner.guard.predictor.learnt  # type: ignore[attr-defined]
@@ -337,7 +339,7 @@ def test_steps_marked_in_the_block_count_instead_of_the_optimizers(steps_by_hand
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")])
-def test_running_out_of_memory_in_the_block_prunes_the_trial(error: Exception) -> None:
+def test_oom_in_the_block_prunes_trial(error: Exception) -> None:
     pruner = make_pruner(build=None)
     study = study_of(pruner, [SMALL, SMALL])
     study.optimize(InlineObjective(pruner, error=error), n_trials=2)
@@ -367,7 +369,7 @@ def test_the_block_without_a_workload_asks_build() -> None:
     assert states(study) == [COMPLETE, PRUNED]
 
 
-def test_the_block_with_nothing_to_judge_launches_with_a_warning() -> None:
+def test_block_with_nothing_to_judge_warns() -> None:
     pruner = make_pruner(build=None)
 
     def objective(trial: optuna.Trial) -> float:
@@ -383,7 +385,8 @@ def test_the_block_with_nothing_to_judge_launches_with_a_warning() -> None:
     assert [decision.status for decision in pruner.guard.log.decisions()] == ["ok", "ok"]
 
 
-def test_the_block_measures_its_own_trial_after_one_that_nobody_finished() -> None:
+def test_block_measures_its_own_trial_only() -> None:
+    """A trial of another study, which nobody finished, comes before it."""
     pruner = make_pruner()
     plain = study_of(pruner, [SMALL], study_name="plain")
     plain.optimize(Objective(), n_trials=1)
@@ -413,7 +416,7 @@ def reporting_objective(trial: optuna.Trial) -> float:
     return 0.0
 
 
-def test_the_inner_pruner_decides_on_launched_trials_only() -> None:
+def test_inner_pruner_sees_launched_trials_only() -> None:
     inner = CountingPruner()
     study = study_of(make_pruner(inner=inner), [SMALL, LARGE])
     study.optimize(reporting_objective, n_trials=2)
@@ -469,7 +472,7 @@ def test_more_budget_never_prunes_more(risk: float) -> None:
     assert not pruned[-1]
 
 
-def test_the_shipped_predictor_guards_a_study_on_the_cpu() -> None:
+def test_shipped_predictor_guards_a_cpu_study() -> None:
     pruner = PerfGuardPruner(gpu="cpu", build=functools.partial(_deep, depth=2), memory_budget="64MiB", log=False)
     study = study_of(pruner, [64, 256, LARGE, 64])
 

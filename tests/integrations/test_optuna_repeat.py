@@ -60,7 +60,7 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore::perfguard.exceptions.PerfGuardWarning")
-def test_a_seeded_study_with_a_log_of_its_own_repeats_itself_to_the_last_verdict(tmp_path: Path) -> None:
+def test_seeded_study_repeats_every_verdict(tmp_path: Path) -> None:
     # Finding 8: the same seed gave another study the next day, because the user's log had grown in between.
     first = one_study(log=False)
     assert {action for _, _, action, *_ in first} == {"launch", "prune"}

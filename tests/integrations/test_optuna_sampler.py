@@ -101,7 +101,7 @@ SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_plain_study_launches_as_many_trials_as_it_was_asked_for(name: str) -> None:
+def test_plain_study_launches_n_trials(name: str) -> None:
     study = plain_study(SAMPLERS[name]())
     study.optimize(objective, n_trials=12)
     assert len(completed(study)) >= 11  # the very first trial of a study is judged after its suggestions
@@ -113,7 +113,7 @@ def test_a_plain_study_launches_as_many_trials_as_it_was_asked_for(name: str) ->
     assert all("the budget is 1.00 MiB" in record_of(trial).reason for trial in rejected)
 
 
-def test_a_guarded_study_launches_exactly_as_many_trials_as_it_was_asked_for() -> None:
+def test_guarded_study_launches_exactly_n_trials() -> None:
     pruner = make_pruner()
     study = create_study(direction="maximize", sampler=PerfGuardSampler(TPESampler(seed=0), pruner))
     study.optimize(objective, n_trials=10, pruner=pruner)
@@ -128,7 +128,7 @@ def test_two_jobs_share_a_sampler() -> None:
     assert all(fits(study, trial.params) for trial in completed(study))
 
 
-def test_every_point_of_a_grid_that_fits_is_tried_once_and_the_study_ends() -> None:
+def test_grid_sampler_tries_each_fitting_point_once() -> None:
     study = plain_study(GridSampler(GRID))
     with pytest.warns(UnguardedTrialWarning, match="was never asked"):  # the very first trial, before the space is known
         study.optimize(lambda trial: float(sum(suggest(trial))), n_trials=40)
@@ -137,7 +137,7 @@ def test_every_point_of_a_grid_that_fits_is_tried_once_and_the_study_ends() -> N
     assert len(study.trials) <= 10
 
 
-def test_brute_force_tries_every_point_that_fits_and_the_study_ends() -> None:
+def test_brute_force_tries_every_fitting_point() -> None:
     def small_space(trial: optuna.Trial) -> float:
         width = trial.suggest_categorical("width", GRID["width"])
         batch = trial.suggest_categorical("batch", GRID["batch"])
@@ -151,7 +151,7 @@ def test_brute_force_tries_every_point_that_fits_and_the_study_ends() -> None:
     assert len(study.trials) <= 11
 
 
-def test_the_gp_learns_the_border_from_rejected_proposals() -> None:
+def test_gp_sampler_learns_from_rejected_proposals() -> None:
     """What it proposes after some trials fits more often than the space does."""
     study = plain_study(GPSampler(seed=0, n_startup_trials=5, deterministic_objective=True))
     study.optimize(objective, n_trials=15)
@@ -164,7 +164,7 @@ def conditional_build(params: Mapping[str, Any]) -> Workload:
     return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)
 
 
-def test_a_conditional_space_is_followed_branch_by_branch() -> None:
+def test_conditional_space_is_followed_by_branch() -> None:
     def conditional(trial: optuna.Trial) -> float:
         kind = trial.suggest_categorical("kind", ["wide", "narrow"])
         width = trial.suggest_int("wide", 512, 3000) if kind == "wide" else trial.suggest_int("narrow", 8, 64)
@@ -183,7 +183,7 @@ def test_a_conditional_space_is_followed_branch_by_branch() -> None:
     )
 
 
-def test_what_the_user_enqueues_is_judged_and_never_replaced() -> None:
+def test_enqueued_trial_is_judged_but_not_replaced() -> None:
     study = plain_study(RandomSampler(seed=0))
     study.optimize(objective, n_trials=2)
     study.enqueue_trial({"width": 4096, "batch": 1024})
@@ -201,7 +201,7 @@ def test_a_study_with_several_objectives_is_guarded() -> None:
     assert all(fits(study, trial.params) for trial in completed(study))
 
 
-def test_a_resumed_study_knows_its_space_from_the_first_trial(tmp_path: Path) -> None:
+def test_resumed_study_knows_its_space(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     for _ in range(2):
         pruner = make_pruner()
@@ -214,7 +214,8 @@ def test_a_resumed_study_knows_its_space_from_the_first_trial(tmp_path: Path) ->
     assert len(completed(study)) == before + 5
 
 
-def test_a_study_that_was_begun_without_the_guard_goes_on_with_a_sampler_that_models_constraints() -> None:
+def test_gp_sampler_resumes_a_study_begun_unguarded() -> None:
+    """Its first trials carry no constraints, so the later ones carry none either."""
     study = optuna.create_study(direction="maximize", sampler=RandomSampler(seed=0))
     study.optimize(objective, n_trials=6)
     pruner = make_pruner()
@@ -225,7 +226,7 @@ def test_a_study_that_was_begun_without_the_guard_goes_on_with_a_sampler_that_mo
     assert all(fits(study, trial.params) for trial in completed(study)[6:])
 
 
-def test_a_space_with_nothing_feasible_ends_and_says_so() -> None:
+def test_nothing_feasible_ends_a_plain_study() -> None:
     study = plain_study(RandomSampler(seed=0), memory_budget="1KiB")
     with pytest.warns(NothingFeasibleWarning, match=r"Nothing fits: 300 proposals in a row .* the budget is 1\.00 KiB"):
         study.optimize(objective, n_trials=1000)
@@ -233,14 +234,14 @@ def test_a_space_with_nothing_feasible_ends_and_says_so() -> None:
     assert len(study.trials) < 310
 
 
-def test_a_guarded_study_with_nothing_feasible_ends_and_says_so() -> None:
+def test_nothing_feasible_ends_a_guarded_study() -> None:
     study = create_study(sampler=RandomSampler(seed=0))
     with pytest.warns(NothingFeasibleWarning, match="Raise the budget"):
         study.optimize(objective, n_trials=1000, pruner=make_pruner(memory_budget="1KiB"))
     assert 290 < len(study.trials) <= 300  # a point that comes again is no trial
 
 
-def test_a_study_that_ends_for_want_of_a_sure_trial_says_that_more_risk_would_help() -> None:
+def test_study_without_a_sure_trial_suggests_more_risk() -> None:
     class Unsure(ReplayPredictor):
         def predict(self, *arguments: Any, **options: Any) -> Any:
             return replace(super().predict(*arguments, **options), peak_memory=Estimate(0.8 * 2**20, 1.0))
@@ -250,7 +251,7 @@ def test_a_study_that_ends_for_want_of_a_sure_trial_says_that_more_risk_would_he
         study.optimize(objective, n_trials=1000, pruner=make_pruner(predictor=Unsure(), risk=0.001))
 
 
-def test_after_too_many_proposals_the_last_is_moved_until_it_fits() -> None:
+def test_max_proposals_moves_the_last_until_it_fits() -> None:
     class Stubborn(RandomSampler):
         """Proposes the same point for ever."""
 
@@ -267,7 +268,7 @@ def test_after_too_many_proposals_the_last_is_moved_until_it_fits() -> None:
     assert not fits(study, moved | {"width": int(moved["width"] * 1.3), "batch": int(moved["batch"] * 1.3)})
 
 
-def test_a_parameter_of_one_value_does_not_hide_the_others() -> None:
+def test_constant_parameter_does_not_hide_the_others() -> None:
     def with_a_constant(trial: optuna.Trial) -> float:
         width, batch = suggest(trial)
         trial.suggest_int("layers", 1, 1)
@@ -283,7 +284,8 @@ def test_a_parameter_of_one_value_does_not_hide_the_others() -> None:
     assert len(completed(study)) >= 11
 
 
-def test_what_the_user_fixed_in_part_is_not_moved_and_ends_only_its_own_trial() -> None:
+def test_partly_fixed_params_end_only_their_trial() -> None:
+    """What the user fixed is not moved, even where it does not fit."""
     pruner = make_pruner()
     sampler = PerfGuardSampler(TPESampler(seed=0, multivariate=True, n_startup_trials=2), pruner, max_proposals=2)
     study = create_study(direction="maximize", sampler=sampler)
@@ -320,7 +322,7 @@ def test_a_bound_must_be_positive() -> None:
         PerfGuardSampler(TPESampler(), make_pruner(), max_proposals=0)
 
 
-def test_a_guard_that_fails_leaves_the_search_to_the_inner_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_guard_leaves_search_to_inner_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     study = plain_study(RandomSampler(seed=0))
     sampler = study.sampler
     assert isinstance(sampler, PerfGuardSampler)

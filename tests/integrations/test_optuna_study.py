@@ -83,7 +83,7 @@ def test_the_literal_line_runs() -> None:
     assert states(study) == [COMPLETE] * 30
 
 
-def test_a_build_guards_an_objective_that_knows_nothing_of_it() -> None:
+def test_build_guards_an_unchanged_objective() -> None:
     trained = []
 
     def unchanged(trial: optuna.Trial) -> float:
@@ -97,7 +97,7 @@ def test_a_build_guards_an_objective_that_knows_nothing_of_it() -> None:
     assert trained == [SMALL, SMALL]
 
 
-def test_a_launched_trial_carries_prediction_and_measurement() -> None:
+def test_launched_trial_has_prediction_and_measurement() -> None:
     pruner = make_pruner()
     study = study_of(SMALL, LARGE)
     study.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
@@ -140,7 +140,7 @@ def test_another_pruner_works_as_ever() -> None:
     assert isinstance(study.pruner, optuna.pruners.NopPruner)
 
 
-def test_a_trial_ends_at_the_suggestion_that_settles_it() -> None:
+def test_trial_ends_at_the_deciding_suggestion() -> None:
     reached = []
 
     def three_suggestions(trial: optuna.Trial) -> float:
@@ -186,7 +186,7 @@ def two_suggestions(trial: optuna.Trial) -> float:
 
 @pytest.mark.parametrize("read", [get, look])
 @pytest.mark.parametrize(("default", "factor", "state"), [(1, LARGE // SMALL, PRUNED), (LARGE // SMALL, 1, COMPLETE)])
-def test_a_default_does_not_stand_in_for_a_later_suggestion(read: Read, default: int, factor: int, state: TrialState) -> None:
+def test_default_does_not_replace_a_later_suggestion(read: Read, default: int, factor: int, state: TrialState) -> None:
     study = study_of({"width": SMALL, "factor": factor})
     study.optimize(
         two_suggestions,
@@ -223,7 +223,7 @@ def test_a_default_is_taken_once_the_trial_runs(read: Read, settle: str) -> None
 
 
 @pytest.mark.parametrize("unsettled", [lambda params: params["depth"], lambda params: params.get("depth", 2)])
-def test_a_parameter_that_is_never_suggested_leaves_the_trials_unguarded(unsettled: Callable[[Any], int]) -> None:
+def test_never_suggested_param_leaves_trials_unguarded(unsettled: Callable[[Any], int]) -> None:
     def build_deep(params: Mapping[str, Any]) -> Workload:
         unsettled(params)
         return build(params)
@@ -252,7 +252,7 @@ class Branching(nn.Module):
     ],
     ids=["raises", "returns a model", "branches on data", "raises KeyError"],
 )
-def test_what_cannot_be_judged_is_launched_with_one_warning(faulty: Callable[..., Any]) -> None:
+def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any]) -> None:
     study = study_of(SMALL, LARGE, SMALL)
     with pytest.warns(UnguardedTrialWarning) as caught:
         study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=faulty))
@@ -274,7 +274,7 @@ def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], fl
     "error",
     [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."), torch.OutOfMemoryError("out of memory")],
 )
-def test_running_out_of_memory_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
+def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
     study.optimize(failing_at(1, error), n_trials=3, count="proposed", pruner=pruner)
@@ -284,7 +284,7 @@ def test_running_out_of_memory_prunes_the_trial_and_the_study_goes_on(error: Exc
     assert [row.measurement.status for row in pruner.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
-def test_running_out_of_memory_prunes_an_unguarded_trial_too() -> None:
+def test_oom_prunes_an_unguarded_trial_too() -> None:
     study = study_of(SMALL, SMALL)
     with pytest.warns(UnguardedTrialWarning):
         study.optimize(failing_at(0, MemoryError()), n_trials=2, pruner=make_pruner(build=None))
@@ -301,7 +301,7 @@ def test_other_errors_end_as_optuna_has_it() -> None:
     assert statuses(pruner, study) == ["failed", "ok", "failed"]
 
 
-def test_an_interrupted_study_is_logged_and_goes_on_later() -> None:
+def test_interrupted_study_is_logged_and_resumed() -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
     with pytest.raises(KeyboardInterrupt):
@@ -413,7 +413,7 @@ def medians(pruner: PerfGuardPruner) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning")
-def test_a_fresh_process_goes_on_with_the_study_and_with_what_was_learnt(tmp_path: Path) -> None:
+def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
     url, log = url_of(tmp_path), str(tmp_path / "log.db")
     pruner = guardnet_pruner(log)
     study = study_of(*[64] * 10, study_name="resumed", storage=url)
@@ -506,7 +506,7 @@ def test_the_functions_take_what_optunas_take(name: str) -> None:
     }
 
 
-def test_optimize_takes_what_optunas_takes_a_pruner_and_what_to_count() -> None:
+def test_optimize_adds_pruner_and_count_to_optunas() -> None:
     ours, theirs = (inspect.signature(study.optimize).parameters for study in (GuardedStudy, optuna.Study))
     assert list(ours) == [*theirs, "pruner", "count"]
     assert all(ours[parameter].default == theirs[parameter].default for parameter in theirs)

@@ -100,7 +100,7 @@ def test_a_summary_by_hand(study: optuna.Study) -> None:
     )
 
 
-def test_the_first_five_and_the_last_ten_errors_are_told_apart() -> None:
+def test_summary_separates_first_and_last_errors() -> None:
     rough = [finished(attributes("launch", (150, 1.5), (100, 1))) for _ in range(5)]
     fair = [finished(attributes("launch", (110, 1.1), (100, 1))) for _ in range(10)]
     summary = summarize(study_of(*rough, *fair))
@@ -108,12 +108,12 @@ def test_the_first_five_and_the_last_ten_errors_are_told_apart() -> None:
     assert summary.last_error == pytest.approx(0.1)
 
 
-def test_a_study_that_nobody_guarded_has_nothing_to_compare() -> None:
+def test_unguarded_study_has_nothing_to_compare() -> None:
     summary = summarize(study_of(finished({}), finished({}, state=TrialState.FAIL)))
     assert (summary.num_launched, summary.num_unjudged, summary.first_error, summary.last_error) == (2, 2, None, None)
 
 
-def test_the_hours_of_trials_that_would_have_crashed_at_once_are_not_saved() -> None:
+def test_time_saved_excludes_trials_that_would_crash() -> None:
     """A sceptic does not believe "16.4 h saved" by four trials that need more than the card has: each dies in its first step."""
     over_the_card = [finished(attributes("prune", (4000, 14760)), state=TrialState.PRUNED) for _ in range(4)]
     summary = summarize(study_of(*over_the_card))
@@ -122,7 +122,7 @@ def test_the_hours_of_trials_that_would_have_crashed_at_once_are_not_saved() -> 
     assert "h" not in printed(skipped_table(study_of(*over_the_card))).splitlines()[-2]
 
 
-def test_a_trial_over_a_budget_that_is_a_part_of_the_card_would_have_run() -> None:
+def test_failures_avoided_counts_only_over_card_memory() -> None:
     """With memory_budget below the card's memory "failures avoided" counted trials that would not have failed."""
     study = study_of(
         finished(attributes("prune", (199, 30)), state=TrialState.PRUNED),
@@ -133,7 +133,7 @@ def test_a_trial_over_a_budget_that_is_a_part_of_the_card_would_have_run() -> No
     assert line_of(str(summary), "would have run out of memory at their start") == "1"
 
 
-def test_a_trial_of_an_older_perfguard_over_its_memory_budget_counts_for_nothing() -> None:
+def test_older_trial_over_memory_budget_is_not_counted() -> None:
     """It does not say how much memory its card had, so nobody knows whether it would have run."""
     older = attributes("prune", (150, 30))
     del older["perfguard:memory:capacity_bytes"]
@@ -144,7 +144,7 @@ def test_a_trial_of_an_older_perfguard_over_its_memory_budget_counts_for_nothing
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("by_sampler", [False, True])
 @pytest.mark.parametrize(("width", "crashes"), [(2**18, 0), (2**36, 1)])
-def test_the_memory_of_the_card_is_written_with_the_verdict(width: int, crashes: int, by_sampler: bool) -> None:
+def test_verdict_attributes_hold_device_memory(width: int, crashes: int, by_sampler: bool) -> None:
     def build(params: Mapping[str, Any]) -> Workload:
         return Workload(nn.Linear(8, params["width"]), inputs=(8, 8), loss=torch.mean, steps=100)
 
@@ -160,7 +160,7 @@ def test_the_memory_of_the_card_is_written_with_the_verdict(width: int, crashes:
     assert (summary.saved_s is None) == bool(crashes)
 
 
-def test_a_summary_gives_no_figure_where_nothing_was_measured() -> None:
+def test_summary_has_no_figure_without_measurements() -> None:
     """ "violations 0" and "prediction error 156646083.5%" are claims about a device that is not there."""
     absent = attributes("launch", (60, 4)) | {"perfguard:not_measured": "this process has no NVIDIA A100"}
     summary = summarize(study_of(finished(absent), finished(absent)))
@@ -169,7 +169,7 @@ def test_a_summary_gives_no_figure_where_nothing_was_measured() -> None:
     assert line_of(str(summary), "prediction error, first") == "-"
 
 
-def test_an_error_beyond_all_percentages_is_said_in_words() -> None:
+def test_huge_prediction_error_is_said_in_words() -> None:
     """A mocked objective takes next to nothing; nine digits of a percentage tell nobody what that means."""
     mocked = attributes("launch", (60, 4), (60, 4e-6))
     assert line_of(str(summarize(study_of(finished(mocked)))), "first 5") == (
@@ -213,7 +213,7 @@ def test_the_table_says_it_in_words(study: optuna.Study) -> None:
         assert value in line
 
 
-def test_repaired_trials_are_counted_among_the_launched() -> None:
+def test_repaired_trials_count_as_launched() -> None:
     summary = summarize(
         study_of(finished(attributes("repair", (60, 4), (50, 5))), finished(attributes("launch", (60, 4), (50, 5))))
     )
@@ -221,23 +221,25 @@ def test_repaired_trials_are_counted_among_the_launched() -> None:
     assert "2, 1 repaired" in printed(summary.table())
 
 
-def test_a_launched_trial_without_a_measurement_took_as_long_as_the_study_saw_it_run() -> None:
+def test_unmeasured_launched_trial_takes_its_duration() -> None:
+    """Where nothing was measured, a trial took as long as the study saw it run."""
     trial = finished(attributes("launch", (60, 4)))
     trial.datetime_start = datetime.datetime(2026, 11, 21, 12, 0, 0)
     trial.datetime_complete = datetime.datetime(2026, 11, 21, 12, 1, 30)
     assert summarize(study_of(trial)).launched_s == 90
 
 
-def test_a_trial_that_was_stopped_on_its_way_says_nothing_on_the_error_of_the_prediction() -> None:
+def test_stopped_trial_has_no_prediction_error() -> None:
+    """A trial that was stopped on its way did not take the time that was predicted for all of it."""
     assert summarize(study_of(finished(attributes("launch", (60, 9), (60, 2)), state=TrialState.PRUNED))).first_error is None
 
 
-def test_the_limit_that_pruned_is_the_one_that_is_exceeded_most() -> None:
+def test_pruning_limit_is_the_most_exceeded() -> None:
     study = study_of(finished(attributes("prune", (150, 30)), state=TrialState.PRUNED))  # 1.5 and 3 times
     assert summarize(study).pruned_for == {"time": 1}
 
 
-def test_the_skipped_trials_are_listed_with_need_limit_and_time_saved(study: optuna.Study) -> None:
+def test_skipped_trials_table_has_need_limit_saving(study: optuna.Study) -> None:
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in printed(skipped_table(study)).splitlines() if "│" in line
     ]
@@ -248,13 +250,13 @@ def test_the_skipped_trials_are_listed_with_need_limit_and_time_saved(study: opt
     ]
 
 
-def test_a_skipped_trial_without_a_limit_shows_its_reason() -> None:
+def test_skipped_trial_without_limit_shows_reason() -> None:
     attributes = {"perfguard:verdict": "prune", "perfguard:reason": "nothing [fits]"}
     text = printed(skipped_table(study_of(finished(attributes, state=TrialState.PRUNED))))
     assert [cell.strip() for cell in text.splitlines()[-4].split("│")[1:-1]] == ["0", "-", "nothing [fits]", "-", "-"]
 
 
-def test_a_long_list_of_skipped_trials_is_cut_but_counted() -> None:
+def test_skipped_trials_table_is_cut_but_counted() -> None:
     pruned = [finished(attributes("prune", (40, 30)), state=TrialState.PRUNED) for _ in range(9)]
     lines = [
         [cell.strip() for cell in line.split("│")[1:-1]]

@@ -136,7 +136,7 @@ def by_hand(guard: OptunaGuard, model: nn.Module, **fields: Any) -> float:
     return float(guard.trace(Workload(model, inputs=SPECS, **({"optimizer": fused} | fields))).peak_live_bytes)
 
 
-def test_what_does_not_fit_is_pruned_and_what_fits_is_measured_and_learnt_from(folder: str) -> None:
+def test_callback_prunes_or_measures_and_learns(folder: str) -> None:
     guard = make_guard()
     args = arguments(folder, max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=2)
     study = study_of(guard, args, [SMALL, LARGE, SMALL])
@@ -182,7 +182,7 @@ def test_checkpointed_activations_are_judged(folder: str) -> None:
     assert checkpointed < 0.8 * plain
 
 
-def test_a_trial_can_be_judged_before_the_trainer_is_made(folder: str) -> None:
+def test_trial_is_judged_before_the_trainer_is_made(folder: str) -> None:
     guard = make_guard()
     made: list[Trainer] = []
 
@@ -208,7 +208,7 @@ def test_a_trial_can_be_judged_before_the_trainer_is_made(folder: str) -> None:
     assert record_of(study.trials[1]).predicted["time"] == pytest.approx(0.02)
 
 
-def test_a_guarded_training_is_the_same_to_the_last_bit(folder: str) -> None:
+def test_callback_keeps_training_bitwise_the_same(folder: str) -> None:
     def train(*callbacks: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = Net(SMALL)
@@ -221,7 +221,7 @@ def test_a_guarded_training_is_the_same_to_the_last_bit(folder: str) -> None:
     assert [decision.status for decision in guard.log.decisions()] == ["ok"]  # without the block
 
 
-def test_running_out_of_memory_all_the_same_prunes_the_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_prunes_the_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Net, "error", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     study = study_of(make_guard(), arguments(folder), [SMALL, SMALL])
     assert states(study) == [PRUNED, PRUNED]
@@ -236,7 +236,7 @@ def test_another_error_is_the_users(folder: str, monkeypatch: pytest.MonkeyPatch
     assert [decision.status for decision in guard.log.decisions()] == ["failed"]
 
 
-def test_a_pace_that_breaks_the_time_budget_prunes_the_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pace_over_time_budget_prunes_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Net, "delay_s", 0.03)
     study = study_of(make_guard(time_budget="1s"), arguments(folder, max_steps=90), [SMALL])  # predicted: 0.9 s
     assert states(study) == [PRUNED]
@@ -258,7 +258,8 @@ def test_auto_find_batch_size_is_left_to_the_trainer(folder: str) -> None:
     assert states(study) == [COMPLETE]
 
 
-def test_an_optimizer_that_is_made_in_a_way_of_its_own_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_optimizer_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer makes it in a way of its own, which the guard cannot judge."""
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: (object, {})))
     with pytest.raises(WorkloadError, match="is made in a way of its own"):
         workload_of(arguments(folder), Net(SMALL), SPECS)
@@ -297,7 +298,7 @@ def test_a_hyperparameter_search_is_guarded(folder: str) -> None:
     assert len(trainer.callback_handler.callbacks) == num_callbacks
 
 
-def test_a_search_goes_on_after_a_trial_that_ran_out_of_memory(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_goes_on_after_oom(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = searching_trainer(folder)
     guard_search(trainer, make_guard(memory_budget="1GiB"))
     forward = Net.forward

@@ -88,7 +88,7 @@ def verdicts(gpu: str, log: str | bool) -> list[tuple[Any, ...]]:
     return [(verdict.action, verdict.reason, verdict.p_violation) for verdict in checked]
 
 
-def test_smoke_test_on_a_laptop_leaves_the_a100_as_it_was(tmp_path: Path) -> None:
+def test_laptop_smoke_test_teaches_a100_nothing(tmp_path: Path) -> None:
     """Finding 1: steps of a CPU were learnt as an A100's, and a later process pruned 3 of 3 on 16.9 to 32 min."""
     log = str(tmp_path / "log.db")
     fresh = fresh_verdicts("a100")
@@ -107,7 +107,7 @@ def test_smoke_test_on_a_laptop_leaves_the_a100_as_it_was(tmp_path: Path) -> Non
     assert verdicts("a100", log) == fresh
 
 
-def test_the_pace_of_a_laptop_does_not_stop_a_trial_for_an_a100(tmp_path: Path) -> None:
+def test_laptop_pace_does_not_stop_an_a100_trial(tmp_path: Path) -> None:
     """30 steps of 20 ms would break 100 ms; on an A100 they would not."""
     guard = OptunaGuard("a100", log=False, predictor=unlearnt(), time_budget="100ms")
     study = optuna.create_study()
@@ -123,7 +123,7 @@ def test_the_pace_of_a_laptop_does_not_stop_a_trial_for_an_a100(tmp_path: Path) 
     assert study.trials[0].state == TrialState.COMPLETE
 
 
-def test_rows_that_an_older_perfguard_booked_to_the_a100_are_harmless_at_every_load(tmp_path: Path) -> None:
+def test_older_log_rows_are_harmless_at_every_load(tmp_path: Path) -> None:
     """Such a log exists on the disks of those who tried; it must do no harm before anybody migrates it."""
     log = tmp_path / "old.db"
     fresh = fresh_verdicts("a100")
@@ -171,9 +171,7 @@ MOCKS = [returns_at_once, sleeps, marks_steps, sleeps_in_steps, holds_a_little]
 
 @pytest.mark.parametrize("gpu", ["a100", "cpu"])
 @pytest.mark.parametrize("mock", MOCKS)
-def test_mocked_objective_neither_ends_a_study_nor_teaches_the_next_process(
-    mock: Callable[[Any], None], gpu: str, tmp_path: Path
-) -> None:
+def test_mocked_objective_teaches_nothing(mock: Callable[[Any], None], gpu: str, tmp_path: Path) -> None:
     """Finding 2: readings near zero widened intervals to (107 B to 11.7 TiB), 300 prunes in a row, "Nothing fits"."""
     log = str(tmp_path / "log.db")
     fresh = fresh_verdicts(gpu)
@@ -192,7 +190,7 @@ def test_mocked_objective_neither_ends_a_study_nor_teaches_the_next_process(
     assert verdicts(gpu, log) == fresh
 
 
-def test_mocked_objective_of_a_plain_study_with_a_pruner_reaches_its_trials(tmp_path: Path) -> None:
+def test_mocked_plain_study_reaches_its_trials(tmp_path: Path) -> None:
     """The way in of the quick start: `create_study(pruner=PerfGuardPruner(...))` and an objective that returns at once."""
     log = str(tmp_path / "log.db")
     fresh = fresh_verdicts("cpu")
@@ -211,7 +209,7 @@ def test_mocked_objective_of_a_plain_study_with_a_pruner_reaches_its_trials(tmp_
     assert verdicts("cpu", log) == fresh
 
 
-def test_no_warning_where_the_guarded_device_is_the_one_that_runs() -> None:
+def test_honest_cpu_study_is_not_warned_about() -> None:
     """An honest study on the processor is measured, learnt from and not warned about."""
     guard = OptunaGuard("cpu", log=False, predictor=unlearnt())
     with warnings.catch_warnings():

@@ -61,7 +61,7 @@ def unguarded(caught: pytest.WarningsRecorder) -> list[warnings.WarningMessage]:
     return [warning for warning in caught if warning.category is UnguardedTrialWarning]
 
 
-def test_an_objective_that_never_asks_is_warned_of_at_once_and_counted() -> None:
+def test_objective_that_never_asks_is_warned_of() -> None:
     """20 of 20 trials ran unguarded, without a word: Optuna calls a pruner only where the objective asks."""
     study = optuna.create_study(pruner=make_pruner())
     with pytest.warns(UnguardedTrialWarning) as caught:
@@ -91,7 +91,7 @@ def test_an_objective_that_asks_at_times_is_found_out() -> None:
     assert summarize(study).num_unjudged == 3
 
 
-def test_trials_that_fail_or_prune_themselves_unasked_count_too() -> None:
+def test_failed_and_self_pruned_trials_are_counted() -> None:
     def objective(trial: optuna.Trial) -> float:
         trial.suggest_int("width", SMALL, LARGE)
         raise (ValueError if trial.number else optuna.TrialPruned)
@@ -109,7 +109,7 @@ def test_trials_that_fail_or_prune_themselves_unasked_count_too() -> None:
 @pytest.mark.parametrize("options", [{}, {"build": None}])
 @pytest.mark.parametrize("new_study", [optuna.create_study, create_study])
 @pytest.mark.parametrize("error", [ValueError, optuna.TrialPruned, KeyboardInterrupt])
-def test_a_strict_guard_leaves_the_error_of_a_trial_as_it_is(
+def test_strict_guard_leaves_trial_errors_as_they_are(
     error: type[BaseException], new_study: Callable[..., optuna.Study], options: dict[str, Any]
 ) -> None:
     """It put its own in the place of a failure before the question, so catch= caught nothing, and Ctrl-C was an error."""
@@ -130,14 +130,14 @@ def test_a_strict_guard_leaves_the_error_of_a_trial_as_it_is(
 
 
 @pytest.mark.parametrize("options", [{"build": None}, {"build": typo}, {"build": build}])
-def test_an_error_of_a_strict_guard_does_not_say_that_trials_run(options: dict[str, Any]) -> None:
+def test_strict_error_does_not_say_that_trials_run(options: dict[str, Any]) -> None:
     study = optuna.create_study(pruner=make_pruner(strict=True, **options))
     with pytest.raises(UnguardedTrialError) as raised:
         study.optimize(never_asks if options["build"] is build else asks, n_trials=1)
     assert "unguarded" not in str(raised.value)
 
 
-def test_the_sampler_of_a_watched_study_is_asked_as_ever() -> None:
+def test_watched_study_leaves_the_sampler_as_it_is() -> None:
     """The way in must not change what Optuna proposes."""
 
     def proposed(pruner: optuna.pruners.BasePruner | None) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def test_stopping_a_watched_study_stops_it() -> None:
 
 
 @pytest.mark.parametrize("new_study", [optuna.create_study, create_study])
-def test_a_key_that_the_trial_does_not_suggest_is_named(new_study: Callable[..., optuna.Study]) -> None:
+def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]) -> None:
     """A typo left the whole study unguarded, and the warning did not name the key."""
     study = new_study(pruner=make_pruner(build=typo))
     with pytest.warns(UnguardedTrialWarning) as caught:
@@ -176,7 +176,7 @@ def test_a_key_that_the_trial_does_not_suggest_is_named(new_study: Callable[...,
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
 )
-def test_a_build_that_fails_names_the_attribute_or_argument(faulty: Callable[..., Any], words: str) -> None:
+def test_failing_build_names_attribute_or_argument(faulty: Callable[..., Any], words: str) -> None:
     study = create_study(pruner=make_pruner(build=faulty))
     with pytest.warns(UnguardedTrialWarning, match=words):
         study.optimize(never_asks, n_trials=3)
@@ -199,9 +199,7 @@ UNBOUND = [
 
 
 @pytest.mark.parametrize(("budget", "fields", "words"), UNBOUND)
-def test_a_budget_that_can_never_bind_is_said_at_the_first_workload(
-    budget: dict[str, Any], fields: dict[str, Any], words: str
-) -> None:
+def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: dict[str, Any], words: str) -> None:
     """These were accepted, never enforced, and nothing said so."""
     pruner = make_pruner(build=lambda params: params["width"] and workload(**fields), **budget)
     study = create_study(pruner=pruner)
@@ -217,7 +215,7 @@ def test_a_budget_that_can_never_bind_is_said_at_the_first_workload(
         make_pruner(strict=True, **budget).guard.check(workload(**fields))
 
 
-def test_energy_on_a_cpu_is_refused_when_the_guard_is_made() -> None:
+def test_energy_budget_on_cpu_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"energy_budget='1J' can never bind: a CPU .* Leave energy_budget out"):
         make_pruner(gpu="cpu", energy_budget="1J")
 
@@ -263,7 +261,7 @@ def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.St
     assert len(run(objective).trials) >= 3
 
 
-def test_a_strict_guard_ends_a_study_whose_objective_never_asks() -> None:
+def test_strict_guard_ends_study_that_never_asks() -> None:
     """Nobody can know before its first trial has ended; the second is not launched."""
     study = optuna.create_study(pruner=make_pruner(strict=True))
     with pytest.raises(UnguardedTrialError, match=r"does not call trial.should_prune\(\)"):
@@ -271,7 +269,7 @@ def test_a_strict_guard_ends_a_study_whose_objective_never_asks() -> None:
     assert [trial.state for trial in study.trials] == [COMPLETE]
 
 
-def test_a_strict_guard_without_anything_to_judge_by_raises_inline() -> None:
+def test_strict_inline_guard_needs_something_to_judge() -> None:
     guard = OptunaGuard("a100", predictor=ReplayPredictor(), log=False, strict=True)
 
     def objective(trial: optuna.Trial) -> float:
@@ -283,7 +281,7 @@ def test_a_strict_guard_without_anything_to_judge_by_raises_inline() -> None:
         optuna.create_study().optimize(objective, n_trials=1)
 
 
-def test_a_strict_error_that_quotes_out_of_memory_does_not_prune() -> None:
+def test_strict_error_quoting_oom_does_not_prune() -> None:
     """It would pass for a trial that ran out of memory, and the study would go on."""
 
     def failing(params: Mapping[str, Any]) -> Workload:

@@ -116,7 +116,7 @@ def test_each_trial_stands_where_its_fate_puts_it(study: optuna.Study) -> None:
     }  # fmt: skip
 
 
-def test_all_points_are_within_the_axes_and_only_unmeasured_ones_in_the_margin(study: optuna.Study) -> None:
+def test_axes_hold_points_and_margin_unmeasured_ones(study: optuna.Study) -> None:
     view = budget_view(study, "memory")
     low, high = view.bounds
     for point in view.points:
@@ -171,7 +171,7 @@ def test_the_budget_is_drawn_where_it_is(study: optuna.Study) -> None:
     assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines if line.get_label() == "budget, 100 MiB"] == [[100, 100]]
 
 
-def test_budgets_that_change_from_trial_to_trial_are_one_band() -> None:
+def test_changing_budgets_are_drawn_as_one_band() -> None:
     trials = [trial_of(attributes("launch", amounts(9, 9), amounts(9, 9), limits={"time": limit})) for limit in (60, 50, 40, 20)]
     assert budget_view(study_of(*trials), "time").budget_label == "budget, 20 to 60 s"
     figure = visualization.plot_budget(study_of(*trials), quantity="time")
@@ -231,7 +231,8 @@ def test_what_is_not_a_number_is_left_out() -> None:
     assert all(math.isfinite(value) for band in savings_view(study).bands for value in band.heights)
 
 
-def test_the_time_of_a_trial_that_was_stopped_on_its_way_is_no_measurement_of_the_whole() -> None:
+def test_stopped_trial_time_is_not_drawn_as_measured() -> None:
+    """The time of a trial that was stopped on its way is no measurement of the whole."""
     study = study_of(trial_of(attributes("launch", amounts(60, 9), amounts(60, 2)), state=PRUNED))
     assert [point.measured for point in budget_view(study, "time").points] == [None]
     assert [point.measured for point in budget_view(study, "memory").points] == [60]
@@ -273,7 +274,7 @@ def test_both_libraries_show_the_same_layers(study: optuna.Study) -> None:
     assert any("Saved time is predicted" in text.get_text() for text in ax.texts)
 
 
-def test_without_predicted_trial_times_trials_are_counted() -> None:
+def test_trials_are_counted_without_predicted_times() -> None:
     memory: list[Amounts] = [{"memory": value * MIB} for value in (50, 500)]
     study = study_of(
         trial_of(attributes("launch", memory[0], memory[0])),
@@ -326,7 +327,7 @@ def test_a_picture_of_nothing_says_why(plot: Callable[[optuna.Study], Any], tria
 
 
 @pytest.mark.parametrize("plot", PLOTS.values(), ids=PLOTS)
-def test_several_objectives_and_unfinished_trials_do_not_matter(plot: Callable[[optuna.Study], Any]) -> None:
+def test_plots_cope_with_objectives_and_running_trials(plot: Callable[[optuna.Study], Any]) -> None:
     study = optuna.create_study(directions=["minimize", "maximize"])
     study.add_trial(trial_of(attributes("launch", amounts(60, 4), amounts(50, 5)), num_values=2))
     study.add_trial(trial_of(attributes("prune", amounts(600, 4)), state=PRUNED))
@@ -358,7 +359,7 @@ def test_pictures_can_be_drawn_side_by_side(study: optuna.Study) -> None:
     ("missing", "call"),
     [("plotly", "visualization.plot_savings(study)"), ("matplotlib", "visualization.matplotlib.plot_budget(study)")],
 )
-def test_a_missing_library_is_named_with_the_line_that_installs_it(missing: str, call: str) -> None:
+def test_missing_plot_library_names_the_pip_line(missing: str, call: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "import optuna; from perfguard_optuna import visualization\n"

@@ -58,7 +58,7 @@ def most_bytes_at_once(schedule: Schedule, slot: Slot) -> int:
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 @given(jobs=jobs_of_any_kind)
 @settings(max_examples=20)
-def test_every_job_runs_once_and_no_device_ever_holds_more_than_its_memory(jobs: list[Job], at_once: int) -> None:
+def test_plan_runs_each_job_once_within_memory(jobs: list[Job], at_once: int) -> None:
     slots = [BIG, Slot("big-1", "big", 40 * GIB), SMALL]
     for method in METHODS:
         if method == "exact" and at_once > 1:
@@ -86,7 +86,7 @@ def test_jobs_that_share_a_device_slow_each_other_down() -> None:
     assert ends["c"] == pytest.approx((15, 25))  # 30 + 10 GiB would fit beside neither
 
 
-def test_what_does_not_fit_beside_the_others_lets_the_next_one_pass() -> None:
+def test_plan_lets_a_job_pass_one_that_does_not_fit() -> None:
     jobs = [job("first", 30, 30), job("large", 35, 20), job("little", 5, 10)]
     starts = {one.job.name: one.start_s for one in plan(jobs, [BIG], method="longest-first", at_once=2, slowdown=0).placements}
     assert starts == {"first": 0, "little": 0, "large": pytest.approx(30)}
@@ -126,7 +126,7 @@ def test_a_job_takes_a_positive_time(seconds: float) -> None:
         job("a", 1, seconds)
 
 
-def test_without_ortools_the_exact_plan_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_plan_without_ortools_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ortools", "ortools.sat", "ortools.sat.python"):
         monkeypatch.setitem(sys.modules, name, None)
     jobs = [job("a", 1, 1)]

@@ -117,12 +117,12 @@ def entry(*, steps: int | None = 1000, **report: Any) -> Entry:
         (entry(), False),  # nothing was reported
     ],
 )
-def test_a_pace_breaks_a_budget_of_a_minute_only_on_evidence(given: Entry, expected: bool) -> None:
+def test_pace_needs_evidence_to_break_a_budget(given: Entry, expected: bool) -> None:
     assert breaks_budget(given, 60.0, 0.05) is expected
     assert not breaks_budget(given, None, 0.05)
 
 
-def test_time_and_steps_of_a_trial_that_is_started_again_add_up() -> None:
+def test_restarted_trial_adds_up_time_and_steps() -> None:
     trial = entry(num_steps=100, total_time_s=10.0)
     trial.restart()
     trial.report = {"num_steps": 50, "total_time_s": 4.0}
@@ -164,7 +164,7 @@ def test_an_error_takes_the_measurement_along() -> None:
         (None, "failed"),
     ],
 )
-def test_a_trial_that_ray_ends_for_want_of_memory_ran_out_of_memory(error: Exception | None, expected: str) -> None:
+def test_trial_that_ray_kills_for_memory_is_oom(error: Exception | None, expected: str) -> None:
     assert status_of_failure(error) == expected
 
 
@@ -191,7 +191,7 @@ def report_of(num_steps: int, seconds: float, **device: Any) -> dict[str, Any]:
     return {f"perfguard/{name}": value for name, value in (fields | device).items()} | {"loss": 0.5}
 
 
-def test_worker_without_the_guarded_gpu_measures_nothing_for_it() -> None:
+def test_worker_without_guarded_gpu_measures_nothing() -> None:
     """The finding: "35.0 GiB predicted, 124 KiB measured, ok, confidence high", for an A100 that no worker had."""
     search = guarded(time_budget="1s")
     callback, ledger = PerfGuardCallback(search), search.ledger
@@ -222,7 +222,7 @@ def test_worker_without_the_guarded_gpu_measures_nothing_for_it() -> None:
     assert "%" not in str(summary), "no figure where nothing was measured"
 
 
-def test_measurement_on_the_guarded_device_stays_in_the_results() -> None:
+def test_guarded_device_measurement_stays_in_results() -> None:
     search = guarded()
     device = search.ledger.guard.device
     callback, trial = PerfGuardCallback(search), stub("a", {"width": 8})
@@ -235,7 +235,7 @@ def test_measurement_on_the_guarded_device_stays_in_the_results() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
-def test_resumed_trial_adds_up_only_what_it_goes_on_from(checkpoint: Any) -> None:
+def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     """A trial that begins anew after an interruption was measured twice."""
     search = guarded(gpu="cpu")
     callback = PerfGuardCallback(search)
@@ -249,9 +249,7 @@ def test_resumed_trial_adds_up_only_what_it_goes_on_from(checkpoint: Any) -> Non
 
 
 @pytest.mark.parametrize(("report", "status"), [({}, "interrupted"), (report_of(5, 2.0), "ok")])
-def test_trial_that_the_end_of_the_experiment_stops_is_ok_only_as_far_as_it_was_measured(
-    report: dict[str, Any], status: str
-) -> None:
+def test_stopped_experiment_keeps_measured_trials_ok(report: dict[str, Any], status: str) -> None:
     """A stopper of the whole experiment (a time limit, fail_fast) tells callbacks nothing; no advice to measure is due."""
     search = guarded(gpu="cpu")
     callback, trial = PerfGuardCallback(search), stub("a", {"width": 8})
@@ -265,7 +263,7 @@ def test_trial_that_the_end_of_the_experiment_stops_is_ok_only_as_far_as_it_was_
     assert [row.status for row in search.ledger.guard.log.decisions()] == [status]
 
 
-def test_strict_guard_ends_the_run_instead_of_launching_unguarded() -> None:
+def test_strict_guard_ends_the_run() -> None:
     def broken(config: Mapping[str, Any]) -> Workload:
         return build({"width": config["widht"]})
 
@@ -275,7 +273,7 @@ def test_strict_guard_ends_the_run_instead_of_launching_unguarded() -> None:
         PerfGuardCallback(guarded(strict=True)).on_trial_start(0, [], stub("a", {"width": 8}))
 
 
-def test_trials_without_a_verdict_are_counted_and_the_first_is_warned_of() -> None:
+def test_trials_without_verdict_are_counted_and_warned() -> None:
     def broken(config: Mapping[str, Any]) -> Workload:
         raise RuntimeError("no such data set")
 
@@ -288,7 +286,7 @@ def test_trials_without_a_verdict_are_counted_and_the_first_is_warned_of() -> No
     assert "launched without a verdict, or against it" in str(perfguard_ray.summarize(search))
 
 
-def test_run_whose_search_is_not_the_guarded_one_is_pointed_out() -> None:
+def test_run_with_another_search_is_pointed_out() -> None:
     search = guarded(gpu="cpu")
     callback = PerfGuardCallback(search)
     with pytest.warns(UnguardedTrialWarning, match=r"was not asked about.*TuneConfig\(search_alg=search\)"):
@@ -297,7 +295,7 @@ def test_run_whose_search_is_not_the_guarded_one_is_pointed_out() -> None:
     assert [(row.trial, row.trial_id) for row in search.ledger.guard.log.decisions()] == [(0, "a"), (1, "b")]
 
 
-def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_configurations_are_summarized(capsys: pytest.CaptureFixture[str]) -> None:
     search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
     ledger = search.ledger
     ledger.judge({"width": 4096})
@@ -318,7 +316,7 @@ def test_rejected_configurations_have_a_line_each_and_the_summary_says_why(capsy
     assert {(row.trial, row.trial_id) for row in ledger.guard.log.decisions()} == {(None, None), (3, "a")}
 
 
-def test_trial_that_runs_against_a_remembered_rejection_is_logged_and_counted_as_launched(
+def test_rejected_trial_that_runs_counts_as_launched(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
@@ -342,7 +340,7 @@ def test_trial_that_runs_against_a_remembered_rejection_is_logged_and_counted_as
     assert (summary.num_launched, summary.num_pruned, summary.num_unjudged) == (2, 1, 2)
 
 
-def test_summary_names_the_limit_that_a_verdict_speaks_of() -> None:
+def test_summary_names_the_limit_of_the_verdict() -> None:
     estimate = Estimate(1.0, 0.1)
     for quantity in get_args(Quantity):
         assert quantity_of(Limit(quantity, 0.5, estimate).sentence) == quantity
@@ -364,7 +362,7 @@ def test_rejections_and_counts_outlive_the_driver() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore:A trial ended without reporting")
-def test_what_trials_cost_and_how_they_failed_is_logged(tmp_path: Path) -> None:
+def test_costs_and_failures_of_trials_are_logged(tmp_path: Path) -> None:
     whats = ["ok", "silent", "oom", "failed"]
     results, rows, predictor = run(tmp_path, train, {"what": tune.grid_search(whats)}, reuse_actors=True)
     assert results.num_errors == 2
@@ -392,7 +390,7 @@ def test_trials_that_never_report_are_pointed_out_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_trial_whose_pace_breaks_the_time_budget_is_stopped(tmp_path: Path) -> None:
+def test_pace_over_time_budget_stops_trial(tmp_path: Path) -> None:
     def slow(config: dict[str, Any]) -> None:
         with perfguard_ray.measure():
             for _ in range(20):
@@ -459,7 +457,7 @@ def report_loss(config: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("scheduler", ["asha", "median"])
-def test_schedulers_that_stop_trials_work_beside_the_guard(scheduler: str, tmp_path: Path) -> None:
+def test_stopping_schedulers_work_beside_the_guard(scheduler: str, tmp_path: Path) -> None:
     schedulers = {
         "asha": lambda: ASHAScheduler(max_t=8, grace_period=1, reduction_factor=2),
         "median": lambda: MedianStoppingRule(grace_period=1, min_samples_required=1),
@@ -480,7 +478,8 @@ def test_schedulers_that_stop_trials_work_beside_the_guard(scheduler: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
-def test_population_based_training_closes_a_decision_when_it_changes_the_configuration(tmp_path: Path) -> None:
+def test_pbt_closes_the_decision_it_replaces(tmp_path: Path) -> None:
+    """Population based training changes the configuration of a trial that runs; each has its own decision."""
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration", perturbation_interval=1, hyperparam_mutations={"lr": [0.1, 1e-4]}, quantile_fraction=0.5
     )
@@ -513,7 +512,7 @@ def change(scheduler: PerfGuardPopulationBasedTraining, config: dict[str, Any]) 
     return new
 
 
-def test_population_based_training_changes_a_configuration_until_it_fits() -> None:
+def test_pbt_mutates_until_it_fits() -> None:
     search = guarded_batches()
     scheduler = population(search, [64, 128, 1024])
     seen = {change(scheduler, {"batch_size": 128, "lr": 0.1})["batch_size"] for _ in range(20)}
@@ -525,7 +524,8 @@ def test_population_based_training_changes_a_configuration_until_it_fits() -> No
     assert len(search.ledger.guard.log.decisions()) == len(rows), "the change is judged once"
 
 
-def test_where_no_change_fits_the_configuration_that_runs_is_taken_over() -> None:
+def test_pbt_keeps_running_config_where_nothing_fits() -> None:
+    """Where no change fits, the configuration that already runs is taken over."""
     search = guarded_batches()
     scheduler = population(search, [1024, 2048], max_perturbations=30)
     config = {"batch_size": 128, "lr": 0.1}
@@ -534,7 +534,7 @@ def test_where_no_change_fits_the_configuration_that_runs_is_taken_over() -> Non
     assert search.ledger.changes == {}
 
 
-def test_a_changed_configuration_has_a_repair_of_its_own() -> None:
+def test_pbt_repairs_the_changed_configuration() -> None:
     scheduler = population(guarded_batches(on_violation="repair"), [128, 1024])
     config = {"batch_size": 1024, "lr": 0.1, "perfguard_repair": {"micro_batch_size": 512, "accumulation": 2}}
     changed = [change(scheduler, config) for _ in range(20)]
@@ -544,7 +544,8 @@ def test_a_changed_configuration_has_a_repair_of_its_own() -> None:
     assert repaired <= {64, 128, 256}
 
 
-def test_a_restored_run_has_one_ledger_for_search_scheduler_and_callback() -> None:
+def test_restored_run_shares_one_ledger() -> None:
+    """Search, scheduler and callback of a restored run write to the same ledger."""
     search = guarded_batches()
     scheduler = population(search, [64, 128])
     change(scheduler, {"batch_size": 128, "lr": 0.1})
@@ -554,7 +555,7 @@ def test_a_restored_run_has_one_ledger_for_search_scheduler_and_callback() -> No
     assert set(again[1].ledger.changes) == {"taker"}
 
 
-def test_population_based_training_with_a_search_without_a_guard_is_refused() -> None:
+def test_pbt_with_unguarded_search_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="PerfGuardPopulationBasedTraining takes the PerfGuardSearcher"):
         PerfGuardPopulationBasedTraining(None, hyperparam_mutations={"lr": [0.1]})
     with pytest.raises(ConfigurationError, match="max_perturbations must be at least 1"):
@@ -565,7 +566,7 @@ def test_population_based_training_with_a_search_without_a_guard_is_refused() ->
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore:Consider boosting PBT performance")
 @pytest.mark.filterwarnings("ignore:.*the trial ran on:perfguard.exceptions.MeasurementWarning")  # no A100 here
-def test_guarded_population_based_training_runs_no_change_that_does_not_fit(tmp_path: Path) -> None:
+def test_guarded_pbt_runs_only_changes_that_fit(tmp_path: Path) -> None:
     search = guarded_batches(str(tmp_path / "log.db"))
     tuner = tune.Tuner(
         Epochs,
@@ -591,7 +592,7 @@ def test_guarded_population_based_training_runs_no_change_that_does_not_fit(tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_mutation_that_the_space_does_not_name_is_pointed_out(tmp_path: Path) -> None:
+def test_pbt_mutation_outside_the_space_is_pointed_out(tmp_path: Path) -> None:
     search = guarded_batches()
     scheduler = population(search, [64, 128], metric="loss", mode="min")
     trial = Trial("train", config={"batch_size": 128}, stub=True)
@@ -622,7 +623,7 @@ def train_with_ray_train(config: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_trial_that_trains_with_ray_train_is_measured_in_its_worker(tmp_path: Path) -> None:
+def test_ray_train_trial_is_measured_in_its_worker(tmp_path: Path) -> None:
     trainable = tune.with_resources(train_with_ray_train, {"CPU": 0.5})
     results, rows, predictor = run(tmp_path, trainable, {"width": tune.grid_search([8]), "folder": str(tmp_path / "train")})
     assert results.num_errors == 0
@@ -631,7 +632,7 @@ def test_a_trial_that_trains_with_ray_train_is_measured_in_its_worker(tmp_path: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a cluster without a GPU")
-def test_what_a_worker_without_the_gpu_ran_is_not_the_gpus(local_ray: None, tmp_path: Path) -> None:
+def test_worker_without_gpu_is_not_measured_as_gpu(local_ray: None, tmp_path: Path) -> None:
     """Finding 1: in Ray "35.0 GiB predicted, 124 KiB measured, ok, confidence high", without a word."""
     with pytest.warns(MeasurementWarning, match="has no NVIDIA A100.*nothing is learnt"):
         _, rows, predictor = run(tmp_path, train, {"width": 8}, gpu="a100")

@@ -93,7 +93,7 @@ def test_clear_end_where_nothing_of_the_space_fits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["optuna", "hyperopt"])
-def test_rejected_choices_are_judged_once_however_often_they_are_proposed(name: str) -> None:
+def test_rejected_choice_is_judged_once(name: str) -> None:
     widths = [8, *range(2000, 21_000, 1000)]  # one of twenty fits
     search = PerfGuardSearcher(SEARCHERS[name](), build=build, **OPTIONS)
     launched, _ = drive(search, {"width": tune.choice(widths)})
@@ -116,7 +116,8 @@ class Repeating(Searcher):
         pass
 
 
-def test_searcher_that_insists_on_what_does_not_fit_ends_with_one_row() -> None:
+def test_insistent_searcher_ends_with_one_row() -> None:
+    """A searcher that proposes the same misfit over and over leaves one row in the log."""
     searcher = Repeating("loss", "min")
     search = PerfGuardSearcher(searcher, build=build, **OPTIONS)
     with pytest.warns(NothingFeasibleWarning, match="Repeating proposed 100 configurations in a row that do not fit"):
@@ -142,7 +143,7 @@ def end_a_trial(search: Any, trial_id: str) -> None:
 
 @pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
-def test_what_was_turned_down_is_judged_once_more_after_a_trial_has_ended(learns: bool, restored: bool) -> None:
+def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bool) -> None:
     # A guard that was wrong at first held it against a configuration for ever, also in the run that Tuner.restore makes.
     predictor = Learning()
     options: dict[str, Any] = {"guard": Guard(BARE_A100, memory_budget="1MiB", log=False, predictor=predictor)}
@@ -174,7 +175,7 @@ def test_what_was_turned_down_is_judged_once_more_after_a_trial_has_ended(learns
     assert rejected(search) == {"[('width', 512)]": 2}, "and never again"
 
 
-def test_on_a_grid_the_second_look_holds_for_the_workload() -> None:
+def test_second_look_on_a_grid_is_once_a_workload() -> None:
     ledger = PerfGuardVariantGenerator(build=build, **OPTIONS).ledger
     ledger.entries["a"] = ledger.judge({"width": 8, "lr": 0.1}, once_a_workload=True)
     assert ledger.judge({"width": 4096, "lr": 0.1}, once_a_workload=True).rejected
@@ -199,7 +200,7 @@ class Exhausted(Repeating):
         return {"width": 4000 + self.num_proposals} if self.num_proposals <= 3 else Searcher.FINISHED
 
 
-def test_searcher_whose_every_proposal_is_turned_down_ends_with_a_clear_word() -> None:
+def test_exhausted_searcher_ends_where_nothing_fits() -> None:
     search = PerfGuardSearcher(Exhausted("loss", "min"), build=build, **OPTIONS)
     with pytest.warns(NothingFeasibleWarning, match="Exhausted has no more proposals: none of 3 fits the budget"):
         assert search.suggest("a") == Searcher.FINISHED
@@ -222,7 +223,7 @@ def draw(space: Mapping[str, Any], num_samples: int, folder: Path) -> tuple[Perf
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_grid_point_that_does_not_fit_is_judged_once_whatever_is_drawn_with_it(tmp_path: Path) -> None:
+def test_grid_point_is_judged_once_for_all_draws(tmp_path: Path) -> None:
     """Each such point wrote a hundred rows, one for each learning rate that was drawn with it: 408 decisions for 8 launches."""
     space = {"width": tune.grid_search([8, 4096, 16, 8192, 5000, 6000]), "lr": tune.loguniform(1e-4, 1e-1)}
     with pytest.warns(NothingFeasibleWarning, match="16 of 24 points were left out"):
@@ -235,7 +236,7 @@ def test_grid_point_that_does_not_fit_is_judged_once_whatever_is_drawn_with_it(t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_random_search_where_5_percent_of_the_space_fit_launches_its_trials(tmp_path: Path) -> None:
+def test_random_search_launches_where_5_percent_fit(tmp_path: Path) -> None:
     search, configs = draw({"width": tune.randint(1, 20 * FITS_UP_TO)}, NUM_SAMPLES, tmp_path)
     assert len(configs) == NUM_SAMPLES
     assert set(rejected(search).values()) == {1}
@@ -243,7 +244,7 @@ def test_random_search_where_5_percent_of_the_space_fit_launches_its_trials(tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_random_search_where_nothing_fits_ends_after_as_many_draws_as_agreed(tmp_path: Path) -> None:
+def test_random_search_ends_where_nothing_fits(tmp_path: Path) -> None:
     with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
         search, configs = draw({"width": tune.randint(2000, 40_000)}, 50, tmp_path)
     assert configs == []

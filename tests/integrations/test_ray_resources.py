@@ -35,7 +35,7 @@ def search(gpu: str = "a100-sxm-40gb", **options: Any) -> PerfGuardVariantGenera
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(0.1, 0.01), (4.0, 0.11), (19.0, 0.49), (30.0, 0.78), (60.0, 1.0)])
-def test_a_trial_asks_for_the_part_of_a_gpu_that_it_needs(gib: float, expected: float) -> None:
+def test_trial_asks_for_the_gpu_share_it_needs(gib: float, expected: float) -> None:
     asked = perfguard_ray.resources(search(), cpus=2).of({"gib": gib})
     assert asked == {"CPU": 2, "GPU": pytest.approx(expected, abs=0.011)}
     needed = gib * GIB * 1.016 / catalog()["a100-sxm-40gb"].memory_bytes  # the double knows it to 1%; 95% are under 1.016
@@ -52,7 +52,7 @@ def test_less_risk_asks_for_more() -> None:
 @pytest.mark.parametrize(
     ("gib", "expected"), [(1.0, "mig-1g.5gb"), (6.0, "mig-2g.10gb"), (25.0, "mig-7g.40gb"), (60.0, "mig-7g.40gb")]
 )
-def test_with_mig_a_trial_asks_for_the_smallest_profile_that_fits(gib: float, expected: str) -> None:
+def test_mig_trial_asks_for_the_smallest_profile(gib: float, expected: str) -> None:
     assert perfguard_ray.resources(search(), mig=True).of({"gib": gib}) == {"CPU": 1, expected: 1}
 
 
@@ -62,7 +62,7 @@ def test_on_a_cpu_a_trial_asks_for_main_memory() -> None:
     assert GIB < asked["memory"] < 1.1 * GIB
 
 
-def test_what_cannot_be_predicted_asks_for_a_whole_gpu_and_says_so_once() -> None:
+def test_unpredictable_trial_asks_for_a_whole_gpu() -> None:
     trial_resources = perfguard_ray.resources(search())
     with pytest.warns(UnguardedTrialWarning, match="asks for a whole device .*less than nothing") as caught:
         assert [trial_resources.of({"gib": -1.0}) for _ in range(2)] == [{"CPU": 1, "GPU": 1.0}] * 2

@@ -140,7 +140,7 @@ def test_constants_of_the_space_reach_build() -> None:
     assert seen[-1] == {"width": SMALL, "epochs": 3, "data": {"path": "here"}}
 
 
-def test_what_does_not_fit_scores_as_the_worst_that_ran_as_soon_as_there_is_one() -> None:
+def test_rejected_config_scores_as_the_worst_that_ran() -> None:
     searcher = ListSearcher([LARGE, SMALL, 16, 2048, 32])
     search = guarded(searcher)
     search.suggest("a")
@@ -160,13 +160,14 @@ class Waiting(ListSearcher):
         return None if len(self.suggested) - len(self.told) >= 2 else super().suggest(trial_id)
 
 
-def test_a_searcher_that_waits_for_what_does_not_fit_is_told_an_error_when_nothing_runs() -> None:
+def test_waiting_searcher_gets_error_if_nothing_runs() -> None:
+    """Without it, a searcher that waits for a rejected proposal's result would wait for ever."""
     searcher = Waiting([LARGE, 2048, SMALL])
     assert guarded(searcher).suggest("a") == {"width": SMALL}
     assert searcher.told == {LARGE: "error", 2048: "error"}
 
 
-def test_a_searcher_that_waits_for_a_result_gets_it_from_what_runs() -> None:
+def test_waiting_searcher_gets_results_of_what_runs() -> None:
     searcher = Waiting([SMALL, LARGE, 16])
     search = guarded(searcher)
     search.suggest("a")
@@ -177,7 +178,7 @@ def test_a_searcher_that_waits_for_a_result_gets_it_from_what_runs() -> None:
     assert search.suggest("b") == {"width": 16}
 
 
-def test_a_searcher_that_waits_for_ever_because_nothing_fits_ends_and_says_so() -> None:
+def test_waiting_searcher_ends_where_nothing_fits() -> None:
     class WaitingForEver(Waiting):
         def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
             if not error:
@@ -187,7 +188,7 @@ def test_a_searcher_that_waits_for_ever_because_nothing_fits_ends_and_says_so() 
         assert guarded(WaitingForEver([LARGE, 2048, SMALL])).suggest("a") == Searcher.FINISHED
 
 
-def test_a_limiter_of_a_batch_is_not_blocked_by_what_does_not_fit() -> None:
+def test_batch_limiter_is_not_blocked_by_rejections() -> None:
     searcher = ListSearcher([LARGE, SMALL, 2048, 16, 32])
     search = guarded(ConcurrencyLimiter(searcher, max_concurrent=2, batch=True))
     assert [search.suggest(name) for name in "abc"] == [{"width": SMALL}, {"width": 16}, None]
@@ -198,13 +199,13 @@ def test_a_limiter_of_a_batch_is_not_blocked_by_what_does_not_fit() -> None:
     assert search.suggest("c") == {"width": 32}
 
 
-def test_with_an_older_ray_the_import_says_what_to_install() -> None:
+def test_older_ray_import_says_what_to_install() -> None:
     code = "import ray; ray.__version__ = '2.9.3'\nimport perfguard_ray"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: perfguard_ray needs Ray 2.43 or newer, but 2.9.3 is installed: pip install --upgrade" in done.stderr
 
 
-def test_optuna_is_told_a_pruned_trial_and_how_far_each_one_is_from_feasible() -> None:
+def test_optuna_search_learns_pruning_and_constraints() -> None:
     searcher = OptunaSearch(seed=0)
     search = guarded(searcher)
     search.set_search_properties("loss", "min", {"width": WIDTHS})
@@ -231,7 +232,7 @@ def test_hyperopt_learns_from_what_did_not_fit() -> None:
     assert {trial["state"] for trial in searcher._hpopt_trials.trials} <= {2, 3}  # done or error, none left open
 
 
-def test_an_inner_concurrency_limiter_is_not_blocked_by_what_does_not_fit() -> None:
+def test_inner_limiter_is_not_blocked_by_rejections() -> None:
     search = guarded(ConcurrencyLimiter(ListSearcher([LARGE] * 5 + [SMALL, 16, 32]), max_concurrent=2))
     assert search.suggest("a") == {"width": SMALL}
     assert search.suggest("b") == {"width": 16}
@@ -240,7 +241,7 @@ def test_an_inner_concurrency_limiter_is_not_blocked_by_what_does_not_fit() -> N
     assert search.suggest("d") == {"width": 32}
 
 
-def test_a_search_in_which_nothing_fits_ends_and_says_so() -> None:
+def test_search_ends_where_nothing_fits() -> None:
     searcher = ListSearcher([LARGE] * 50)
     search = guarded(searcher, max_proposals=10)
     with pytest.warns(NothingFeasibleWarning, match="ListSearcher proposed 10 configurations in a row that do not fit"):
@@ -248,7 +249,8 @@ def test_a_search_in_which_nothing_fits_ends_and_says_so() -> None:
     assert len(searcher.widths) == 40
 
 
-def test_while_a_trial_runs_a_vain_search_waits_and_does_not_ask_again_and_again() -> None:
+def test_vain_search_waits_for_the_running_trial() -> None:
+    """While a trial runs, a searcher whose proposals do not fit is not asked again."""
     searcher = ListSearcher([SMALL] + [LARGE] * 10 + [16])
     search = guarded(searcher, max_proposals=10)
     search.suggest("a")
@@ -258,7 +260,7 @@ def test_while_a_trial_runs_a_vain_search_waits_and_does_not_ask_again_and_again
     assert search.suggest("b") == {"width": 16}
 
 
-def test_a_build_that_fails_launches_unguarded_and_warns_once() -> None:
+def test_failing_build_launches_with_one_warning() -> None:
     def broken(config: Mapping[str, Any]) -> Workload:
         raise RuntimeError("no such data set")
 
@@ -268,7 +270,7 @@ def test_a_build_that_fails_launches_unguarded_and_warns_once() -> None:
     assert len(caught) == 1
 
 
-def test_a_guard_that_breaks_launches_unguarded_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_guard_launches_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     search = guarded(ListSearcher([LARGE, SMALL]))
 
     def fail(*_: Any, **__: Any) -> None:
@@ -280,7 +282,7 @@ def test_a_guard_that_breaks_launches_unguarded_and_warns_once(monkeypatch: pyte
     assert len(caught) == 1
 
 
-def test_a_log_whose_server_does_not_answer_is_named_at_once_and_the_guard_goes_on() -> None:
+def test_unreachable_log_is_named_and_guard_goes_on() -> None:
     with pytest.warns(LogWarning, match=r"postgresql\+psycopg://nobody:\*\*\*@localhost:1/none cannot be used now") as caught:
         search = guarded(ListSearcher([LARGE, SMALL]), log="postgresql+psycopg://nobody:secret@localhost:1/none")
     assert search.suggest("a") == {"width": SMALL}
@@ -288,7 +290,7 @@ def test_a_log_whose_server_does_not_answer_is_named_at_once_and_the_guard_goes_
     assert "secret" not in str(caught[0].message)
 
 
-def test_an_object_in_the_space_is_named_as_what_cannot_be_judged() -> None:
+def test_object_in_the_space_is_named_as_unjudgeable() -> None:
     class Placeholders(ListSearcher):
         def suggest(self, trial_id: str) -> Any:
             return super().suggest(trial_id) | {"optimizer": ("__ref_ph", "12ab")}
@@ -339,7 +341,7 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_hyperopt_searches_a_real_run_and_learns_from_what_was_turned_down(tmp_path: Path) -> None:
+def test_hyperopt_run_learns_from_rejections(tmp_path: Path) -> None:
     searcher = HyperOptSearch(random_state_seed=1, n_initial_points=3)
     search = guarded(searcher)
     results = make_tuner(search, tmp_path, {"width": WIDTHS, "lr": tune.loguniform(1e-4, 1e-1)}, 8, max_concurrent_trials=2).fit()
@@ -359,7 +361,8 @@ def build_rounded(config: Mapping[str, Any]) -> Workload:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_bayesopt_whose_first_proposals_do_not_fit_gets_out_of_its_random_phase(tmp_path: Path) -> None:
+def test_bayesopt_leaves_its_random_phase(tmp_path: Path) -> None:
+    """First proposals that do not fit must not hold BayesOpt in its random phase."""
     pytest.importorskip("bayes_opt", reason="bayesian-optimization 1.4 is not installed")
     from ray.tune.search.bayesopt import BayesOptSearch
 
@@ -388,7 +391,7 @@ def train_repaired(config: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("kind", ["searcher", "generator"])
-def test_what_is_repaired_reaches_the_training_function_and_the_log(kind: str, tmp_path: Path) -> None:
+def test_repair_reaches_training_function_and_log(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "build": build_batch,
         "memory_budget": "160KiB",
@@ -411,7 +414,7 @@ def test_what_is_repaired_reaches_the_training_function_and_the_log(kind: str, t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_grid_points_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_grid_points_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     search = guarded_generator()
     with pytest.warns(NothingFeasibleWarning, match="2 of 4 points were left out.*under 'run'"):
         results = make_tuner(search, tmp_path, {"width": tune.grid_search([SMALL, LARGE, 16, 2048])}, 1).fit()
@@ -421,7 +424,7 @@ def test_grid_points_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) -> None:
+def test_grid_with_nothing_feasible_ends_clearly(tmp_path: Path) -> None:
     with pytest.warns(NothingFeasibleWarning, match="Nothing in the search space fits, so no trial ran"):
         results = make_tuner(guarded_generator(), tmp_path, {"width": tune.grid_search([LARGE, 2048])}, 1).fit()
     assert len(results) == 0
@@ -429,7 +432,7 @@ def test_a_grid_with_nothing_feasible_ends_with_a_clear_message(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_a_model_whose_package_only_workers_have_is_traced_there() -> None:
+def test_model_of_a_worker_package_is_traced_there() -> None:
     driver = os.getpid()
 
     def build_elsewhere(config: Mapping[str, Any]) -> Workload:
@@ -466,7 +469,8 @@ def test_random_points_that_do_not_fit_are_drawn_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_of_a_grid_with_random_parameters_the_parts_that_never_fit_are_given_up(tmp_path: Path) -> None:
+def test_grid_gives_up_parts_that_never_fit(tmp_path: Path) -> None:
+    """Random parameters draw each grid point many times; one that never fits is given up."""
     search = guarded_generator(max_proposals=5)
     space = {"width": tune.grid_search([SMALL, LARGE]), "lr": tune.uniform(0, 1)}
     with pytest.warns(NothingFeasibleWarning, match="10 of 20 points were left out"):
@@ -491,7 +495,7 @@ class CutOff(tune.Callback):
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("kind", ["searcher", "generator"])
 @pytest.mark.filterwarnings("ignore:.* points were left out")
-def test_a_run_that_was_cut_off_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "1")
     log = MeasurementStore(str(tmp_path / "log.db"))
     flag = tmp_path / "flag"

@@ -46,7 +46,7 @@ def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
 
 
 @pytest.mark.slow
-def test_the_service_answers_as_the_predictor_itself_would(shared: SharedPredictor) -> None:
+def test_service_answers_as_the_predictor(shared: SharedPredictor) -> None:
     graphs = [trace(workload(width)) for width in (8, 64)]
     here = load_predictor()
     assert shared.name == here.name
@@ -63,7 +63,7 @@ def test_the_service_answers_as_the_predictor_itself_would(shared: SharedPredict
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was not trained on such steps")
-def test_what_one_run_measures_teaches_the_predictor_of_another(shared: SharedPredictor) -> None:
+def test_service_learns_across_runs(shared: SharedPredictor) -> None:
     teacher, pupil = (Guard("a100", predictor=shared, log=shared.log) for _ in range(2))
     copy = pickle.loads(pickle.dumps(shared))
     before = pupil.check(workload(64)).prediction
@@ -85,7 +85,7 @@ def test_a_service_of_another_version_is_not_asked(shared: SharedPredictor, monk
 
 
 @pytest.mark.slow
-def test_an_actor_of_that_name_that_is_no_service_is_not_asked(shared: SharedPredictor) -> None:
+def test_foreign_actor_of_the_name_is_not_asked(shared: SharedPredictor) -> None:
     class Other:
         def ping(self) -> None: ...
 
@@ -99,7 +99,8 @@ def test_an_actor_of_that_name_that_is_no_service_is_not_asked(shared: SharedPre
 
 
 @pytest.mark.slow
-def test_a_run_with_another_log_or_predictor_needs_another_name(shared: SharedPredictor, tmp_path: Path) -> None:
+def test_service_for_another_log_needs_another_name(shared: SharedPredictor, tmp_path: Path) -> None:
+    """Runs with another log or predictor must not share a service."""
     with pytest.raises(ConfigurationError, match=r"has the log .*give this run's service another name"):
         SharedPredictor(log=str(tmp_path / "other.db"), name=shared.service_name)
     with pytest.raises(ConfigurationError, match=r"has the predictor 'guardnet', but this run asks for 'trees'"):
@@ -107,7 +108,7 @@ def test_a_run_with_another_log_or_predictor_needs_another_name(shared: SharedPr
 
 
 @pytest.mark.slow
-def test_a_service_that_ray_restarts_knows_again_what_the_log_knows(shared: SharedPredictor) -> None:
+def test_restarted_service_relearns_from_the_log(shared: SharedPredictor) -> None:
     guard = Guard("a100", predictor=shared, log=shared.log)
     graph = guard.trace(workload(64))
     learnt = shared.predict(graph, A100).step_time.median
@@ -117,9 +118,8 @@ def test_a_service_that_ray_restarts_knows_again_what_the_log_knows(shared: Shar
 
 
 @pytest.mark.slow
-def test_while_the_service_is_away_this_process_predicts_and_then_it_is_found_again(
-    shared: SharedPredictor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_away_falls_back_and_is_found_again(shared: SharedPredictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the service is away, this process predicts."""
     graph = trace(workload(64))
     expected = shared.predict(graph, A100)
     ray.kill(shared._server)
@@ -132,7 +132,7 @@ def test_while_the_service_is_away_this_process_predicts_and_then_it_is_found_ag
     wait_until(lambda: bool(shared.status()))
 
 
-def test_without_a_cluster_the_message_says_what_to_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_without_cluster_says_what_to_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigurationError, match=r"Call ray.init\(\) before"):
         SharedPredictor(log=str(tmp_path / "log.db"))

@@ -75,7 +75,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, beside: tupl
         np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
-def test_step_features_have_the_names_that_the_oracle_gives_them() -> None:
+def test_step_features_have_the_oracle_names() -> None:
     # Weights depend on the order.
     graph = trace(Workload(nn.ReLU(), (2, 3), mode="infer"))
     assert tuple(oracle.step_features(graph, resolve_device("a100"))) == STEP_FEATURES
@@ -116,13 +116,13 @@ def test_batch_of_64_equals_oracle(network: str, mode: str) -> None:
     assert_equal_to_oracle(GraphBatch.of(many_graphs(network, mode)))
 
 
-def test_features_of_a_stored_graph_and_of_inference_equal_oracle() -> None:
+def test_stored_and_inference_features_equal_oracle() -> None:
     graph = TraceCache().trace(Workload(convolutions(), (4, 3, 32, 32), mode="infer", layout="nhwc"))
     assert_equal_to_oracle(graph.as_batch())
     assert_equal_to_oracle(OpGraph.from_bytes(graph.to_bytes()).as_batch())
 
 
-def test_features_of_a_step_without_operators_equal_oracle() -> None:
+def test_features_without_operators_equal_oracle() -> None:
     assert_equal_to_oracle(trace(Workload(nn.Identity(), (2, 3), mode="infer")).as_batch())
 
 

@@ -59,7 +59,7 @@ def graphs(draw: st.DrawFn) -> OpGraph:
 
 @given(graphs(), st.integers(0, 2**32 - 1))
 @settings(max_examples=300, deadline=None)
-def test_any_fusion_keeps_the_arithmetic_and_never_moves_more_bytes(graph: OpGraph, seed: int) -> None:
+def test_fusion_keeps_flops_and_never_adds_bytes(graph: OpGraph, seed: int) -> None:
     chances = np.random.default_rng(seed).random((graph.edges.shape[1],))
     kernels = kernels_of(graph, chances)
     fused, _ = merged(graph, kernels)
@@ -75,7 +75,7 @@ def test_any_fusion_keeps_the_arithmetic_and_never_moves_more_bytes(graph: OpGra
 
 @given(graphs())
 @settings(max_examples=100, deadline=None)
-def test_nothing_fused_is_the_same_operators_in_the_same_order(graph: OpGraph) -> None:
+def test_fusing_nothing_keeps_operators_and_order(graph: OpGraph) -> None:
     fused, _ = merged(graph, kernels_of(graph, np.zeros(graph.edges.shape[1])))
     assert [made._replace(inputs=(), outputs=()) for made in fused.ops] == [
         made._replace(inputs=(), outputs=()) for made in graph.ops
@@ -109,7 +109,7 @@ def test_what_only_the_kernel_reads_is_never_written() -> None:
     assert fused.peak_live_bytes == 5 * MIB
 
 
-def test_what_another_operator_reads_is_written_all_the_same() -> None:
+def test_output_read_elsewhere_is_still_written() -> None:
     graph = chain(
         op("add", (0,), (1,), MIB, MIB),
         op("relu", (1,), (2,), MIB, MIB),
@@ -122,13 +122,13 @@ def test_what_another_operator_reads_is_written_all_the_same() -> None:
     assert fused.ops[0].bytes_read == MIB
 
 
-def test_an_input_that_two_operators_of_a_kernel_read_is_read_once() -> None:
+def test_shared_input_of_a_kernel_is_read_once() -> None:
     graph = chain(op("sigmoid", (0,), (1,), MIB, MIB), op("mul", (0, 1), (2,), 2 * MIB, MIB), sizes=(MIB, MIB, MIB), output=2)
     kernel = merged(graph, [[0, 1]])[0].ops[0]
     assert (kernel.bytes_read, kernel.bytes_written) == (MIB, MIB)
 
 
-def test_a_kernel_that_would_wait_for_itself_is_not_made() -> None:
+def test_kernel_waiting_for_itself_is_not_made() -> None:
     graph = chain(
         op("relu", (0,), (1,), MIB, MIB),
         op("convolution", (1,), (2,), MIB, MIB),
@@ -148,7 +148,7 @@ def test_kernels_must_be_a_partition() -> None:
         merged(graph, [[0], [0]])
 
 
-def test_a_whole_network_in_one_kernel_reads_its_input_and_weights_and_writes_its_output() -> None:
+def test_kernel_of_a_whole_network_moves_only_its_ends() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 8))
     graph = trace(Workload(model, (4, 16), mode="infer"), target="cpu")
     end = len(graph.ops)

@@ -21,14 +21,14 @@ from tests.weights import check_damaged_weights_are_refused
 WEIGHTS = Path(fusion.__file__).parent / "weights"
 
 
-def test_the_shipped_weights_fuse_batch_norm_and_activation_on_the_cpu() -> None:
+def test_shipped_weights_fuse_batch_norm_on_cpu() -> None:
     graph = trace(Workload(network(), SHAPE, mode="infer"), target="cpu")
     kernels_found = [op.attributes.get(FUSED, ()) for op in shipped().fused(graph, "inductor-cpu")[0].ops]
     assert sum(found[:2] == ("native_batch_norm", "relu") for found in kernels_found) >= 2
     assert not any("convolution" in found for found in kernels_found)
 
 
-def test_a_compiled_inference_takes_no_longer_and_says_how_it_was_predicted() -> None:
+def test_compiled_inference_is_faster_and_noted() -> None:
     workload = Workload(network(), SHAPE, mode="infer")
     eager, compiled = predict(workload, gpu="cpu"), predict(replace(workload, compiled=True), gpu="cpu")
     assert compiled.step_time.median < eager.step_time.median
@@ -36,7 +36,8 @@ def test_a_compiled_inference_takes_no_longer_and_says_how_it_was_predicted() ->
     assert any("kernels for 12 operators" in text for text in compiled.unmodelled)
 
 
-def test_of_training_nothing_was_learnt_so_the_graph_stays_and_the_note_too() -> None:
+def test_compiled_training_stays_eager_and_noted() -> None:
+    """Of training no fusion was learnt, so the graph stays as it was traced."""
     device = resolve_device("cpu")
     graph = trace(Workload(network(), SHAPE, loss=lambda out: out.sum(), compiled=True), target=device)
     assert as_compiled(graph, device) is None
@@ -52,7 +53,7 @@ def test_the_same_graph_is_merged_once() -> None:
 
 @pytest.mark.parametrize("name", ["guardnet", "lilou"])
 @pytest.mark.parametrize("gpu", ["cpu", "a100"])
-def test_no_predictor_takes_a_compiled_inference_for_slower(name: str, gpu: str) -> None:
+def test_predictors_take_compiled_inference_for_faster(name: str, gpu: str) -> None:
     device, predictor = resolve_device(gpu), load_predictor(name)
     for shape in (SHAPE, (256, 8, 64, 64)):
         workload = Workload(network(), shape, mode="infer")
@@ -70,5 +71,5 @@ def test_a_graph_without_edges_is_left_alone() -> None:
     assert len(compiled.graph.ops) == len(graph.ops) == 1
 
 
-def test_weights_of_fusion_that_are_damaged_or_exchanged_are_refused(tmp_path: Path) -> None:
+def test_fusion_weights_refuse_damage_and_exchange(tmp_path: Path) -> None:
     check_damaged_weights_are_refused(WEIGHTS, "fusion", read_fusion_model, tmp_path)

@@ -58,7 +58,7 @@ devices = st.sampled_from([GPU, CPU])
 
 @settings(max_examples=30)
 @given(workloads(), devices)
-def test_every_feature_is_finite_and_every_column_has_a_name(workload: Workload, device: Device) -> None:
+def test_features_are_finite_and_columns_named(workload: Workload, device: Device) -> None:
     graph = trace(workload, target=device.kind)
     data = featurize(graph, device)
     assert data.x.shape == (len(graph.ops), len(NODE_FEATURES))
@@ -74,7 +74,8 @@ def test_every_feature_is_finite_and_every_column_has_a_name(workload: Workload,
 
 @settings(max_examples=20)
 @given(workloads(), devices)
-def test_the_physics_to_correct_is_the_replay_and_the_roofline(workload: Workload, device: Device) -> None:
+def test_base_prediction_is_replay_and_roofline(workload: Workload, device: Device) -> None:
+    """They are the physics that the learnt part corrects."""
     graph = trace(workload, target=device.kind)
     data = featurize(graph, device)
     replayed = graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes
@@ -100,9 +101,8 @@ def relabelled(graph: OpGraph, rng: random.Random) -> OpGraph:
 
 @settings(max_examples=20)
 @given(workloads(), devices, st.randoms(use_true_random=False))
-def test_features_do_not_depend_on_numbers_and_names_but_for_the_order_of_allocation(
-    workload: Workload, device: Device, rng: random.Random
-) -> None:
+def test_features_ignore_numbering_and_names(workload: Workload, device: Device, rng: random.Random) -> None:
+    """Only the order of allocation matters, since the allocator's fragmentation depends on it."""
     graph = trace(workload, target=device.kind)
     data, other = featurize(graph, device), featurize(relabelled(graph, rng), device)
     for key in ("x", "kind", "globals", "roofline", "log_time"):
@@ -150,7 +150,7 @@ def test_shares_of_the_peak_add_up() -> None:
     assert (values["train"], values["half"], values["nhwc"], values["cpu"]) == (1, 0, 0, 0)
 
 
-def test_a_step_that_launches_nothing_has_features_all_the_same() -> None:
+def test_features_of_a_step_without_kernels() -> None:
     graph = trace(Workload(nn.Identity(), (2, 3), mode="infer"))
     data = featurize(graph, GPU)
     assert data.x.shape == (0, len(NODE_FEATURES))

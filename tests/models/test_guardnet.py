@@ -135,9 +135,7 @@ def wrong_shape(weights: Path) -> None:
         (lambda weights: rewrite_card(weights, residual={}), "do not fit the network: KeyError"),
     ],
 )
-def test_weights_that_cannot_be_right_are_refused_with_the_reason(
-    weights: Path, spoil: Callable[[Path], Any], reason: str
-) -> None:
+def test_wrong_weights_are_refused_with_reason(weights: Path, spoil: Callable[[Path], Any], reason: str) -> None:
     spoil(weights)
     with pytest.raises(PredictorError, match=reason):
         guardnet.load(weights)
@@ -219,13 +217,13 @@ def test_a_prediction_adds_up(net: GuardNet, device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, resolve_device("a100")], ids=lambda device: device.id)
-def test_a_network_without_operators_takes_next_to_no_time(net: GuardNet, device: Device) -> None:
+def test_network_without_operators_takes_little_time(net: GuardNet, device: Device) -> None:
     prediction = net.predict(trace(Workload(nn.Identity(), (2, 3), mode="infer"), target=device), device)
     assert prediction.step_time.median < 1e-3
     assert prediction.peak_memory.median < device.memory_bytes
 
 
-def test_what_it_has_never_seen_gets_physics_and_wider_intervals(net: GuardNet) -> None:
+def test_unseen_input_gets_physics_and_wider_intervals(net: GuardNet) -> None:
     graph = convnet(16)  # float32, without cuDNN's benchmark mode: no table has that
     known, unknown = net.predict(graph, CPU), net.predict(graph, UNKNOWN)
     assert known.trained_on_device
@@ -275,7 +273,8 @@ def test_on_a_gpu_it_answers_what_the_tables_taught(
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
 
 
-def test_inference_on_a_card_faster_than_all_that_were_learnt_from_is_left_to_physics(net: GuardNet) -> None:
+def test_inference_on_a_faster_card_is_left_to_physics(net: GuardNet) -> None:
+    """No card as fast as a B200 was learnt from."""
     graph = on_a_gpu("fp32", "infer", benchmark=True)
     times = [net.predict(graph, resolve_device(name)).step_time for name in ("p4", "b200")]
     assert times[1].median < times[0].median
@@ -306,7 +305,7 @@ def test_a_gpu_that_no_table_had_is_less_sure(net: GuardNet) -> None:
 @pytest.mark.parametrize("precision", ["amp-bf16", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("gpu", ["rtx3090", "a100"])
-def test_what_half_precision_takes_beyond_its_roofline_is_one_to_it(net: GuardNet, precision: str, mode: str, gpu: str) -> None:
+def test_half_precisions_share_a_roofline_factor(net: GuardNet, precision: str, mode: str, gpu: str) -> None:
     device = resolve_device(gpu)
     graphs = [on_a_gpu(own, mode, benchmark=True) for own in ("amp-fp16", precision)]
     seen, other = (net.predict(graph, device).step_time for graph in graphs)
@@ -325,7 +324,7 @@ def test_it_is_never_less_sure_of_a_time_than_physics(net: GuardNet, precision: 
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_what_compiling_saves_is_learnt_from_runs_or_else_told_by_the_kernels(net: GuardNet, layout: Any) -> None:
+def test_compiled_speedup_is_learnt_or_from_kernels(net: GuardNet, layout: Any) -> None:
     device = resolve_device("rtx4090")  # its compiled runs were measured with nchw alone
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU())
@@ -339,7 +338,7 @@ def test_what_compiling_saves_is_learnt_from_runs_or_else_told_by_the_kernels(ne
     assert any("kernels for" in text for text in compiled.unmodelled) == (layout == "nhwc")
 
 
-def test_a_default_device_and_autocast_of_the_script_change_nothing(net: GuardNet, weights: Path) -> None:
+def test_default_device_and_autocast_change_nothing(net: GuardNet, weights: Path) -> None:
     observations = half_as_much_again(net, EIGHT, CPU)
     devices = CPU, resolve_device("a100")
     net.fine_tune(observations)
@@ -366,7 +365,7 @@ def errors(prediction: Prediction, truth: Prediction) -> list[float]:
 
 
 @pytest.mark.parametrize("device", [CPU, UNKNOWN], ids=["trained on", "never seen"])
-def test_it_learns_from_eight_runs_what_holds_for_a_ninth(net: GuardNet, device: Device) -> None:
+def test_fine_tune_on_eight_runs_improves_a_ninth(net: GuardNet, device: Device) -> None:
     before = net.predict(NINTH, device)
     net.fine_tune(half_as_much_again(net, EIGHT, device))
     after = net.predict(NINTH, device)
@@ -383,7 +382,7 @@ def test_it_is_surer_of_a_new_device_after_eight_runs(net: GuardNet) -> None:
     assert all(new < 0.2 * math.log(1.5) for new in errors(after, before))
 
 
-def test_runs_that_agree_with_the_prediction_narrow_its_interval(net: GuardNet) -> None:
+def test_fine_tune_narrows_where_runs_agree(net: GuardNet) -> None:
     before = net.predict(NINTH, CPU)
     predictions = [net.predict(graph, CPU) for graph in EIGHT]
     net.fine_tune(
@@ -397,7 +396,7 @@ def test_runs_that_agree_with_the_prediction_narrow_its_interval(net: GuardNet) 
     assert after.step_time.log_sigma < before.step_time.log_sigma
 
 
-def test_learning_replaces_what_was_learnt_for_the_same_device_only(net: GuardNet) -> None:
+def test_fine_tune_replaces_only_its_device(net: GuardNet) -> None:
     observations = half_as_much_again(net, EIGHT, CPU)
     net.fine_tune(observations)
     once = net.predict(NINTH, CPU)
@@ -407,7 +406,7 @@ def test_learning_replaces_what_was_learnt_for_the_same_device_only(net: GuardNe
     assert net.predict(NINTH, CPU) == once
 
 
-def test_learning_again_without_a_reading_of_memory_forgets_what_it_was(net: GuardNet) -> None:
+def test_fine_tune_without_memory_forgets_memory(net: GuardNet) -> None:
     before = net.predict(NINTH, CPU)
     net.fine_tune(half_as_much_again(net, EIGHT, CPU))
     net.fine_tune([Observation(graph, CPU, measured(None, 1.0)) for graph in EIGHT])
@@ -437,7 +436,7 @@ def test_no_observations_teach_nothing(net: GuardNet) -> None:
     assert net.predict(NINTH, CPU, steps=10) == before
 
 
-def test_a_part_that_was_not_measured_does_not_hide_the_other(net: GuardNet) -> None:
+def test_fine_tune_learns_time_without_memory(net: GuardNet) -> None:
     before = net.predict(NINTH, CPU)
     net.fine_tune([Observation(graph, CPU, measured(None, 1.0)) for graph in EIGHT])
     after = net.predict(NINTH, CPU)
@@ -454,7 +453,7 @@ def test_what_trials_take_beyond_their_steps_is_learnt(net: GuardNet) -> None:
     assert 1.8 < prediction.total_time.median / (50 * prediction.step_time.median) < 2.0
 
 
-def test_first_trial_of_a_suspended_machine_does_not_stretch_the_next(net: GuardNet) -> None:
+def test_suspended_trial_does_not_stretch_the_next(net: GuardNet) -> None:
     """Eight hours of a laptop's sleep in a trial of a second would break every time budget, and nothing would run again."""
     step_time_s = net.predict(NINTH, CPU).step_time.median
     asleep = measured(None, step_time_s, num_steps=100, total_time_s=8 * 3600.0)
@@ -464,7 +463,7 @@ def test_first_trial_of_a_suspended_machine_does_not_stretch_the_next(net: Guard
     assert prediction.total_time.median < 1.5 * 50 * prediction.step_time.median
 
 
-def test_what_a_card_draws_is_learnt_from_the_driver_s_counter(net: GuardNet) -> None:
+def test_power_is_learnt_from_the_energy_counter(net: GuardNet) -> None:
     device = resolve_device("a100")
     assert net.predict(NINTH, device).energy is None
     observations = [
@@ -485,7 +484,7 @@ def ran_out(graph: OpGraph, at_least_bytes: float) -> Observation:
     return Observation(graph, CPU, measurement)
 
 
-def test_a_run_that_was_out_of_memory_raises_what_is_predicted_above_what_it_had(net: GuardNet) -> None:
+def test_oom_raises_the_prediction_above_its_bound(net: GuardNet) -> None:
     before = net.predict(NINTH, CPU).peak_memory.median
     net.fine_tune([ran_out(NINTH, 1.5 * before)])
     after = net.predict(NINTH, CPU)
@@ -498,7 +497,7 @@ def net_free_chance(before: float) -> float:
     return guardnet.load().predict(NINTH, CPU).peak_memory.p_exceeds(1.5 * before)
 
 
-def test_a_bound_that_was_expected_anyway_changes_little(net: GuardNet) -> None:
+def test_expected_bound_changes_little(net: GuardNet) -> None:
     before = net.predict(NINTH, CPU).peak_memory.median
     net.fine_tune([ran_out(NINTH, 0.2 * before)])
     assert net.predict(NINTH, CPU).peak_memory.median == pytest.approx(before, rel=0.02)
@@ -516,9 +515,7 @@ def test_bounds_and_measurements_are_learnt_together(net: GuardNet) -> None:
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("gpu", ["cpu", "a100"])
 @pytest.mark.parametrize("factor", [1.05, 1.5, 10.0])
-def test_a_step_that_ran_out_of_memory_is_not_said_to_fit_because_others_do(
-    net: GuardNet, times: int, gpu: str, factor: float
-) -> None:
+def test_oom_step_stays_risky_though_others_fit(net: GuardNet, times: int, gpu: str, factor: float) -> None:
     device = CPU if gpu == "cpu" else resolve_device(gpu)
     predicted = net.predict(NINTH, device).peak_memory.median
     others = [Observation(graph, device, measured(net.predict(graph, device).peak_memory.median, 1e-3)) for graph in EIGHT]
@@ -531,7 +528,8 @@ def test_a_step_that_ran_out_of_memory_is_not_said_to_fit_because_others_do(
     assert net.predict(NINTH, device).peak_memory.p_exceeds(factor * predicted) < 0.5
 
 
-def test_what_ran_out_of_nearly_all_of_a_gpu_is_not_said_to_fit_into_the_rest(net: GuardNet) -> None:
+def test_oom_at_nearly_all_memory_stays_risky(net: GuardNet) -> None:
+    """A step that ran out of 97% of a GPU is not said to fit into all of it."""
     gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
     before = net.predict(sure, gpu).peak_memory
     assert before.log_sigma < 0.02
@@ -540,7 +538,8 @@ def test_what_ran_out_of_nearly_all_of_a_gpu_is_not_said_to_fit_into_the_rest(ne
     assert net.predict(sure, gpu).p_oom(gpu.memory_bytes) > 0.7
 
 
-def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) -> None:
+def test_bound_below_known_need_teaches_nothing(net: GuardNet) -> None:
+    """A failure below the known need means that others were on the card, too."""
     gpu = resolve_device("a100")
     rows = half_as_much_again(net, EIGHT, gpu)
     net.fine_tune(rows)
@@ -552,7 +551,8 @@ def test_less_memory_than_a_step_is_known_to_need_says_nothing(net: GuardNet) ->
     assert after.log_sigma == pytest.approx(before.log_sigma, rel=0.2)
 
 
-def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: GuardNet) -> None:
+def test_bound_has_the_scale_of_its_prediction(net: GuardNet) -> None:
+    """A bound is as sure beside measured runs as its prediction is."""
     gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
     unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
     ran_out_there = replace(ran_out(sure, 2 * net.predict(sure, gpu).peak_memory.median), device=gpu)
@@ -563,7 +563,7 @@ def test_a_bound_is_as_sure_beside_the_measured_runs_as_its_prediction_is(net: G
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_of_the_script_changes_nothing(net: GuardNet, weights: Path, dtype: torch.dtype) -> None:
+def test_default_dtype_changes_nothing(net: GuardNet, weights: Path, dtype: torch.dtype) -> None:
     devices = CPU, resolve_device("a100")
     observations = half_as_much_again(net, EIGHT, CPU)
     net.fine_tune(observations)
@@ -578,7 +578,8 @@ def test_the_default_dtype_of_the_script_changes_nothing(net: GuardNet, weights:
     assert found == expected
 
 
-def test_a_step_that_was_read_often_is_sure_of_itself_and_not_of_its_like_under_another_switch(net: GuardNet) -> None:
+def test_repeated_step_is_sure_of_itself_only(net: GuardNet) -> None:
+    """The same network with cuDNN's benchmark switched off remains less sure."""
     device = resolve_device("a100")
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))

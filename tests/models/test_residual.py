@@ -94,14 +94,14 @@ def textbook(
 
 @settings(max_examples=20)
 @given(seeds)
-def test_the_kernel_is_the_formula_and_its_diagonal_the_prior_variance(seed: int) -> None:
+def test_kernel_equals_formula_and_prior_variance(seed: int) -> None:
     a, b = places(4, seed), joined([places(3, seed + 1), as_shipped(places(2, seed + 2))])
     np.testing.assert_allclose(PRIOR.kernel(beside(a, b)), slow_kernel(PRIOR, a, b), rtol=1e-6)
     np.testing.assert_allclose(PRIOR.variance(b), np.diag(slow_kernel(PRIOR, b, b)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("of_the_regime", [0.2, 0.5])
-def test_many_regimes_beside_a_summary_are_still_a_covariance(of_the_regime: float) -> None:
+def test_kernel_of_many_regimes_is_a_covariance(of_the_regime: float) -> None:
     place = joined([as_shipped(places(1, 0)), places(50, 1)._replace(regime=torch.arange(50).double())])
     constant = ResidualPrior(bias=1.0, linear=0.0, local=0.0, length=1.0, noise=0.1, of_the_regime=of_the_regime)
     assert torch.linalg.eigvalsh(constant.kernel(beside(place, place))).min() > -1e-9
@@ -109,7 +109,7 @@ def test_many_regimes_beside_a_summary_are_still_a_covariance(of_the_regime: flo
 
 @settings(max_examples=20)
 @given(seeds, st.integers(1, 8))
-def test_without_reweighting_the_posterior_is_that_of_the_textbook(seed: int, num_points: int) -> None:
+def test_posterior_without_reweighting_is_textbook(seed: int, num_points: int) -> None:
     x, new = places(num_points, seed), places(5, seed + 1)
     y = torch.sin(3 * x.x.sum(1))
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ def test_without_reweighting_the_posterior_is_that_of_the_textbook(seed: int, nu
 
 @settings(max_examples=20)
 @given(seeds, st.integers(2, 8))
-def test_where_all_readings_agree_the_reweighting_changes_little(seed: int, num_points: int) -> None:
+def test_reweighting_changes_agreeing_readings_little(seed: int, num_points: int) -> None:
     x, new = places(num_points, seed), places(5, seed + 1)
     y = torch.full((num_points,), 0.2, dtype=torch.float64)
     posterior = condition(PRIOR, x, y)
@@ -133,7 +133,7 @@ def test_where_all_readings_agree_the_reweighting_changes_little(seed: int, num_
 
 @settings(max_examples=20)
 @given(seeds, st.integers(0, 11))
-def test_one_reading_a_thousandfold_too_large_moves_the_mean_by_little(seed: int, position: int) -> None:
+def test_posterior_is_robust_to_one_outlier(seed: int, position: int) -> None:
     """One misread clock must not spoil all that follows.
 
     A Student-t likelihood gives no bound in absolute terms: where no other reading is near, even an absurd one says something.
@@ -204,7 +204,7 @@ def test_the_same_point_many_times_is_no_trouble() -> None:
 
 @settings(max_examples=20)
 @given(seeds)
-def test_what_is_left_out_is_what_the_others_do_not_say(seed: int) -> None:
+def test_left_out_equals_refit_on_the_others(seed: int) -> None:
     x, y = places(7, seed), torch.sin(5 * embeddings(7, seed).sum(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residual, "_REWEIGHTINGS", 0)
@@ -216,7 +216,8 @@ def test_what_is_left_out_is_what_the_others_do_not_say(seed: int) -> None:
             assert float(left_out[index]) == pytest.approx(float(y[index] - mean), abs=1e-6)
 
 
-def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_of_the_old() -> None:
+def test_posterior_learns_new_regime_from_three_runs() -> None:
+    """It keeps the shape learnt in the old regime; only the factor is new."""
     prior = ResidualPrior(bias=0.5, linear=0.3, local=1e-6, length=0.5, noise=0.03)
     x = embeddings(60, 0)
     trend = 0.4 * x.sum(1)
@@ -228,7 +229,7 @@ def test_a_new_regime_learns_its_own_factor_from_three_runs_and_keeps_the_shape_
     torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
 
 
-def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
+def test_posterior_believes_confirmed_physics() -> None:
     prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, trust=0.5)
     x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
     posterior = condition(prior, under_equal_conditions(x)._replace(experts=gap), gap[:, 0])
@@ -236,7 +237,7 @@ def test_physics_is_believed_once_it_is_seen_to_be_right() -> None:
     assert posterior.at(under_equal_conditions(x[:1])._replace(experts=new))[0].item() == pytest.approx(0.8, abs=0.05)
 
 
-def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
+def test_repeat_reading_counts_as_far_as_steps_differ() -> None:
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(2, 3)]))
     y = torch.cat([torch.zeros(10), torch.full((2,), 0.2)]).double()
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1)
@@ -253,7 +254,7 @@ def test_another_reading_of_a_step_is_believed_as_far_as_steps_differ() -> None:
 
 @pytest.mark.parametrize("scatter", [0.01, 0.1, 0.3])
 @pytest.mark.parametrize("num_readings", [10, 30])
-def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(scatter: float, num_readings: int) -> None:
+def test_scattered_readings_of_a_step_are_not_certain(scatter: float, num_readings: int) -> None:
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
     x = under_equal_conditions(embeddings(1, 1).expand(num_readings, 3))
     y = 0.2 + scatter * torch.where(torch.arange(num_readings) % 2 == 0, 1.0, -1.0).double()
@@ -266,7 +267,7 @@ def test_readings_of_a_step_that_scatter_are_not_taken_for_one_that_is_known(sca
 
 
 @pytest.mark.parametrize("of_the_step", [[0.1, math.log(4), 0.1], [0.4, 0.4, 0.0], [0.4] * 9 + [0.0], [0.4, 0.38, -5.0, 0.42]])
-def test_of_readings_of_a_step_those_that_agree_are_believed_whatever_its_like_take(of_the_step: list[float]) -> None:
+def test_agreeing_readings_of_a_step_outweigh_its_like(of_the_step: list[float]) -> None:
     prior = ResidualPrior(bias=0.2, linear=0.01, local=0.01, length=0.5, noise=0.03, of_the_step=0.9)
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(len(of_the_step), 3)]))
     y = torch.cat([torch.zeros(10), torch.tensor(of_the_step)]).double()
@@ -302,7 +303,7 @@ def test_a_bound_that_says_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("least", [-0.5, 0.0, 0.5])
-def test_a_bound_leaves_the_mean_and_variance_of_a_normal_variable_above_it(least: float) -> None:
+def test_bound_has_moments_of_a_truncated_normal(least: float) -> None:
     out = under_equal_conditions(embeddings(1, 2))
     sigma = (PRIOR.variance(out) + PRIOR.noise**2).sqrt().item()
     above = truncnorm(least / sigma, math.inf, scale=sigma)
@@ -316,7 +317,7 @@ def test_a_bound_leaves_the_mean_and_variance_of_a_normal_variable_above_it(leas
     assert own_sigma.item() ** 2 == pytest.approx(sigma**2 - smooth**2 * (sigma**2 - above.var()), rel=1e-3)
 
 
-def test_before_anything_was_read_a_bound_that_says_nothing_leaves_what_was_said() -> None:
+def test_bound_that_says_nothing_keeps_the_prior() -> None:
     out, new = places(3, 0), places(5, 1)
     prior = replace(GUESS, trust=0.5, kernels=0.3)
     found = learnt(prior, NOWHERE_OF_PLACES, NOWHERE.scale, bounds=Bounds(out, torch.full((3,), -20.0).double()))
@@ -325,7 +326,7 @@ def test_before_anything_was_read_a_bound_that_says_nothing_leaves_what_was_said
     torch.testing.assert_close(sigma, prior.before(new.x).sqrt(), rtol=1e-4, atol=0)
 
 
-def test_many_bounds_that_were_to_be_expected_say_what_sampling_says() -> None:
+def test_many_expected_bounds_equal_sampling() -> None:
     at = under_equal_conditions(embeddings(50, 0))
     found = condition(GUESS, NOWHERE, NOWHERE.scale, bounds=Bounds(at, torch.full((50,), -0.6).double()))
     generator = torch.Generator().manual_seed(0)
@@ -340,14 +341,14 @@ def test_many_bounds_that_were_to_be_expected_say_what_sampling_says() -> None:
 
 
 @pytest.mark.parametrize("z", [-40.0, 0.0, 40.0, 1e5])
-def test_a_reading_in_the_place_of_a_bound_lies_above_it_however_far_that_is(z: float) -> None:
+def test_as_readings_lies_above_its_bound(z: float) -> None:
     bound, zero, one = torch.tensor([z]).double(), torch.zeros(1).double(), torch.ones(1).double()
     reading, variance = residual.as_readings(bound, zero, one)
     assert max(z, 0) * (1 - 1e-6) < reading.item() < max(1.01 * z, 1.5)
     assert variance.item() > 0
 
 
-def test_the_same_failure_again_says_of_others_little_more() -> None:
+def test_repeated_failure_says_little_more_of_others() -> None:
     out, new = under_equal_conditions(embeddings(1, 2)), under_equal_conditions(embeddings(5, 1))
     prior, ten = replace(PRIOR, of_the_step=0.9), GPInputs(*(column.expand(10, *column.shape[1:]) for column in out))
     once, often = (
@@ -371,7 +372,8 @@ def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> No
     assert (average.at(new)[1] >= widest - 1e-9).all()
 
 
-def test_how_far_hypotheses_are_apart_does_not_grow_with_how_hard_a_step_is() -> None:
+def test_hypothesis_spread_ignores_step_difficulty() -> None:
+    """A harder step has wider noise, but its hypotheses are no further apart."""
     x, new = under_equal_conditions(embeddings(1, 0)), under_equal_conditions(embeddings(3, 1))
     average = learnt(GUESS, x, torch.full((1,), 2.0).double())  # by no hypothesis to be expected
     of_each = [posterior.at(new) for posterior in average.posteriors]
@@ -382,7 +384,8 @@ def test_how_far_hypotheses_are_apart_does_not_grow_with_how_hard_a_step_is() ->
     assert (sigma.square() - within > 0.1).all()
 
 
-def test_a_few_runs_that_scatter_move_an_average_less_than_the_prior_alone() -> None:
+def test_average_moves_less_than_prior_on_few_runs() -> None:
+    """A few scattered runs must not move the average far."""
     new, generator = under_equal_conditions(embeddings(100, 1)), torch.Generator().manual_seed(0)
     average, alone = 0.0, 0.0
     for seed in range(20):
@@ -392,7 +395,8 @@ def test_a_few_runs_that_scatter_move_an_average_less_than_the_prior_alone() -> 
     assert average < 0.8 * alone
 
 
-def test_what_many_runs_agree_on_is_learnt_as_well_as_by_the_hypothesis_that_fits() -> None:
+def test_average_learns_what_many_runs_agree_on() -> None:
+    """The average learns it as well as the one hypothesis that fits would."""
     x, new = under_equal_conditions(embeddings(40, 0)), under_equal_conditions(embeddings(20, 1))
     y = torch.full((40,), 0.4).double()
     assert (learnt(GUESS, x, y).at(new)[0] - 0.4).abs().max() < 0.01
@@ -407,7 +411,7 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
 
 @settings(max_examples=20)
 @given(seeds, st.integers(1, 4), st.floats(-50, 50))
-def test_a_step_that_ran_out_of_memory_is_never_expected_below_what_it_had(seed: int, num_bounds: int, least: float) -> None:
+def test_oom_step_is_expected_above_its_bound(seed: int, num_bounds: int, least: float) -> None:
     at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
     out = GPInputs(*(column[8:] for column in at))
     average = learnt(GUESS, GPInputs(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
@@ -434,7 +438,8 @@ def test_a_bound_holds_under_other_conditions_too() -> None:
     assert average.above_bounds(at._replace(regime=at.regime + 1), mean, sigma, sigma, 0.5)[0][8] > 1
 
 
-def test_many_failures_of_a_kind_are_not_averaged_away_because_others_fit() -> None:
+def test_failures_of_a_kind_are_not_averaged_away() -> None:
+    """Hypotheses that fit all other runs must not outvote them."""
     x = under_equal_conditions(embeddings(50, 0))
     kinds = torch.cat([torch.zeros(30, 2), torch.full((20, 2), 9.0)]).double()
     at = x._replace(z=kinds)
@@ -460,7 +465,7 @@ def test_more_failures_never_say_that_less_is_needed(noise: float) -> None:
     assert means == sorted(means)
 
 
-def test_a_slow_kernel_moves_a_network_as_far_as_it_consists_of_it() -> None:
+def test_slow_kernel_counts_by_its_share_of_a_network() -> None:
     x, shares = embeddings(40, 0), (embeddings(40, 1, width=4) + 1) / 4
     at = under_equal_conditions(x)._replace(kernels=shares)
     new = GPInputs(*(column[:2] for column in at))._replace(x=embeddings(2, 2) + 3, kernels=torch.eye(4).double()[:2])
@@ -479,7 +484,7 @@ def fitted_to(x: torch.Tensor, *, scale: float = 1.0) -> GPInputs:
     return as_shipped(under_equal_conditions(x))._replace(scale=x.new_full((len(x),), scale))
 
 
-def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
+def test_known_steps_stay_while_others_are_learnt() -> None:
     measured, known = two_kinds()
     shipped = fitted_to(known[:20])
     at, new = under_equal_conditions(measured), under_equal_conditions(known[20:])
@@ -489,7 +494,7 @@ def test_what_was_known_of_steps_stays_while_others_are_learnt() -> None:
     assert (mindful.at(at)[0] - y).abs().max() < 0.05
 
 
-def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
+def test_machine_factor_is_learnt_beside_shipped_steps() -> None:
     measured, known = two_kinds()
     shipped = fitted_to(known[:20])
     some = torch.cat([measured[:20], known[20:25]])
@@ -497,7 +502,8 @@ def test_a_factor_of_the_machine_is_learnt_beside_what_was_known() -> None:
     assert (posterior.at(under_equal_conditions(known[25:]))[0] - 0.4).abs().mean() < 0.1
 
 
-def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whatever_the_size() -> None:
+def test_factor_by_network_kind_holds_for_every_size() -> None:
+    """On a known GPU, a factor learnt at one size carries over to larger networks."""
     x, kinds = embeddings(60, 0), torch.arange(3).repeat(20)
     at = under_equal_conditions(x)._replace(z=3 * kinds[:, None].expand(60, 2).double())
     y = torch.tensor([0.3, -0.2, 0.1]).double()[kinds]
@@ -507,7 +513,8 @@ def test_on_a_gpu_that_was_known_a_factor_of_a_kind_of_network_is_learnt_whateve
     assert errors[0] < 0.1 < errors[1]
 
 
-def test_five_absurd_runs_of_one_corner_do_not_move_a_machine_that_was_known() -> None:
+def test_posterior_resists_five_absurd_runs() -> None:
+    """Runs of one corner of the space do not move the rest of a known machine."""
     x, prior = embeddings(40, 0), replace(GUESS, bias=0.03, linear=0.01, local=0.025, noise=0.01, trust=0.1)
     known = under_equal_conditions(x)._replace(experts=-0.4 + 0.05 * embeddings(40, 1, width=2))
     corner = GPInputs(*(column[:5] for column in known))._replace(x=x[:5] / 10 + 2)
@@ -519,7 +526,8 @@ def test_five_absurd_runs_of_one_corner_do_not_move_a_machine_that_was_known() -
 
 
 @pytest.mark.parametrize("shift", [-0.3, -0.1, 0.25])
-def test_a_machine_that_changed_is_learnt_from_ten_runs_of_several_kinds_however_sure_the_weights_were(shift: float) -> None:
+def test_posterior_adapts_to_machine_change(shift: float) -> None:
+    """Ten runs of several kinds are enough, however sure the weights were."""
     prior = replace(GUESS, bias=0.004, linear=0.0015, local=0.0035, noise=0.0015)
     x, kinds = embeddings(60, 0), torch.arange(60).remainder(3)
     at = under_equal_conditions(x)._replace(z=6 * kinds[:, None].expand(60, 2).double())
@@ -532,7 +540,7 @@ def test_a_machine_that_changed_is_learnt_from_ten_runs_of_several_kinds_however
     assert max(error) < 0.03
 
 
-def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None:
+def test_measurement_overrides_a_shipped_step() -> None:
     x = embeddings(30, 0)
     y = 0.5 * torch.sign(x[:, 0])
     posterior = learnt(GUESS, under_equal_conditions(x), y, fitted_to(x))
@@ -540,14 +548,14 @@ def test_where_a_shipped_step_is_contradicted_what_was_measured_counts() -> None
     assert posterior.left_out().shape == (30,)
 
 
-def test_a_summary_does_not_make_the_noise_of_measurements_smaller() -> None:
+def test_summary_does_not_reduce_measurement_noise() -> None:
     x = under_equal_conditions(torch.zeros(20, 3, dtype=torch.float64))
     y = 0.3 * torch.where(torch.arange(20) % 2 == 0, 1.0, -1.0).double()
     shipped = fitted_to(embeddings(60, 0))
     assert condition(PRIOR, x, y, shipped).noise == pytest.approx(condition(PRIOR, x, y).noise, rel=0.1)
 
 
-def test_what_the_predictor_is_far_surer_of_is_moved_less_by_others() -> None:
+def test_surer_prediction_is_moved_less_by_others() -> None:
     measured, known = two_kinds()
     at, y = under_equal_conditions(measured), 0.4 * measured[:, 0]
     new, sure = under_equal_conditions(known[20:]), torch.full((20,), 0.2).double()
@@ -560,7 +568,8 @@ def test_what_the_predictor_is_far_surer_of_is_moved_less_by_others() -> None:
     assert (of_the_machine[0] - 0.4).abs().max() < 0.1  # a factor of the machine is the same for all
 
 
-def test_ten_readings_of_one_step_say_of_others_little_more_than_one() -> None:
+def test_ten_readings_of_a_step_count_as_about_one() -> None:
+    """Ten readings of one step say little more of other steps than one does."""
     x, new = embeddings(6, 0), under_equal_conditions(embeddings(20, 1))
     repeated, y = torch.cat([x, x[:1].expand(9, 3)]), torch.full((15,), 0.2).double()
     for share, most in ((0.9, 0.06), (0.0, 1.0)):

@@ -35,28 +35,28 @@ def run_of(table: str, mode: str, variant: str) -> Run:
         ({"mode": "train"}, "fp32 nchw"),
     ],
 )
-def test_setting_of_a_convolutional_graph_has_the_group_of_its_measured_runs(fields: dict[str, Any], variant: str) -> None:
+def test_setting_of_convolutions_has_measured_group(fields: dict[str, Any], variant: str) -> None:
     # If a graph and the row of a table that measured it fell into two groups, the interval would be another network's.
     with torch.device("meta"):
         graph = graph_of(nn.Conv2d(3, 8, 3), nn.ReLU(), inputs=(2, 3, 8, 8), **fields)
     assert Setting.of(graph, GPU).group == run_of("workload", fields["mode"], variant).group
 
 
-def test_setting_of_a_perceptron_has_the_group_of_its_measured_runs_and_no_layout() -> None:
+def test_setting_of_perceptron_has_group_and_no_layout() -> None:
     graph = graph_of(nn.Linear(8, 8), nn.ReLU(), inputs=(2, 8), layout="nhwc", mode="train")
     setting = Setting.of(graph, GPU)
     assert setting.is_perceptron
     assert setting.group == run_of("perceptron", "train", "fp32").group
 
 
-def test_setting_of_one_operator_is_that_of_tables_of_operators() -> None:
+def test_setting_of_one_operator_is_of_operator_tables() -> None:
     setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
     assert setting.is_single
     assert not setting.is_perceptron
     assert setting.group == run_of("operator", "infer", "fp32").group == OPERATOR
 
 
-def test_groups_of_the_shipped_calibration_are_groups_of_settings() -> None:
+def test_shipped_calibration_groups_are_settings() -> None:
     # The card names groups by text; a renamed word would silently fall back to the interval of all runs.
     card = json.loads((files("perfguard_models") / "weights" / "guardnet.json").read_text(encoding="utf-8"))
     groups = {name.partition("/")[2] for name in card["calibration"]["scale"] if name.startswith("time/")}

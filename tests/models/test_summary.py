@@ -82,7 +82,7 @@ def trending(net: GuardNet) -> list[Observation]:
     ]
 
 
-def test_it_is_of_the_gpus_of_the_tables_and_says_what_the_weights_say() -> None:
+def test_summary_covers_table_gpus_and_equals_weights() -> None:
     summary = shipped()
     assert set(summary.device_ids.tolist()) <= set(trained().card["trained_devices"])
     networks = summary.of("a100-pcie-40gb", "memory")
@@ -101,7 +101,7 @@ def test_other_weights_have_no_summary() -> None:
     assert len(shipped("0" * 64).sums) == 0
 
 
-def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> None:
+def test_summary_round_trips_and_refuses_damage(tmp_path: Path) -> None:
     backend = GpuBackend(trained())
     summary = summary_of((A100.id, backend.predict(graph.as_batch(), A100)) for graph in convnets())
     write_summary(tmp_path / NAME, summary, "some weights", "a test")
@@ -120,7 +120,8 @@ def test_it_is_read_as_it_was_written_and_refused_if_damaged(tmp_path: Path) -> 
         read_summary(tensors, card, "some weights")
 
 
-def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_convolutions() -> None:
+def test_perceptrons_do_not_unlearn_convolutions() -> None:
+    """What perceptrons teach of a GPU does not cost what was known of its convolutions."""
     mindful, forgetful = guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": GpuBackend(trained())})
     before = memory_of(mindful, convnets())
     moved = []
@@ -134,7 +135,7 @@ def test_what_perceptrons_teach_of_a_gpu_does_not_cost_what_was_known_of_its_con
     assert moved[0] < 0.6 * moved[1]
 
 
-def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() -> None:
+def test_refinement_nearly_keeps_the_fitted_steps() -> None:
     strayed = []
     for net in (guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": GpuBackend(trained())})):
         assert net.shift_on_reference == 0.0
@@ -154,7 +155,7 @@ def test_a_refinement_leaves_what_the_weights_were_fitted_to_nearly_as_it_was() 
     assert nothing == 0.0  # there was no summary
 
 
-def test_a_step_that_trees_learnt_from_is_not_told_twice_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_learnt_by_trees_is_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refinement, "_ROWS_FOR_HALF", 1)  # as if there were hundreds
     net = guardnet.load()
     scatter = np.random.default_rng(0).normal(0, 0.1, len(perceptrons())).tolist()
@@ -169,7 +170,7 @@ def test_a_step_that_trees_learnt_from_is_not_told_twice_what_it_took(monkeypatc
     assert np.abs(np.subtract(memory_of(net, perceptrons()), read)).mean() < 0.01
 
 
-def test_so_many_steps_of_each_setting_are_drawn_and_no_single_operators(tmp_path: Path) -> None:
+def test_drawn_steps_per_setting_without_operators(tmp_path: Path) -> None:
     def run(gpu: str, table: str, index: int) -> Run:
         return Run(table, "", "f", "m", gpu, "train", "fp32", f"s{index}", 1, {"memory": 20.0}, 1, True, {})
 

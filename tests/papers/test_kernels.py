@@ -14,11 +14,11 @@ from tests.weights import check_damaged_weights_are_refused
 WEIGHTS = Path(kernels.__file__).parent / "weights"
 
 
-def test_weights_of_kernels_that_are_damaged_or_exchanged_are_refused(tmp_path: Path) -> None:
+def test_kernel_weights_refuse_damage_and_exchange(tmp_path: Path) -> None:
     check_damaged_weights_are_refused(WEIGHTS, "kernels", kernels.read_kernel_model, tmp_path)
 
 
-def test_kernels_are_named_without_template_and_architecture() -> None:
+def test_kernel_names_drop_template_and_architecture() -> None:
     name = "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, X>(float*, int)"
     assert kernels.kernel_family(name) == "cunn_SoftMaxForward"
     assert kernels.kernel_family("volta_sgemm_128x64_nn") == kernels.kernel_family("ampere_sgemm_128x64_nn") == "sgemm_128x64_nn"
@@ -26,7 +26,7 @@ def test_kernels_are_named_without_template_and_architecture() -> None:
     assert kernels.kernel_family(relu) == "vectorized_elementwise_kernel CUDAFunctor_add"
 
 
-def test_a_matrix_product_is_said_to_run_as_a_matrix_product() -> None:
+def test_matrix_product_runs_as_matrix_product() -> None:
     device = resolve_device("v100")
     graph = trace(Workload(nn.Linear(1024, 1024), (512, 1024), mode="infer"), target=device)
     (likeliest, *_) = kernels.shipped().of_operator(graph, device)

@@ -37,7 +37,7 @@ def runs() -> list[Run]:
 
 
 @pytest.mark.parametrize("name", ["dnnperf", "perfseer", "dippm", "lilou"])
-def test_a_papers_network_answers_within_what_it_has_seen(name: str, runs: list[Run]) -> None:
+def test_paper_network_answers_within_its_range(name: str, runs: list[Run]) -> None:
     learner = fitted(name, runs, epochs=5)
     huge = [
         run._replace(view=run.view | {"nodes": run.view["nodes"] * 1e9, "globals": run.view["globals"] * 1e9}) for run in runs
@@ -87,7 +87,7 @@ def test_served_weights_predict_and_learn_an_offset(weights: Path, graphs: list[
     assert predictor.predict(graphs[0], known).peak_memory == first.peak_memory
 
 
-def test_what_a_paper_cannot_say_comes_from_physics_and_is_unsure(runs: list[Run], graphs: list[OpGraph], tmp_path: Path) -> None:
+def test_paper_without_an_answer_uses_physics_unsurely(runs: list[Run], graphs: list[OpGraph], tmp_path: Path) -> None:
     card = {"version": 1, "trained_devices": []}
     learner = fitted("lilou", runs)
     write_trained(tmp_path / "lilou", "lilou", learner, card, Calibration({}, {}), feature_sets=served.FEATURE_SETS)
@@ -119,7 +119,7 @@ def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
         served.load("dippm", tmp_path / "nothing")
 
 
-def test_guardnet_refuses_the_weights_of_another_predictor() -> None:
+def test_guardnet_refuses_weights_of_another_predictor() -> None:
     # GuardNet is installed without the other predictors' code: it must say so, not fail on a missing class.
     with pytest.raises(PredictorError, match=r"GuardNet has no learner 'trees'.*another predictor's weights"):
         guardnet.load(Path(str(files("perfguard_papers") / "weights" / "trees")))

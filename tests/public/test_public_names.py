@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", perfguard.__all__)
-def test_a_public_name_can_be_imported_and_says_what_it_is(name: str) -> None:
+def test_public_name_imports_and_has_a_docstring(name: str) -> None:
     value = getattr(perfguard, name)
     assert value is getattr(importlib.import_module(f"perfguard.{perfguard._HOMES[name]}"), name)
     assert (value.__doc__ or "").strip()
     assert not value.__doc__.startswith(f"{name}("), "a docstring that dataclass made up"
 
 
-def test_the_list_of_names_is_sorted_and_agrees_with_their_homes() -> None:
+def test_public_names_are_sorted_and_match_their_homes() -> None:
     assert perfguard.__all__ == sorted(perfguard._HOMES)
 
 
@@ -43,7 +43,7 @@ def test_dir_lists_the_names() -> None:
     assert set(perfguard.__all__) <= set(dir(perfguard))
 
 
-def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'perfguard' has no attribute 'Guards'"):
         perfguard.Guards  # noqa: B018
 

@@ -48,7 +48,7 @@ def weights(table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "guardnet"
 
 
-def test_a_trained_predictor_is_written_with_a_card_and_evaluates(weights: Path, table: Path, tmp_path: Path) -> None:
+def test_train_writes_a_card_and_evaluates(weights: Path, table: Path, tmp_path: Path) -> None:
     card = json.loads(weights.with_suffix(".json").read_text())
     assert card["trained_devices"] == sorted(resolve_device(gpu).id for gpu in GPUS)
     assert sum(card["rows"].values()) == 240
@@ -129,7 +129,7 @@ def test_wrong_words_are_explained(
     assert message in capsys.readouterr().err
 
 
-def test_too_few_rows_are_refused_with_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_refuses_too_few_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "few.csv"
     path.write_text("op,gpu,latency_ms,b,h\nadd,t4,1,2,3\nadd,t4,x,2,3\n")
     assert main(["train", str(path), "--predictor", "trees", "--out", str(tmp_path), "--cache", str(tmp_path)]) == 1

@@ -42,7 +42,7 @@ def judged(runs: list[Run], values: list[float]) -> Judged:
     return folds
 
 
-def test_an_interval_is_calibrated_on_the_other_folds_alone(runs: list[Run]) -> None:
+def test_interval_is_calibrated_on_the_other_folds(runs: list[Run]) -> None:
     shifted = [one._replace(labels={"memory": one.labels["memory"] + 3}) if i < PART else one for i, one in enumerate(runs)]
     first, second = log_sigmas_of(shifted, "family", judged(shifted, []))
     assert np.allclose(first["memory"], 0.1, rtol=0.2)  # from the second fold, which is near
@@ -50,7 +50,7 @@ def test_an_interval_is_calibrated_on_the_other_folds_alone(runs: list[Run]) -> 
     assert np.isnan(first["time"]).all()
 
 
-def test_the_leaderboard_says_how_much_the_intervals_hold_and_how_wide_they_are(runs: list[Run]) -> None:
+def test_leaderboard_has_interval_coverage_and_width(runs: list[Run]) -> None:
     (line,) = entries(runs, {("family", "p"): judged(runs, [])})
     assert line.coverage == pytest.approx(0.9, abs=0.04)
     assert line.width == pytest.approx(2 * 1.645 * 0.1, rel=0.2)
@@ -64,7 +64,8 @@ def test_one_fold_alone_has_no_interval(runs: list[Run]) -> None:
     assert "90% intervals" not in as_markdown([line], {}, ["p"])
 
 
-def test_at_the_default_risk_a_run_is_refused_that_comes_within_its_interval_of_the_card(runs: list[Run]) -> None:
+def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
+    """At the default risk a run is refused whose interval reaches the memory of the card."""
     limit = float(np.log(1e10))
     some = [*runs, *(run(NUMBER + at, 0, fits=False) for at in range(3))]
     (score,) = fit_scores(some, {("family", "p"): judged(some, [limit + 0.01, limit - 0.05, limit - 0.5])}).values()
@@ -74,6 +75,6 @@ def test_at_the_default_risk_a_run_is_refused_that_comes_within_its_interval_of_
     assert score.pruned == score.pruned_at_risk == 0
 
 
-def test_what_is_held_against_a_new_gpu_has_a_group_of_its_own(runs: list[Run]) -> None:
+def test_new_gpu_has_an_error_group_of_its_own(runs: list[Run]) -> None:
     assert {error.group for error in errors_of(runs, "gpu", judged(runs, []))} == {"new gpu"}
     assert {error.group for error in errors_of(runs, "family", judged(runs, []))} == {"t4 train fp32 nchw with convolutions"}

@@ -132,7 +132,7 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
 
 
 @needs_timm
-def test_a_card_is_bracketed_by_the_largest_batch_that_fits_and_the_smallest_that_does_not(dataset: Dataset) -> None:
+def test_card_is_bracketed_by_fit_and_failing_batch(dataset: Dataset) -> None:
     runs: list[Run] = dataset.runs
     (failed,) = [index for index, run in enumerate(runs) if not run.fits]
     ok, also_failed = bracketed(runs)[runs[failed].gpu, runs[failed].structure]

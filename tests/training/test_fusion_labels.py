@@ -26,7 +26,8 @@ def names_of(graph: OpGraph, found: tuple[tuple[int, ...], ...]) -> list[tuple[s
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where Inductor is imported
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_inductor_says_that_it_fuses_batch_norm_activation_and_sum_but_not_the_convolution(target: str) -> None:
+def test_inductor_labels_exclude_the_convolution(target: str) -> None:
+    """Inductor fuses batch norm, activation and sum, but not the convolution."""
     graph = trace(Workload(network(1), SHAPE, mode="infer"), target=target)  # type: ignore[arg-type]
     found = inductor_kernels(network(1), SHAPE, graph, target)
     assert names_of(graph, found) == [("convolution",), ("native_batch_norm", "relu", "add")]
@@ -38,7 +39,7 @@ def test_inductor_says_that_it_fuses_batch_norm_activation_and_sum_but_not_the_c
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_record_agrees_with_the_kernels_that_inductor_then_generates() -> None:
+def test_inductor_labels_agree_with_generated_kernels() -> None:
     """The slow, obvious way: compile for real and count what it generated."""
     from torch._inductor import metrics
 
@@ -54,7 +55,8 @@ def test_the_record_agrees_with_the_kernels_that_inductor_then_generates() -> No
     assert len(generated) <= metrics.generated_kernel_count <= len(generated) + 3
 
 
-def test_onnx_runtime_says_that_it_folds_batch_norm_and_activation_into_the_convolution() -> None:
+def test_onnx_runtime_labels_fold_into_the_convolution() -> None:
+    """ONNX Runtime folds batch norm and activation into the convolution."""
     pytest.importorskip("onnxruntime")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).eval()
     graph, found = onnxruntime_case(model, (1, 3, 16, 16))
@@ -68,14 +70,14 @@ def labelled(depth: int, kernels_of_three: bool = True) -> LabelledGraph:
     return LabelledGraph("inductor-cpu", f"family {depth}", f"chain {depth}", graph, tuple(groups))
 
 
-def test_the_network_learns_a_rule_and_carries_it_to_a_longer_network() -> None:
+def test_fusion_network_generalizes_to_longer_networks() -> None:
     model = fitted([labelled(depth) for depth in (1, 2, 3)] * 4, epochs=60)
     row = labelled(6)
     score = score_of(model.chances(row.graph, "inductor-cpu"), row.edge_labels())
     assert (score.precision, score.recall, score.accuracy) == (1.0, 1.0, 1.0)
 
 
-def test_labels_survive_a_file_and_a_line_that_was_cut_short(tmp_path: Path) -> None:
+def test_labels_survive_a_truncated_line(tmp_path: Path) -> None:
     row = labelled(2)
     path = tmp_path / "labels.jsonl"
     path.write_text(json.dumps(to_json(row)) + "\n" + json.dumps(to_json(row))[:200], encoding="utf-8")

@@ -36,7 +36,7 @@ PAPERS = ("dnnperf", "perfseer", "dippm", "lilou", "dnnabacus")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in PAPERS else ()) for name in NAMES])
-def test_a_learner_learns_and_its_tensors_are_all_of_it(name: str, runs: list[Run]) -> None:
+def test_learner_state_is_complete_after_training(name: str, runs: list[Run]) -> None:
     learner = fitted(name, runs)
     predicted = learner.predict(runs)
     for target, values in predicted.items():
@@ -90,7 +90,7 @@ def test_anothers_checkpoint_is_not_read(tmp_path: Path) -> None:
     assert list(Epochs(3, tmp_path / "c", "b", layer=layer)) == []
 
 
-def test_a_pair_that_brackets_the_card_moves_the_prediction_between_them(runs: list[Run]) -> None:
+def test_bracketing_pair_moves_the_prediction_between(runs: list[Run]) -> None:
     """No memory is measured; of each network one batch fitted and the next did not. The truth is twice the live bytes."""
     start = column(runs, "log_live")
     bounded = []
@@ -114,7 +114,7 @@ def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
     assert np.isnan(said["memory"]).all()
 
 
-def test_predictions_are_made_again_when_the_code_changes_but_not_for_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_predictions_ignore_comments_in_code(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: source_of(name) for name in ("trees", "dippm")}
     read = Path.read_text
 
@@ -176,7 +176,7 @@ def test_a_gpu_that_was_never_seen_has_its_own_width() -> None:
     assert calibration.log_sigma("time", "b", 0.01) == pytest.approx(known)
 
 
-def test_single_operators_do_not_widen_the_intervals_of_whole_steps() -> None:
+def test_operators_do_not_widen_intervals_of_steps() -> None:
     steps = [Error("time", "a", 0.1 * (-1) ** i, 0.02) for i in range(200)]
     operators = [Error("time", group, 3.0 * (-1) ** i, 0.0) for group in (OPERATOR, on_new_gpu(OPERATOR)) for i in range(2000)]
     with_them, alone = calibrated(steps + operators), calibrated(steps)

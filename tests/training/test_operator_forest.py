@@ -53,7 +53,7 @@ def forest(streaming: list[OpGraph]) -> TrainableForest:
     return forest
 
 
-def test_each_kind_of_operator_is_told_by_what_it_computes() -> None:
+def test_kernel_shapes_tell_each_kind_of_operator() -> None:
     graphs = [
         graph_of("linear", (1, 64, 32, 16)), graph_of("bmm", (4, 64, 32, 16)), graph_of("softmax", (8, 16)),
         graph_of("ln", (8, 16)), graph_of("gelu", (8, 16)), graph_of("conv", (1, 3, 8, 3, 32, 1, 1)),
@@ -71,20 +71,18 @@ def test_equal_operators_are_one_row_with_a_count() -> None:
     assert view["kernel_count"].tolist() == [5.0]
 
 
-def test_what_a_card_is_given_to_do_carries_over_to_one_that_was_never_seen(
-    forest: TrainableForest, streaming: list[OpGraph]
-) -> None:
+def test_forest_carries_over_to_an_unseen_card(forest: TrainableForest, streaming: list[OpGraph]) -> None:
     said = np.exp(forest.predict([run_of(graph, UNSEEN) for graph in streaming])["time"])
     errors = np.abs(said / np.array([law_s(graph, UNSEEN) for graph in streaming]) - 1)
     assert errors.mean() < 0.05  # though its floor is no card's: the one of a slow host is left aside
     assert forest.predict([run_of(streaming[0], UNSEEN)])["memory"].tolist() == pytest.approx([math.nan], nan_ok=True)
 
 
-def test_a_floor_is_the_one_that_is_least_wrong_for_all() -> None:
+def test_floor_has_the_least_relative_error() -> None:
     assert least_relative_error([0.032, 0.057, 0.040, 0.033]) == 0.033
 
 
-def test_a_step_is_the_sum_of_its_operators_without_their_floors(forest: TrainableForest, streaming: list[OpGraph]) -> None:
+def test_step_is_the_sum_of_operators_minus_floors(forest: TrainableForest, streaming: list[OpGraph]) -> None:
     alone = run_of(streaming[-1], UNSEEN)
     step = alone._replace(table="transformer", view=alone.view | {"kernel_count": np.array([10.0])})
     one, ten = np.exp(forest.predict([alone, step])["time"])
@@ -101,9 +99,7 @@ def test_one_factor_is_learnt_from_whole_steps(forest: TrainableForest, streamin
 
 
 @pytest.mark.parametrize(("gpu", "asked"), [("h100-sxm-80gb", True), ("rtx4090", True), ("t4", False)])
-def test_guardnet_asks_it_in_float32_on_gpus_without_a_measured_step(
-    gpu: str, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guardnet_asks_forest_in_float32_unmeasured(gpu: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     ask = backends.by_operators
 
