@@ -1,7 +1,7 @@
 """A workload as a graph of the operators that its step executes."""
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, timeline
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
@@ -49,12 +49,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "ElasticGraph":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "perfguard.graph.ElasticGraph is deprecated and goes in the next version. Its name is ParametricGraph.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return ParametricGraph
+if not TYPE_CHECKING:  # a checker would take any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if name != "ElasticGraph":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(
+            "perfguard.graph.ElasticGraph is deprecated and goes in the next version. Its name is ParametricGraph.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return ParametricGraph
