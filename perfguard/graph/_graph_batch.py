@@ -1,7 +1,8 @@
 """GraphBatch: graphs that differ in nothing but their sizes, as one skeleton and one array. One graph is a batch of one.
 
-The sizes of a graph are the bytes of its storages, in order; then of each operator its FLOPs, the bytes that it reads and writes,
-its shape, and the whole numbers among its attributes (tuples of numbers, and single ones that are no booleans).
+The sizes of a graph begin with the bytes of its storages, in order. Each operator follows with its FLOPs, the bytes that it
+reads and writes, its shape, and the integers among its attributes. These are tuples of integers, and single integers that are
+not booleans.
 
 Notation:
     C  graphs      N  operators      S  storages      U  different sizes (a network repeats its blocks, so they are few)
