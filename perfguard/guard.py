@@ -84,22 +84,23 @@ class Guard:
     Args:
         gpu: the device to guard. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a
             Device.
-        memory_budget: a text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the device. A number of
-            bytes below 1 MiB is refused. On a GPU, a budget is also refused if the driver's context alone exceeds it.
+        memory_budget: the most memory. A text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the
+            device. A number of bytes below 1 MiB is refused. On a GPU, a budget is also refused if the driver's context alone
+            exceeds it.
         time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
         epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
-        step_time_budget: seconds of one step, or a text such as "250ms".
+        step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
         energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
         risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
             the limit are lost. Near 1, none is lost, but some crash.
-        on_violation: the action on a trial that would break a limit. "prune": it is not launched. "repair": it is launched with
-            a remedy that lets it fit, and pruned if none does. "warn": it is launched, and a :class:`BudgetWarning` gives the
-            prediction.
-        remedies: what "repair" may change. "accumulation": smaller batches, with accumulated gradients. "precision": from fp32
-            to autocast in half precision. "checkpointing": the model's own switch.
-        predictor: its name, or the object itself.
-        log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
+        on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
+            launched with a remedy that lets it fit, and pruned if there is none. With "warn", it is launched, and a
+            :class:`BudgetWarning` gives the reason.
+        remedies: what "repair" may change. The remedy "accumulation" uses smaller batches and accumulates gradients. The remedy
+            "precision" changes fp32 to autocast in half precision. The remedy "checkpointing" uses the model's own switch.
+        predictor: the predictor. Either its name or the object itself.
+        log: the measurement log. A path, a database URL or an open store. None: the user's own log. False: kept in memory.
         refine: fine-tune the weights from time to time in a separate process, as `perfguard learn` does for a cluster. None:
             only on a GPU, and only if the log is not in memory. On a CPU, fine-tuning would disturb the measurements.
         strict: launch no trial without a verdict, or without a check of one of the budgets. Such a trial raises
@@ -345,7 +346,7 @@ class Guard:
         Args:
             make_workload: a function without arguments that returns the Workload.
             study: name of the study, for the log.
-            trial: number of the trial in the study, for the log.
+            trial: number of the trial in the study. It is for the log alone.
             params: the trial's hyperparameters, for the log.
             time_left_s: seconds left of the study's time. A trial that would take longer is not launched.
             trial_id: the tuner's own name of the trial, for the log. None: it has only a number.

@@ -189,9 +189,9 @@ class GraphBatch:
 
         Args:
             name: of the attribute, or "shape".
-            ops: the operators, V of them; all by default.
+            ops: the V operators. All by default.
             length: how many sizes there are at the least.
-            default: 0 or 1, stands for each size that an operator does not have.
+            default: 0 or 1. It stands for each size that an operator does not have.
 
         Returns:
             Shape: (C, V, length of the longest).

@@ -133,7 +133,7 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
     Args:
         observation: one run, the graph of its step and the device that the log has for it.
         target: which of its readings.
-        config: by how much a reading may be above the device's memory, and steps above their trial.
+        config: the tolerances. Readings may be above the device's memory by so much, and steps above their trial.
     """
     measurement, capacity_bytes = observation.measurement, observation.device.memory_bytes
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s

@@ -77,7 +77,7 @@ class OnlineTrainer:
 
     Args:
         log: the log to learn from and to promote in.
-        predictor: the name of a predictor that is :class:`perfguard.predictor.Refinable`, or a function that makes one.
+        predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
         min_new: how many new runs a generation needs.
         max_rows: the most runs to learn from.
         seed: seed of the replay and of the training.

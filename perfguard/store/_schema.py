@@ -1,12 +1,12 @@
 """Tables of the measurement log, and the conversion of PerfGuard's types to rows and back.
 
     meta           "schema_version"
-    graphs         one OpGraph each. Equal graphs are stored once and found by their content.
+    graphs         one OpGraph each. Equal graphs are stored once.
     devices        one Device each, as JSON, also stored once.
     decisions      one verdict on one trial
     measurements   the measured cost of that trial. Each decision has at most one.
     weights        a predictor's weights. A row has their origin, their metrics and their state.
-    leases         the process that holds a task that only one process may do, and the end of its lease
+    leases         the process that holds a lease, and when it ends
 
 There are no foreign keys, because a row that was delayed by a lock may arrive after the rows that refer to it. A change here
 needs a step in `_migrations.py`.

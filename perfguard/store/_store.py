@@ -266,8 +266,8 @@ class MeasurementStore(WeightsRegistry):
 
         Args:
             selection: which decisions. None: all. Without ``keep_newest`` all selected decisions are removed.
-            keep_newest: how many of the selected decisions may stay, whatever their age. The oldest ones above that number are
-                removed, and all those before ``selection.before``. None: no limit on the number.
+            keep_newest: the largest number of selected decisions that may stay. The oldest ones above that number are removed,
+                and all those before ``selection.before``. None: no limit on the number.
 
         Returns:
             How many decisions were removed.
