@@ -186,9 +186,10 @@ class Predictor(Protocol):
         """The cost of ``graph`` on ``device``; ``steps`` is the number of steps of the trial, if known."""
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
-        """Learn from ``observations``, all that there are for one device. This replaces what was learnt before for that device.
-The runs have the status "ok" or "oom". With "oom" the memory is a lower bound and the times are not used. The next predictions
-are for the last regime among the runs.
+        """Learn from ``observations``, all runs of one device. This replaces what was learnt before for that device.
+
+        The runs have the status "ok" or "oom". With "oom" the memory is a lower bound and the times are not used. The next
+        predictions are for the last regime among the runs.
         """
 
 
