@@ -107,7 +107,7 @@ class EdgeClassifier(nn.Module):
 
     Args:
         num_names: operators with an embedding, and one for all others.
-        num_compilers: how many compilers it can tell apart.
+        num_compilers: how many compilers it knows. The compiler is an input.
         hidden: channels of attention and of the LSTM (the paper: 128).
         looks_around: whether there is attention. False: each operator alone.
     """

@@ -8,9 +8,9 @@ bandwidth. The floor is the host's time to launch and time one operator. It does
 because operators are launched while others run.
 
 The function f is the mean of forests with different features. Their sizes are relative to the card alone, shapes alone, or both.
-Some also have features of the card: whether its power limits it (watts over peak FLOP/s and process), and its generation. A
-handful of cards cannot show which of these transfers best, so none was chosen. The factor is one constant, from whole
-transformers on other cards.
+They also differ in the features of the card: whether its power limits it (watts over peak FLOP/s and process), and its
+generation. A handful of cards cannot show which of these transfers best, so none was chosen. The factor is one constant, from
+whole transformers on other cards.
 
 The forests do not learn convolutions. These and other operators without a forest are rooflines times one factor.
 """

@@ -6,8 +6,8 @@ the other trees for a run needs no second fit (out of bag, Breiman 2001). The pr
 predictions. On a few hundred runs, trees were as good as all other models tried. They take a tenth of a second, and do not
 extrapolate.
 
-On disk a refinement is one safetensors file. Its header has the weights that it was made for. It does not change predictions for
-a device without runs.
+On disk a refinement is one safetensors file. Its header records what it was made for. It does not change predictions for a
+device without runs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ conditions.
 Runs of one family of networks must not erase what the predictor knew of the device. So a summary of its training data stands
 before the runs, as measurements with residuals of 0, in a regime of its own. Then a new residual more likely belongs to a kind
 of network than to the machine. The machine's factor can still be learnt. In the other terms, a shipped step and a measured one
-have a share c in common: K's second term is multiplied by c, and s by three quarters. So where they contradict each other, the
+have a share c in common. So K's second term is multiplied by c, and s by three quarters. Where they contradict each other, the
 measurement counts. The predictor may be far surer of a step than of the measured ones: its inference was in the training data,
 and its training was not. Then the measured steps move it less.
 
@@ -165,8 +165,8 @@ class ResidualPrior:
     """Standard deviations of the terms, in logarithms, and how far neighbours reach.
 
     Attributes:
-        plausible: its prior plausibility among the hypotheses. No measurement changes it.
-        of_the_regime: share of the constant factor's variance that a change of conditions draws anew.
+        plausible: its prior plausibility among the hypotheses.
+        of_the_regime: share of the constant factor's variance that belongs to one regime. A change of conditions draws it anew.
         of_the_step: share of the noise's variance that belongs to the step. All readings of the step have it in common.
         guessed: whether the terms' shares are a guess. Then other shares are tried, too.
     """
