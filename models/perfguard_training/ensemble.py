@@ -1,4 +1,4 @@
-"""How GuardNet's networks and trees for GPUs are fitted.
+"""Training of GuardNet's networks and trees for GPUs.
 
 Most GPUs of the tables have no reading of memory. It is only known that a batch fitted and that the next one did not. Such a
 pair gives an interval for the true factor on the replay's live bytes. It gives none for the reserved bytes, because the
