@@ -1,12 +1,12 @@
 """Seconds of a graph from a few measured ones: how much slower than its roofline each kind of operator is on this machine.
 
-A machine, a library and a family of networks have much in common that no general predictor knows: how well this CPU's 3 x 3
-convolutions do, what one call costs. For networks of one search space a sum over kinds says nearly all of it:
+A machine, a library and a family of networks share properties that no general predictor knows. Examples are the speed of this
+CPU's 3 x 3 convolutions and the cost of one call. For networks of one search space a sum over kinds covers nearly all of it:
 
     seconds = Σₖ aₖ · (roofline seconds of kind k) + Σₖ bₖ · (calls of kind k),   a, b ≥ 0,
 
-fitted to relative errors, with a pull of each a towards what all have in common. nn-Meter (Zhang et al. 2021) sums predicted
-kernels in the same way; here the kernels of a kind share two numbers, so that ten networks are enough.
+The fit minimises relative errors, and pulls each a towards a value common to all kinds. The method of nn-Meter (Zhang et al.
+2021) also sums predicted kernels. Here the kernels of a kind share two numbers, so ten networks are enough.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class KindRates:
 class RateCorrection:
     """Latencies by rates that are fitted to measured graphs, in the place of a predictor's while the rates do better.
 
-    The rates do better if their error on graphs that were left out is below the error of the predictor on the later half of the
-    measured graphs, each predicted before it was learnt.
+    The rates are cross-validated on left-out graphs. The predictor is judged on the later half of the measured graphs, each
+    predicted before it was learnt. The rates do better if their error is the lower one.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ def predict(
     precision: Precision | None = None,
     predictor: str | Predictor = DEFAULT_PREDICTOR,
 ) -> Prediction:
-    """Return what one inference (or one training step) of ``model`` costs on a device: time, peak memory, and what else is known.
+    """Return the predicted cost of one inference or training step of ``model``: time, peak memory, and other known quantities.
 
     Example:
         >>> import torch
@@ -42,12 +42,13 @@ def predict(
 
     Args:
         model: the path of an ONNX file, a Workload, a graph, or an ``nn.Module`` (with ``inputs``).
-        gpu: a catalog name such as "a100", "auto", "cpu", or a Device, such as `perfguard.devices.mig_instance` makes.
+        gpu: the device. A catalog name such as "a100", "auto", "cpu", or a Device, for instance from
+            `perfguard.devices.mig_instance`.
         mode: "infer" or "train". None: a Workload's own, else "infer".
-        inputs: of a module, one batch as :class:`Workload` takes it.
-        batch_size: of an ONNX file, as :func:`perfguard.onnx.graph_from_onnx` takes it; and so ``dims``.
-        dims: other sizes of an ONNX file.
-        precision: instead of the workload's own, or of the one that an ONNX file is stored in.
+        inputs: one batch for a module. The form is that of :class:`Workload`.
+        batch_size: the batch of an ONNX file, as :func:`perfguard.onnx.graph_from_onnx` takes it. A fixed batch is replaced.
+        dims: other sizes of an ONNX file, as :func:`perfguard.onnx.graph_from_onnx` takes them. None: the file's own.
+        precision: another precision than that of the workload or of the ONNX file. None: the same.
         predictor: its name, or the object itself.
 
     Raises:

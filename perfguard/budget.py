@@ -224,14 +224,14 @@ class Budget:
         steps_per_epoch: int | None = None,
         time_left_s: float | None = None,
     ) -> Iterator[Limit]:
-        """Each limit beside what is predicted for it; what is not predicted has no limit.
+        """Each limit with the prediction for it. A quantity without a prediction has no limit.
 
         Args:
-            prediction: of one step or one batch of inference.
+            prediction: the cost of one step or one batch of inference.
             device: what it runs on.
-            infers: whether it is inference, which latency and energy limit; an epoch's time limits training.
-            steps_per_epoch: None: unknown, an epoch has no limit.
-            time_left_s: what is left of the study's time, another limit to the trial's.
+            infers: whether it is inference. Latency and energy limit inference, and an epoch's time limits training.
+            steps_per_epoch: steps of one epoch. None: unknown, so an epoch has no limit.
+            time_left_s: seconds left of the study's time. This is a second limit on the trial's time.
         """
         yield Limit("memory", self.capacity_bytes(device), prediction.peak_memory)
         trial_times = [seconds for seconds in (self.trial_time_s, time_left_s) if seconds is not None]

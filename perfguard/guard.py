@@ -1,4 +1,4 @@
-"""The guard: a workload and a budget in, a verdict out, and what was measured back into the predictor."""
+"""The guard judges a workload against a budget, and feeds what was measured back into the predictor."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _TRIALS_IN_ADVANCE = 10
 
 
 class Guard:
-    """Decides before the launch, from calibrated predictions; learns from what was measured.
+    """Decides before the launch, from calibrated predictions, and learns from measurements.
 
     ``risk`` is the share of the launched trials that may break a limit. The guard keeps a risk budget of the chances that it has
     accepted. A clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
@@ -82,26 +82,29 @@ class Guard:
         'needs 46.1 GiB (44.9 to 47.4), the budget is 38.0 GiB'
 
     Args:
-        gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
-        memory_budget: a text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the device. A number
-            of bytes below 1 MiB is refused, and so is a budget that the driver's context alone exceeds on a GPU.
+        gpu: the device to guard. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a
+            Device.
+        memory_budget: the most memory. A text such as "38GiB", a fraction of the device in (0, 1], or bytes. None: all of the
+            device. A number of bytes below 1 MiB is refused. On a GPU, a budget is also refused if the driver's context alone
+            exceeds it.
         time_budget: seconds of the whole trial, or a text such as "2h". Needs ``Workload(steps=...)``.
         epoch_time_budget: seconds of an epoch. Needs ``Workload(steps_per_epoch=...)``.
-        step_time_budget: seconds of one step, or a text such as "250ms".
+        step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
-        energy_budget: joules of one batch of inference, or a text such as "250mJ"; only where the predictor knows energy.
-        risk: the share of the launched trials that may break a limit, in (0, 1). Towards 0 nothing crashes, and good trials near
-            the limit are lost; towards 1 none is lost, and some crash.
-        on_violation: what becomes of a trial that would break a limit: "prune"; "repair", if one of the remedies lets it fit,
-            else prune; or "warn": it is launched, and a :class:`BudgetWarning` says what to expect.
-        remedies: what "repair" may change: "accumulation" (smaller batches, accumulated), "precision" (fp32 to autocast in half
-            precision), "checkpointing" (the model's own switch).
-        predictor: its name, or the object itself.
-        log: the measurement log: a path, a database URL or an open store. None: the user's own log. False: kept in memory.
-        refine: fine-tune the weights now and then in a process beside the study, as `perfguard learn` does for a cluster. None:
-            on a GPU, if the log is not in memory (on a CPU it would disturb what is measured).
-        strict: raise :class:`perfguard.exceptions.UnguardedTrialError` where a trial would be launched without a verdict, or
-            without a check of one of the budgets.
+        energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
+        risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
+            the limit are lost. Near 1, none is lost, but some crash.
+        on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
+            launched with a remedy that lets it fit, and pruned if there is none. With "warn", it is launched, and a
+            :class:`BudgetWarning` gives the reason.
+        remedies: what "repair" may change. The remedy "accumulation" uses smaller batches and accumulates gradients. The remedy
+            "precision" changes fp32 to autocast in half precision. The remedy "checkpointing" uses the model's own switch.
+        predictor: the predictor. Either its name or the object itself.
+        log: the measurement log. A path, a database URL or an open store. None: the user's own log. False: kept in memory.
+        refine: fine-tune the weights from time to time in a separate process, as `perfguard learn` does for a cluster. None:
+            only on a GPU, and only if the log is not in memory. On a CPU, fine-tuning would disturb the measurements.
+        strict: launch no trial without a verdict, or without a check of one of the budgets. Such a trial raises
+            :class:`perfguard.exceptions.UnguardedTrialError`.
     """
 
     def __init__(
@@ -172,8 +175,8 @@ class Guard:
     def threshold(self) -> float:
         """The chance of breaking a limit up to which the next trial is launched.
 
-        What the launched trials (ten in advance) may break in all, ``risk`` each, less the chances accepted so far; never
-        below ``risk``, never above one half.
+        Each launched trial adds ``risk`` to the risk budget, and ten trials are counted in advance. The threshold is that budget
+        less the chances accepted so far. It is never below ``risk`` and never above one half.
         """
         left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
         return max(self.risk, min(EVEN_CHANCE, left))
@@ -194,7 +197,7 @@ class Guard:
         return self._traces.trace(workload, target=self.device)
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
-        """The verdict on a workload, or on a model with an example batch; nothing is launched and nothing is logged.
+        """The verdict on a workload, or on a model with an example batch. Nothing is launched or logged.
 
         Example:
             >>> guard.check(model, (64, 3, 224, 224), optimizer=torch.optim.AdamW).action       # doctest: +SKIP
@@ -202,8 +205,9 @@ class Guard:
 
         Args:
             model: a Workload, or the model of one.
-            inputs: with a model: its example batch (tensors, specifications or a shape), as in ``Workload(model, inputs=...)``.
-            fields: with a model: the other fields of :class:`perfguard.Workload`.
+            inputs: the example batch of a model: tensors, specifications or a shape, as in ``Workload(model, inputs=...)``. A
+                Workload takes none.
+            fields: the other fields of :class:`perfguard.Workload`, with a model.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
@@ -224,8 +228,8 @@ class Guard:
             fields: as for :meth:`check`.
 
         Raises:
-            WorkloadError: if the workload cannot be traced, or nobody can tell what its batch is.
-            ConfigurationError: if it was traced elsewhere: that is one graph, of one batch.
+            WorkloadError: if the workload cannot be traced, or its batch dimension is unclear.
+            ConfigurationError: if the workload was traced elsewhere. Then there is only one graph, of one batch size.
         """
         workload = as_workload(model, inputs, **fields)
         if isinstance(workload, TracedWorkload):
@@ -246,7 +250,7 @@ class Guard:
         threshold: float | None = None,
         time_left_s: float | None = None,
     ) -> Verdict:
-        """Launch or prune; ``threshold`` is the chance to accept, by default what the risk budget has left."""
+        """Launch or prune. ``threshold`` is the chance to accept, by default what the risk budget has left."""
         with gc_paused():
             try:
                 graph = graph or self.trace(workload)
@@ -279,7 +283,10 @@ class Guard:
         threshold: float | None = None,
         time_left_s: float | None = None,
     ) -> Verdict:
-        """The verdict on what needs more memory than the budget whatever a predictor says; a workload of None cannot be built."""
+        """The verdict on a workload that needs more memory than the budget by its lower bound alone.
+
+        A workload of None is one that cannot be built.
+        """
         prediction = least.prediction(self.device, steps=None if workload is None else workload.steps)
         verdict = self._verdict_on(prediction, workload, threshold, time_left_s)
         capacity = format_bytes(self.budget.capacity_bytes(self.device))
@@ -288,7 +295,7 @@ class Guard:
     def _verdict_on(
         self, prediction: Prediction, workload: Workload | None, threshold: float | None, time_left_s: float | None
     ) -> Verdict:
-        """The verdict by the limits alone; for the arguments see :meth:`_judge`."""
+        """The verdict by the limits alone. For the arguments see :meth:`_judge`."""
         limits = self.budget.limits(
             prediction,
             self.device,
@@ -299,7 +306,7 @@ class Guard:
         return Verdict.of(prediction, limits, accepted=self.threshold if threshold is None else threshold)
 
     def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
-        """What ``on_violation`` makes of a trial that would break a limit."""
+        """The verdict and the workload after ``on_violation`` is applied."""
         if verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
         if self.on_violation == "warn":
@@ -334,15 +341,15 @@ class Guard:
     ) -> Decision:
         """Build, trace, judge and log one proposed trial.
 
-        What the workload or the log does never raises, unless the guard is strict: then what cannot be judged is an error.
+        Failures of the workload or the log never raise. A strict guard raises for a trial that cannot be judged.
 
         Args:
             make_workload: a function without arguments that returns the Workload.
             study: name of the study, for the log.
-            trial: number of the trial in the study, for the log.
+            trial: number of the trial in the study. It is for the log alone.
             params: the trial's hyperparameters, for the log.
-            time_left_s: what is left of the study's time; a trial that would take longer is not launched.
-            trial_id: the tuner's own name of the trial, where it has one beside the number, for the log.
+            time_left_s: seconds left of the study's time. A trial that would take longer is not launched.
+            trial_id: the tuner's own name of the trial, for the log. None: it has only a number.
             threshold: the chance of breaking a limit to accept. None: what the risk budget has left, :attr:`threshold`.
 
         Raises:
@@ -385,7 +392,7 @@ class Guard:
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
-        """By its name each budget that can never bind for ``workload``, and why; a strict guard refuses.
+        """The budgets that can never bind for ``workload``: the reason for each, by the budget's name.
 
         Raises:
             ConfigurationError: if there is one, and the guard is strict.
@@ -411,7 +418,7 @@ class Guard:
         steps: int | None = None,
         trial_id: str | None = None,
     ) -> Decision:
-        """Write a verdict into the log. The arguments are those of :meth:`decide`; a graph of None is unknown."""
+        """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
         try:
             decision_id = self.log.record_decision(
                 study=study,
@@ -430,9 +437,9 @@ class Guard:
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Why ``run`` will surely exceed its time budget at the pace that was measured so far; None if it may hold it.
+        """Why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
 
-        None as well for a run on another device than the guarded one, whose pace says nothing.
+        The result is also None for a run on another device than the guarded one.
         """
         reason = self._broken_by_pace(decision, run, time_left_s)
         return None if reason is None or run.is_elsewhere else reason
@@ -455,11 +462,11 @@ class Guard:
         )
 
     def learn(self, decision: Decision, measurement: Measurement) -> None:
-        """Write down what a launched trial cost and fine-tune the predictor on all that the log holds for this device.
+        """Log what a launched trial cost, and update the predictor from all runs that the log holds for this device.
 
-        A reading that cannot be believed is said once and not learnt; so is a change of what runs cost (:class:`DriftWarning`).
-        What ran on another device than the guarded one is written down as that device's; one :class:`MeasurementWarning` says
-        that nothing is learnt from it.
+        A reading that cannot be believed is not learnt, and the guard warns about it once. A change of what runs cost gives a
+        :class:`DriftWarning`. A run on another device than the guarded one is logged under that device. Nothing is learnt from
+        it, and one :class:`MeasurementWarning` says so.
         """
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
@@ -488,7 +495,7 @@ class Guard:
             self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
 
     def why_not_measured(self, measurement: Measurement) -> str:
-        """Return why ``measurement`` says nothing of the guarded device, as a sentence without a full stop; empty: it does."""
+        """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
         if measurement.is_of(self.device):
             return ""
         from perfguard.devices import visible_gpu

@@ -1,24 +1,26 @@
-"""What a step needs on a device, whatever its predictor has learnt: two lower bounds, and what follows from them.
+"""Physical lower bounds on what a step needs on a device, independent of the predictor.
 
-:func:`least_reading` is what a measurement can show at the least. No honest run crosses it, so it leaves out what a run can save:
+:func:`least_reading` is a lower bound on a measurement. No correct reading is below it, so it leaves out all that a run can
+save:
 
     memory, GPU    The parameters, buffers, gradients and optimizer state that are alive at once, less a tenth. The allocator
                    counts them exactly. Activations are left out, because recomputation saves most of them.
-    memory, CPU    Half of the gradients and optimizer state that are alive at once, and a tenth of all that the step makes. A
-                   CPU's reading is the growth of the resident set since the run began. What existed before, often the model and
-                   its data, is not in it, and some allocators reuse memory that was mapped before.
-    time           Half of one launch, because a step launches at least one operator. On a GPU also the products at the fastest
-                   rate that the card has for any precision, 25% above its boost clock, where convolutions take a quarter of
-                   their FLOPs (Winograd's F(4x4, 3x3); Lavin and Gray 2016) and attention half (a causal mask); and the
-                   gradients, written once at the peak bandwidth as far as the cache does not hold them. Rates of a GPU that is
-                   not in the catalog are guesses, so its bound is a tenth of that. On a CPU the rates are measured, now and then
-                   while other work runs, and caches outrun the memory, so the bound is a tenth of its float32 products alone;
-                   a third where the run's memory says as well that nothing ran.
+    memory, CPU    The larger of two numbers. One is half of the gradients and optimizer state that are alive at once. The other
+                   is a tenth of all that the step makes. A CPU's reading is the growth of the resident set since the run began.
+                   It does not include older memory, often the model and its data. Some allocators also reuse memory that was
+                   mapped before.
+    time           The largest of these bounds. Half of one launch, because a step launches at least one operator. On a GPU, the
+                   products at the card's fastest rate for any precision, 25% above its boost clock. Convolutions count a quarter
+                   of their FLOPs (Winograd's F(4x4, 3x3); Lavin and Gray 2016), and attention counts half (a causal mask). On a
+                   GPU, also the time to write the gradients once at the peak bandwidth, as far as the cache does not hold them.
+                   Rates of a GPU that is not in the catalog are guesses, so its bounds are a tenth of that. On a CPU, a tenth of
+                   the time of the float32 products. Its rates are measured, at times while other work runs, and caches are
+                   faster than memory. The bound is a third of that time if the memory reading also shows that nothing ran.
 
 No traffic of activations is counted: caches and fusion save it. Nothing here needs a replay of the allocator.
 
-:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, activations included. A step that is over the
-budget by that alone is hopeless.
+:class:`LeastMemory` is what the device must hold at once: the peak of live bytes, with activations. A step whose least memory is
+over the budget is hopeless.
 """
 
 from __future__ import annotations
@@ -89,10 +91,11 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
     """Return the least that a measurement of ``graph`` on ``device`` can show: bytes at the peak, or seconds of a step.
 
     Args:
-        target: "memory" as a Measurement has it: of a GPU what the process takes, of a CPU the growth of the resident set.
+        target: "memory" or "time", as in a Measurement. On a GPU, memory is what the process takes. On a CPU, it is the growth
+            of the resident set.
         graph: one step.
-        device: on which it runs.
-        idle: whether the run's memory says that nothing ran, so that less trust is due to its time. Matters on a CPU.
+        device: on which it runs. idle: whether the memory reading shows that nothing ran. Then the bound on a CPU's time is
+        higher.
     """
     needs = _needs(graph)
     if target == "memory":

@@ -1,4 +1,4 @@
-"""What a predictor says, what a predictor is, and how it is found."""
+"""Predictions, the interface of predictors, and how an installed predictor is loaded."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Estimate:
 
 
 def widened_log_sigma(log_sigma: float, factor: float) -> float:
-    """Return ``log_sigma`` times ``factor``, but no more than moves either end of the 90% interval by :data:`MOST_WIDENED`.
+    """Return ``log_sigma`` times ``factor``, limited so that no end of the 90% interval moves by more than :data:`MOST_WIDENED`.
 
     Example:
         >>> 1.5 < widened_log_sigma(0.1, 30.0) < 1.6
@@ -114,8 +114,10 @@ class Prediction:
         return self.peak_memory.p_exceeds(capacity_bytes)
 
     def widened(self, factors: Mapping[Target, float]) -> Prediction:
-        """Return it with wider or narrower intervals: their standard deviations (of logarithms) times these factors, as far as
-        :func:`widened_log_sigma` goes."""
+        """Return the prediction with wider or narrower intervals.
+
+        The standard deviations (of logarithms) are multiplied by these factors, within the limit of :func:`widened_log_sigma`.
+        """
 
         def widened(estimate: Estimate, target: Target) -> Estimate:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
@@ -174,7 +176,7 @@ class Observation:
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Anything that can say what a graph costs on a device. Register it under the entry-point group `perfguard.predictors`."""
+    """An object that predicts what a graph costs on a device. Register it under the entry-point group `perfguard.predictors`."""
 
     @property
     def name(self) -> str:
@@ -184,19 +186,19 @@ class Predictor(Protocol):
         """The cost of ``graph`` on ``device``; ``steps`` is the number of steps of the trial, if known."""
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
-        """Learn from ``observations``, all that there are for one device; replaces what was learnt before for that device.
+        """Learn from ``observations``, all runs of one device. This replaces what was learnt before for that device.
 
-        Runs of status "ok", and of status "oom", whose memory is a lower bound and whose times say nothing. What comes next is
-        of the last regime among them.
+        The runs have the status "ok" or "oom". With "oom" the memory is a lower bound and the times are not used. The next
+        predictions are for the last regime among the runs.
         """
 
 
 @runtime_checkable
 class BatchPredictor(Protocol):
-    """A predictor that is asked for thousands of sizes of one network, and takes them at once."""
+    """A predictor that takes thousands of graphs at once, for instance the sizes of one network."""
 
     def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
-        """Of each of ``graphs`` what `predict` says."""
+        """The result of `predict` for each of ``graphs``."""
 
 
 @runtime_checkable
@@ -205,21 +207,23 @@ class Refinable(Protocol):
 
     @property
     def lineage(self) -> str:
-        """Name and version of the weights that it shipped with; refined weights are good for these alone."""
+        """Name and version of the shipped weights. Refined weights fit these alone."""
 
     @property
     def shift_on_reference(self) -> float:
-        """How far the refinement in use is from the shipped weights on a summary of what these were fitted to: mean |logarithm|.
-        0: there is no refinement, or no summary."""
+        """How far the refinement in use is from the shipped weights, as a mean |logarithm|.
+
+        The mean is over a summary of the shipped weights' training data. 0: there is no refinement, or no summary.
+        """
 
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
-        """New weights, fine-tuned on ``observations`` of any devices; None if they are too few. The predictor stays as it is."""
+        """New weights, fine-tuned on ``observations`` of any devices. None: they are too few. The predictor stays as it is."""
 
     def use_refinement(self, data: bytes | None) -> None:
-        """Use what :meth:`refine` made; None: the shipped weights. What was learnt by `fine_tune` is to be learnt again.
+        """Use the weights that :meth:`refine` made. None: the shipped weights. Call `fine_tune` again afterwards.
 
         Raises:
-            PredictorError: if the weights are refused; the predictor stays as it is.
+            PredictorError: if the weights are refused. The predictor stays as it is.
         """
 
 

@@ -128,9 +128,9 @@ class GuardSummary(ABC):
 
         Args:
             launched: those that ran, or run.
-            pruned: those that were turned down.
-            measured: the launched ones of which it is known whether they broke a budget.
-            pruned_for: of each pruned trial the limit that turned it down.
+            pruned: those that were pruned.
+            measured: the launched trials with a known outcome. They held or broke a budget.
+            pruned_for: for each pruned trial the limit that it would break. None: unknown.
             own: the fields of the integration's own summary.
         """
         saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]

@@ -1,4 +1,4 @@
-"""What PerfGuard writes into a trial: user attributes and constraints, with stable names.
+"""User attributes and constraints that PerfGuard writes into a trial. Their names are stable.
 
     perfguard:schema                     version of these names, 2
     perfguard:verdict, :reason           "launch", "prune" or "repair", and a sentence; a trial that was never judged has only a

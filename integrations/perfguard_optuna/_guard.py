@@ -81,7 +81,8 @@ class OptunaGuard(Guard):
         gpu: as for :class:`perfguard.Guard`.
         build: ``build(params) -> Workload``, a function of the hyperparameters. None: only trials whose objective calls
             :meth:`trial` with a model or a workload are judged.
-        within_timeout: True: in a GuardedStudy, a trial that would outlast ``optimize(timeout=...)`` is pruned.
+        within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
+            ``optimize(timeout=...)``.
         settings: The keyword arguments of :class:`perfguard.Guard`.
 
     Raises:
@@ -123,9 +124,10 @@ class OptunaGuard(Guard):
 
         Args:
             trial: the trial that Optuna handed to the objective.
-            model: what the block is going to train: a Workload, or a model. None: ``build(trial.params)``.
-            batch: with a model: an example batch (tensors, specifications or a shape).
-            fields: with a model: other fields of :class:`perfguard.Workload`, such as ``optimizer``, ``loss`` and ``targets``.
+            model: what the block trains: a Workload, or a model. None: ``build(trial.params)``.
+            batch: an example batch for a model. Tensors, specifications or a shape.
+            fields: other fields of :class:`perfguard.Workload`, with a model. Examples are ``optimizer``, ``loss`` and
+                ``targets``.
 
         Raises:
             optuna.TrialPruned: At the start, if the trial would break a limit. Inside the block, by ``run.step()``, if its pace

@@ -28,23 +28,24 @@ class PerfGuardPruner(WatchingPruner):
     Three ways to use it:
 
     1. ``perfguard_optuna.create_study().optimize(objective, n_trials=100, pruner=PerfGuardPruner(gpu="a100", build=build))``:
-       nothing changes in the objective. As soon as the trial has suggested all that ``build`` asks for, it is judged.
+       the objective stays as it is. A trial is judged when it has suggested all parameters that ``build`` reads.
     2. ``optuna.create_study(pruner=PerfGuardPruner(gpu="a100", build=build))``. The objective calls
        ``if trial.should_prune(): raise optuna.TrialPruned()`` after the last suggestion, before anything is allocated.
     3. Without ``build``: the objective has ``with pruner.trial(trial, model, batch, optimizer=...) as run: ...`` around the
        training.
 
-    While a trial runs, ``should_prune()`` also says yes when the measured pace shows that its time budget will be broken.
+    While a trial runs, ``should_prune()`` also returns True when the measured pace shows that it will break its time budget.
 
-    :func:`summarize` counts every trial that ends without a verdict, and the first one causes a warning. This includes objectives
-    that never call ``should_prune()``. To see trials end, this class inherits from HyperbandPruner; it uses nothing else of it.
+    :func:`summarize` counts every trial that ends without a verdict, and the first one causes a warning. This includes
+    objectives that never call ``should_prune()``. This class inherits from HyperbandPruner only to be notified when trials end.
 
     Args:
-        gpu: a catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
+        gpu: the device. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
         build: ``build(params) -> Workload``, a function of the hyperparameters. None: ``objective.build`` if there is one.
             Without either, only trials whose objective calls :meth:`trial` with a model are judged.
-        inner: Another pruner that decides during the trial, for instance ``HyperbandPruner()``.
-        within_timeout: True: in a GuardedStudy, a trial that would outlast ``optimize(timeout=...)`` is pruned.
+        inner: Another pruner. It decides during the trial, for instance ``HyperbandPruner()``.
+        within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
+            ``optimize(timeout=...)``.
         guard: An :class:`OptunaGuard` to share. It excludes all other settings but ``inner``.
         settings: The keyword arguments of :class:`perfguard.Guard`, such as ``memory_budget``, ``time_budget``, ``risk`` and
             ``log``.

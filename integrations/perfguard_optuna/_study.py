@@ -41,13 +41,13 @@ class GuardedStudy(optuna.Study):
         pruner: BasePruner | None = None,
         count: Literal["launched", "proposed"] = "launched",
     ) -> None:
-        """As ``optuna.Study.optimize``; ``pruner`` becomes the study's pruner.
+        """As ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
 
         With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
         budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
 
         Args:
-            pruner: a pruner, in the place of the one that the study was created with.
+            pruner: a pruner. It replaces the one that the study was created with.
             count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
                 PerfGuardSampler rejects by itself never counts. After 300 proposals in a row that do not fit, the study ends
                 with a NothingFeasibleWarning.

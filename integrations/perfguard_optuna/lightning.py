@@ -62,19 +62,19 @@ class PerfGuardCallback(pl.Callback):
         ...     trainer.fit(Net(trial), make_loader(trial))
         ...     return trainer.callback_metrics["val_loss"].item()
 
-    What is judged is ``training_step`` on one batch, with the optimizer, the precision and the accumulation of the trainer.
-    The trace uses a copy on the meta device. There the module has no trainer, ``self.log`` does nothing, and a torchmetrics
-    metric that needs values gives zero. A module that makes its layers in ``setup`` or ``configure_model`` is judged as soon as
-    they are there. Its weights, but nothing else, are on the device then.
+    The guard judges ``training_step`` on one batch, with the optimizer, the precision and the accumulation of the trainer. The
+    trace uses a copy on the meta device. There the module has no trainer, ``self.log`` does nothing, and a torchmetrics metric
+    that needs values gives zero. A module that makes its layers in ``setup`` or ``configure_model`` is judged as soon as they
+    are there. Its weights, but nothing else, are on the device then.
 
     Not judged, but launched with one warning: manual optimization, several optimizers, several devices, and sharding strategies.
     The time of validation is in no prediction.
 
     Args:
-        guard: The guard of the study, with ``on_violation`` "prune" or "warn".
+        guard: The guard of the study. Its ``on_violation`` is "prune" or "warn".
         trial: The trial that trains.
-        batch: An example batch as the train dataloader gives it: tensors or specifications of them. None: one is put together
-            from the first samples of its data set. Give one where samples vary in size, or where the data are a stream.
+        batch: An example batch as from the train dataloader, of tensors or specifications. None: a batch of the first samples of
+            its data set. Give one where samples vary in size, or where the data are a stream.
 
     Raises:
         ConfigurationError: for a guard that repairs.

@@ -110,7 +110,7 @@ def workload_of(
     steps: int | None = None,
     batches_per_epoch: int | None = None,
 ) -> Workload:
-    """What a Trainer with these arguments is going to run in one step; it need not be made yet.
+    """The workload of one step of a Trainer with these arguments. The Trainer need not exist yet.
 
         >>> with torch.device("meta"):                                                              # doctest: +SKIP
         ...     sketch = AutoModelForSequenceClassification.from_config(config)
@@ -122,9 +122,9 @@ def workload_of(
 
     Args:
         args: the trainer's.
-        model: the model, which returns its loss; on the meta device it costs nothing. Where ``args`` ask for activation
-            checkpointing it is switched on, as the trainer does.
-        batch: an example batch of ``args.per_device_train_batch_size`` samples: a dict of tensors or specifications of them.
+        model: the model, which returns its loss. On the meta device it costs nothing. Activation checkpointing is switched on if
+            ``args`` have it, as in the trainer.
+        batch: an example batch of ``args.per_device_train_batch_size`` samples. A dict of tensors or specifications of them.
         optimizer: the trainer's, where there is one. None: the one that ``args.optim`` names.
         steps: optimizer steps in all. None: as ``args`` say.
         batches_per_epoch: length of the train dataloader, where it has one.

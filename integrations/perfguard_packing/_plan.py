@@ -98,9 +98,9 @@ def plan(
 ) -> Schedule:
     """A schedule of ``jobs`` on ``slots`` with a short makespan, in which no job runs out of memory.
 
-    - "exact": CP-SAT of OR-tools, for one job at a time on a device; with a proof of optimality, where the time limit allows one.
-    - "longest-first": list scheduling (Graham 1969), each job where it ends earliest.
-    - "best": "exact" for one job at a time, where OR-tools is installed; else "longest-first".
+    - "exact": CP-SAT of OR-tools, for one job at a time on a device. It proves optimality if the time limit allows.
+    - "longest-first": list scheduling (Graham 1969). Each job goes to the device where it ends earliest.
+    - "best": "exact" for one job at a time, if OR-tools is installed. Otherwise "longest-first".
 
     Example:
         >>> jobs = [Job(f"job{i}", 2**30, {"a100": 10.0, "t4": 30.0}) for i in range(8)]
@@ -112,11 +112,11 @@ def plan(
         slots: the devices.
         method: see above.
         at_once: how many jobs may share a device.
-        slowdown: what sharing costs, in [0, 1]; see the module's docstring for what is assumed.
-        time_limit_s: of "exact".
+        slowdown: the cost of sharing a device, in [0, 1]. The module's docstring has the assumptions.
+        time_limit_s: seconds for "exact".
 
     Raises:
-        ConfigurationError: if a job fits on no device, an argument is out of range, or OR-tools is asked for and missing.
+        ConfigurationError: if a job fits on no device, an argument is out of range, or OR-tools is needed and missing.
     """
     if method not in get_args(Method):
         raise ConfigurationError(f"method must be one of {', '.join(get_args(Method))}, but got {method!r}.")

@@ -21,7 +21,7 @@ from perfguard_ray._summary import summarize
 
 
 class PerfGuardCallback(Callback):
-    """Logs what each trial cost, beside what was predicted; the guard learns from it. Works with any scheduler.
+    """Logs the cost of each trial beside its prediction, so that the guard learns from it. Works with any scheduler.
 
     Three lines that a Tune user adds::
 
@@ -29,14 +29,14 @@ class PerfGuardCallback(Callback):
         Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    - A trial that runs out of memory is logged as ``oom``, with what it had reached as a lower bound.
-    - A trial whose measured pace will break the time budget is stopped at its next report, and logged as ``timeout``. That takes
-      a ``time_budget``, a workload with ``steps``, and 25 measured steps.
+    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound.
+    - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as ``timeout``. This
+      needs a ``time_budget``, a workload with ``steps``, and 25 measured steps.
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
       replaces that row.
 
-    Unless ``RunConfig(verbose=0)``, each configuration that is turned down has a line on the console, and the run ends with the
-    table of :func:`perfguard_ray.summarize`.
+    The console has a line for each configuration that is turned down. At the end of the run it has the table of
+    :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
 
     Args:
         search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or a ConcurrencyLimiter around it.

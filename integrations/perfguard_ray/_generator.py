@@ -36,14 +36,14 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
 
     A point that does not fit is logged and replaced by another draw of its random parameters. So ``num_samples`` counts the
     trials that run. A grid point without random parameters is left out. If ``max_proposals`` draws in a row do not fit, and none
-    before did, that part of the grid is given up; without a grid, the whole space is. A warning says so at the end. A grid point
-    is judged once, unless what is drawn with it changes the workload.
+    before did, that part of the grid is given up. Without a grid, the whole space is given up. A warning reports it at the end.
+    A grid point is judged once, unless the random parameters change the workload.
 
     Args:
         generator: a BasicVariantGenerator with your settings. None: one with Tune's defaults.
-        gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu".
-        build: ``build(config) -> Workload``: what a trial with this configuration would run.
-        guard: a guard that exists already, instead of ``gpu`` and ``settings``.
+        gpu: as for :class:`perfguard.Guard`. A catalog name such as "a100", "auto" or "cpu".
+        build: ``build(config) -> Workload``. The result is what a trial with this configuration would run.
+        guard: an existing guard. It replaces ``gpu`` and ``settings``.
         study: name of the run in the measurement log. None: the experiment's name in Tune.
         max_proposals: how many draws in a row may be turned down.
         settings: further arguments of :class:`perfguard.Guard`, as for :class:`PerfGuardSearcher`.

@@ -153,15 +153,16 @@ class Ledger:
         once_a_workload: bool = False,
         runs_anyway: bool = False,
     ) -> Entry:
-        """Decide on ``config`` and log the verdict, unless it is one that was turned down before and would be again.
+        """Decide on ``config`` and log the verdict. A known rejection that still holds is returned without another row in the
+        log.
 
         Args:
-            config: what the trial would run with.
-            trial: Tune's number of the trial that the configuration is proposed for, for the log.
+            config: the configuration of the trial.
+            trial: Tune's number of the trial. It is for the log.
             trial_id: Tune's id of it.
-            once_a_workload: turn down from memory also what runs the very workload of a configuration that was turned down, with
-                another learning rate for instance.
-            runs_anyway: the trial runs whatever the verdict, so it gets a row of its own, and nothing is turned down.
+            once_a_workload: reject from memory any configuration with the same workload as a rejected one. It may have another
+                learning rate, for instance.
+            runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is rejected.
         """
         make_workload = functools.cache(functools.partial(self._workload, config))  # it is built once
         key = _key_of(config)

@@ -18,7 +18,7 @@ _MAX_PERTURBATIONS = 100
 
 
 class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
-    """Tune's population based training: what it makes of a configuration has to fit, too.
+    """Tune's population based training, with a guard on the configurations that it changes.
 
     Three lines that a Tune user adds::
 
@@ -26,16 +26,16 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
         scheduler = PerfGuardPopulationBasedTraining(search, hyperparam_mutations={"batch_size": [64, 128, 256]})
         with perfguard_ray.measure():  # in the training function, around its body
 
-    A trial that takes over another's state gets that one's configuration, with changes that no search sees. Here a change that
-    does not fit is logged, and another one is made of the same configuration. If ``max_perturbations`` of them do not fit, the
-    trial goes on with the configuration as it is, which runs already. Your ``custom_explore_fn`` is called as ever.
+    A trial that takes over the state of another trial also gets its configuration, with changes that no search sees. Here a
+    change that does not fit is logged, and the same configuration is changed again. If ``max_perturbations`` changes do not fit,
+    the trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
 
     .. note::
         A trial keeps the resources that it asked for at its start. Where a hyperparameter that decides memory is changed, give
         each trial a whole device rather than :func:`perfguard_ray.resources`. PB2 is not guarded: its changes are logged.
 
     Args:
-        search: the PerfGuardVariantGenerator of the run; Tune allows no searcher beside population based training.
+        search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.
         max_perturbations: how many changes in a row may be turned down.
         settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
 

@@ -21,7 +21,7 @@ _GRAIN = 100
 
 
 def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
-    """A function for ``tune.with_resources``: each trial asks for the part of a GPU that its predicted memory needs.
+    """A function for ``tune.with_resources``. It gives each trial the part of a GPU that its predicted memory needs.
 
     Three lines that a Tune user adds::
 
@@ -29,14 +29,14 @@ def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResour
         train = tune.with_resources(train, perfguard_ray.resources(search, cpus=2))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    The memory asked for is the one that the trial stays under with a chance of 1 - risk. Small trials share a card, and large
-    ones get it for themselves. Ray never hands out more than a card. Ray does not limit what a trial takes:
+    A trial stays under the requested memory with a chance of 1 - risk. Small trials share a card, and large ones get a whole
+    card. Ray never assigns more than a card. Ray does not limit the memory that a trial takes, but
     ``torch.cuda.set_per_process_memory_fraction`` does.
 
     - On a GPU: ``{"CPU": cpus, "GPU": 0.37}``.
-    - With ``mig``: ``{"CPU": cpus, "mig-2g.10gb": 1}``, the smallest profile that fits (the largest where none does). Ray knows
-      nothing of MIG: start each node with what it has, ``ray start --resources='{"mig-2g.10gb": 3}'``.
-    - On a CPU: ``{"CPU": cpus, "memory": 2 ** 31}``, Ray's own resource for main memory.
+    - With ``mig``: ``{"CPU": cpus, "mig-2g.10gb": 1}``. The profile is the smallest one that fits, or the largest if none fits.
+      Ray does not know MIG. So start each node with its profiles: ``ray start --resources='{"mig-2g.10gb": 3}'``.
+    - On a CPU: ``{"CPU": cpus, "memory": 2 ** 31}``. This is Ray's own resource for main memory.
 
     Args:
         search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run.

@@ -25,7 +25,7 @@ DEFAULT_MAX_PROPOSALS = 100
 
 
 class PerfGuardSearcher(Searcher):
-    """Wraps a searcher: a configuration that would break a budget is logged, told to the searcher, and never becomes an actor.
+    """Wraps a searcher. A configuration that would break a budget is logged and reported to the searcher, but never runs.
 
     Three lines that a Tune user adds::
 
@@ -33,26 +33,27 @@ class PerfGuardSearcher(Searcher):
         Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
         with perfguard_ray.measure():  # in the training function, around its body
 
-    ``num_samples`` counts the trials that run. After ``max_proposals`` configurations in a row that do not fit, the searcher is
-    asked again once a running trial has ended. If none is running, the search is over, and a warning says so. Each configuration
-    is judged once, and once more if a trial has ended since. Then it is turned down from memory.
+    ``num_samples`` counts the trials that run. After ``max_proposals`` configurations in a row that do not fit, the searcher
+    proposes again when a running trial has ended. If none is running, the search ends with a warning. Each configuration is
+    judged once, and once more if a trial has ended since. Then it is turned down from memory.
 
     For a configuration that does not fit, Optuna gets a pruned trial with signed constraints, which its samplers model. The other
     searchers get the worst result so far, once there is one. They would ignore an error, or wait for its result.
 
     Args:
-        searcher: any ``ray.tune.search.Searcher``, such as OptunaSearch or HyperOptSearch, or a ConcurrencyLimiter of one.
-        gpu: as for :class:`perfguard.Guard`: a catalog name such as "a100", "auto" or "cpu". With "auto" it is the GPU of the
+        searcher: any ``ray.tune.search.Searcher``, such as OptunaSearch or HyperOptSearch. A ConcurrencyLimiter of one is
+            allowed.
+        gpu: as for :class:`perfguard.Guard`. A catalog name such as "a100", "auto" or "cpu". With "auto" it is the GPU of the
             machine that runs the search. Name it if the workers have another.
-        build: ``build(config) -> Workload``: what a trial with this configuration would run.
-        guard: a guard that exists already, instead of ``gpu`` and ``settings``; several runs may share it.
+        build: ``build(config) -> Workload``. The result is what a trial with this configuration would run.
+        guard: an existing guard. It replaces ``gpu`` and ``settings``. Several runs may share it.
         study: name of the run in the measurement log. None: a new one.
-        max_proposals: how many configurations in a row may be turned down.
+        max_proposals: the most configurations in a row that may be turned down. After that the search waits for a trial to end.
         settings: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, risk, log and so on. With
             ``on_violation="repair"`` the training function finds what it has to change with :func:`perfguard_ray.repair_of`.
 
     Raises:
-        ConfigurationError: for what cannot be right, and for a SearchAlgorithm, which is no Searcher.
+        ConfigurationError: for invalid arguments, and for a SearchAlgorithm, which is no Searcher.
     """
 
     def __init__(

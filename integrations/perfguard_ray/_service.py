@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 10.0
 
 
 class SharedPredictor:
-    """The predictor service, as a predictor: give it to the guard of any number of Tune runs.
+    """The predictor service, as a predictor. The guards of any number of Tune runs may share it.
 
     Three lines that a Tune user adds::
 
@@ -41,13 +41,14 @@ class SharedPredictor:
         search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, predictor=predictor, log=predictor.log)
         with perfguard_ray.measure():  # in the training function, around its body
 
-    The first to ask starts the service, a detached actor. It stays when the script ends, and ``stop()`` ends it. Ray restarts it
-    when it dies, and it reads the log again. While it is away, or has another version of PerfGuard, this process predicts from
-    what it has read of the log. One :class:`ServiceWarning` says so. The service is tried again every ten seconds.
+    The first request starts the service, a detached actor. It continues when the script ends, and ``stop()`` ends it. Ray
+    restarts it when it dies, and it reads the log again. If it is away or has another version of PerfGuard, this process
+    predicts from what it has read of the log. One :class:`ServiceWarning` reports it. The service is tried again every ten
+    seconds.
 
     Args:
-        predictor: the name under which it is installed.
-        log: path or URL of the measurement log, which the service must reach: PostgreSQL, unless the cluster is one machine.
+        predictor: the predictor's name. It must be installed.
+        log: path or URL of the measurement log. The service must reach it. Use PostgreSQL, unless the cluster is one machine.
         name: of the actor, in the namespace "perfguard". Runs with another predictor or another log need another name.
 
     Raises:

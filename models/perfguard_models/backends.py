@@ -230,11 +230,12 @@ class GpuBackend:
         )
 
     def _references(self, skeleton: OpGraph, device: Device) -> list[Device]:
-        """The GPUs whose time for ``skeleton`` was learnt in this setting. Empty: this GPU's was, or none's.
+        """The GPUs whose time for ``skeleton`` was learnt in this setting. Empty: this GPU's time was learnt, or no GPU's.
 
-        What a network takes beyond its roofline carries over from card to card better than what networks and trees make of a
-        card's data sheet: of 1,165 networks that were measured on both, the RTX 3090's factor alone gives the RTX 4090's
-        inference to 8.5%; not having seen that card, they give it to 14%.
+        A network's factor over its roofline transfers between cards. It transfers better than predictions of networks and trees
+        from a card's data sheet. 1,165 networks were measured on the RTX 3090 and the RTX 4090. From the RTX 3090's factor
+        alone, the error of the RTX 4090's inference time is 8.5%. From networks and trees that have not seen that card, it is
+        14%.
         """
         if skeleton.precision == "fp32" or self._learnt_as(skeleton, device) is not None:
             return []
@@ -247,10 +248,10 @@ class GpuBackend:
         return self._learnt_as(graph, device) is not None or bool(self._references(graph, device))
 
     def _learnt_as(self, skeleton: OpGraph, device: Device) -> str | None:
-        """As which group of runs the time of ``skeleton`` on ``device`` was learnt; None: as none.
+        """The group of runs from which the time of ``skeleton`` on ``device`` was learnt. None: it was not learnt.
 
-        Half precisions are one to the weights, and the networks with convolutions that they learnt from have transformers among
-        them; the roofline knows of the rates and casts in which they differ.
+        The weights treat both half precisions as one. Their training networks with convolutions include transformers. The
+        roofline has the rates and casts in which these differ.
         """
         own = Setting.of(skeleton, device)
         candidates = [own]
@@ -443,11 +444,11 @@ def by_physics(
 
 
 def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
-    """``raw`` with the time from trees on single operators, which cross to GPUs without a measured float32 step of their own.
+    """``raw`` with the time from trees on single operators, for GPUs without a measured float32 step.
 
-    Where most of the roofline is in operators that nobody taught them (convolutions, recurrent cells), the time stays. The
-    interval is the one of single operators on a GPU that was left out: too few whole steps were measured to calibrate on, and
-    the errors of a sum are smaller.
+    Where most of the roofline is in operators that the trees have not learnt (convolutions, recurrent cells), the time stays.
+    The interval is that of single operators on a left-out GPU, because too few whole steps were measured for a calibration. The
+    errors of a sum are smaller than that.
     """
     roofline = batch_roofline_s(graphs, device)
     total_s = roofline.sum(axis=1)

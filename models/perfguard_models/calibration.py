@@ -1,10 +1,10 @@
-"""How far a predictor is off, by group: split-conformal intervals for what it has not seen.
+"""The errors of a predictor, by group: split-conformal intervals for runs that it has not seen.
 
-A score is |measured - predicted| over a difficulty, in logarithms; the difficulty is how far the predictor's members are apart.
-The quantile of the scores of runs that were held out whole makes intervals that hold for exchangeable runs (Vovk et al. 2005;
-Lei et al. 2018, section 5.2, for scores over a difficulty). Groups are quantity, GPU and mode where there are enough runs, and
-quantity alone for others; a GPU that was never seen has a group of its own, from folds in which one was held out. Single
-operators have theirs: they are many, and their errors would drown those of whole steps.
+A score is |measured - predicted| over a difficulty, in logarithms. The difficulty is the spread of the predictor's members. The
+quantile of the scores of held-out runs gives intervals that hold for exchangeable runs (Vovk et al. 2005). Scores over a
+difficulty are from Lei et al. 2018, section 5.2. Groups are quantity, GPU and mode where there are enough runs, and quantity
+alone elsewhere. Unseen GPUs have a group of their own, from folds in which a GPU was held out. Single operators have their own
+groups, because they are many and their errors would outnumber those of whole steps.
 """
 
 from __future__ import annotations

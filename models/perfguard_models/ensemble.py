@@ -1,8 +1,8 @@
 """GuardNet for GPUs: the operator network and boosted trees on the sums, averaged.
 
-The two see the same physics in different ways. The network adds up operators and knows single operators too; the trees see the
-whole and the replay's peaks under each of cuDNN's algorithms. Their errors differ, so their mean is better than either, and
-where they part from each other the answer is less sure.
+Both use the same physics in different ways. The network sums over operators and also knows single operators. The trees use
+features of the whole step and the replay's peaks under each of cuDNN's algorithms. Their errors differ, so their mean is better
+than either. Where they disagree, the prediction is less sure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GuardEnsemble:
     """See the module's docstring.
 
     Args:
-        networks: how many networks, of different seeds; 0: trees alone.
+        networks: how many networks. Their seeds differ. 0: trees alone.
         forests: how many forests for each quantity.
         epochs: of each network.
         trees: of each forest.
@@ -101,8 +101,8 @@ class GuardEnsemble:
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         """The weighted mean of networks and forests.
 
-        Of single operators and of float32 only the networks know the time; of half precision on a GPU that was not timed, the
-        forests: from two cards a network learns the cards, not what their figures mean.
+        For single operators and float32 only the networks know the time. For half precision on a GPU that was not timed, only
+        the forests do. From two cards a network learns the cards themselves, not the meaning of their figures.
         """
         number = len(self.networks)
         alone = np.array([run.is_single for run in runs]) | (column(runs, "half") == 0)

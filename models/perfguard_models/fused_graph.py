@@ -1,9 +1,9 @@
 """From edges that a compiler fuses to kernels, and from kernels to the graph that it would launch.
 
-A kernel is a set of operators (LILOU's algorithm 1: union-find over the fused edges). Two are united only where the result can
-still be put in order: if a value leaves a kernel and comes back through another, no schedule runs it in one piece. Of a kernel
-the graph keeps one operator: all arithmetic; of the traffic what comes in once, and what goes out. What only its own operators
-read is never written, and has no storage.
+A kernel is a set of operators (LILOU's algorithm 1: union-find over the fused edges). Two operators are united only where the
+resulting graph still has an order. If a value leaves a kernel and returns through another, no schedule runs that kernel in one
+piece. The graph has one operator for each kernel, with all its arithmetic. Its traffic is each input once, and the outputs. A
+value that only the kernel's own operators read is never written, and has no storage.
 """
 
 from __future__ import annotations

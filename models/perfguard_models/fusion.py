@@ -1,11 +1,13 @@
 """LILOU's graph partitioner: which operators a compiler fuses, by a network that looks at the edges between them.
 
-"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving", section 3.2.1: one layer of graph
-attention, GraphSizeNorm and ReLU for the operators (their type, the sizes of input, output and parameters, FLOPs), an LSTM over
-the pair (x_i, x_j) for each edge, so that their order counts, and a linear layer; cross-entropy. The compiler is an input.
-Three things differ, because compilers look at them and the labels tell: attention goes both with the edges and against them (a
-tensor with several readers is often written all the same), an operator's own features are beside what attention makes of them,
-and among these are the number of its readers and its shape.
+The network is from section 3.2.1 of "LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving".
+Operators have their type, the sizes of input, output and parameters, and FLOPs. They pass one layer of graph attention,
+GraphSizeNorm and ReLU. For each edge an LSTM reads the pair (x_i, x_j), so that their order counts. A linear layer follows. The
+loss is cross-entropy. The compiler is an input.
+
+Three things differ from the paper, because compilers depend on them and the labels show it. Attention runs with the edges and
+against them, because a tensor with several readers is often written in any case. An operator's own features are kept beside the
+output of attention. These features include the number of its readers and its shape.
 """
 
 from __future__ import annotations
@@ -105,9 +107,9 @@ class EdgeClassifier(nn.Module):
 
     Args:
         num_names: operators with an embedding, and one for all others.
-        num_compilers: how many compilers it can tell apart.
+        num_compilers: how many compilers it knows. The compiler is an input.
         hidden: channels of attention and of the LSTM (the paper: 128).
-        looks_around: False: without attention, each operator for itself.
+        looks_around: whether there is attention. False: each operator alone.
     """
 
     def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN, *, looks_around: bool = True) -> None:
@@ -207,9 +209,11 @@ class Compiled(NamedTuple):
     """Of each operator of ``graph`` those of ``eager``."""
 
     def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
-        """Of each eager operator the share of its time that is left: the roofline of its kernel over that of the kernel's
-        operators one by one, so what a network has learnt of an operator beyond its roofline stays. In (0, 1].
-        Shape: (len(eager.ops),)."""
+        """The share of each eager operator's time that is left after fusion.
+
+        It is the roofline of its kernel over the sum of the rooflines of the kernel's operators. So a learnt factor over an
+        operator's roofline stays. In (0, 1]. Shape: (len(eager.ops),).
+        """
         alone, together = roofline_s(self.eager, device), roofline_s(self.graph, device)
         shares = np.ones(len(self.eager.ops))
         for kernel, seconds in zip(self.kernels, together, strict=True):

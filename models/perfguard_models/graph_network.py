@@ -42,10 +42,10 @@ class GuardNetwork(nn.Module):
 
     Args:
         hidden: channels of each operator's state.
-        layers: rounds of message passing, each along and against the data flow.
-        width: size of the embeddings on which a residual process may learn.
+        layers: rounds of message passing. Each goes along and against the data flow.
+        width: size of the embeddings. A residual process may learn on them.
         dropout: share of each operator's state that is dropped while training.
-        num_node_features: how many of NODE_FEATURES it reads, the first ones.
+        num_node_features: how many of NODE_FEATURES it reads. It reads the first ones.
         num_graph_features: how many of GRAPH_FEATURES.
     """
 

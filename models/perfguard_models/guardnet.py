@@ -1,9 +1,9 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
 For CPUs a graph network (`graph_network`), for GPUs networks and trees (`ensemble`). They are trained on many measured runs and
-ship with the package. What they leave unexplained on the machine at hand (a constant factor, a trend, a region) is small and
-smooth, so a process on an embedding of the graph learns it from the first few trials, in closed form, and says how sure it is.
-What that leaves over, trees learn from many runs (`refinement`).
+ship with the package. Their residuals on a particular machine (a constant factor, a trend, a region) are small and smooth. A
+process on an embedding of the graph learns them from the first few trials, in closed form, with an uncertainty. Trees learn the
+remaining residuals from many runs (`refinement`).
 
     log value = shipped weights + refinement + process, conditioned on the runs of the device
 """
@@ -472,9 +472,9 @@ def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     """What a trial takes beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
 
-    The last few trials that went half as far as the longest of them or further (what was stopped early is mostly setting up),
-    shrunk towards no overhead; the median, so that one interrupted trial does not count. Until there are three, the least of them
-    counts, and no more than a factor of three: a suspended machine makes hours of minutes.
+    It is the median over the last few trials, shrunk towards no overhead. The median ignores one interrupted trial. Only trials
+    with at least half as many steps as the longest of them count, because a trial that stops early is mostly setup. Until there
+    are three, the least of them counts, and no more than a factor of three: a suspended machine makes hours of minutes.
     """
     most_steps = max((row.measurement.num_steps for row in rows[-_OVERHEAD_ROWS:]), default=0)
     ratios = [

@@ -1,16 +1,18 @@
-"""Trees on what a product's tiles and a card's figures have in common: for cards that were never seen.
+"""Trees on features of a product's tiles and of a card's figures, for cards that were never seen.
 
     t(operator) = floor + (compute + traffic) · exp(f)      t(step) = factor · sum of count · max(launch, t(operator) - floor)
 
-Compute is the least time over candidate tiles, each of whole waves over the card's multiprocessors (as in NeuSight, Lee et al.
-2025: "Forecasting GPU Performance for Deep Learning Training and Inference", its tiles and waves); traffic is bytes over
-bandwidth. The floor is what launching and timing one operator takes on the host. It says nothing of the card, and a step hides
-it: operators are launched while others run. f is the mean of forests that differ in what they see: sizes relative to the card
-alone, shapes alone or both; and how a card stands apart: whether its power limits it (watts over peak FLOP/s and process), and
-its generation. Which of these carries over best cannot be told from a handful of cards, so none was chosen. The factor is one
-constant, from whole transformers on other cards.
+Compute is the least time over candidate tiles. Each takes whole waves over the card's multiprocessors. Tiles and waves are as in
+NeuSight (Lee et al. 2025: "Forecasting GPU Performance for Deep Learning Training and Inference"). Traffic is bytes over
+bandwidth. The floor is the host's time to launch and time one operator. It does not depend on the card, and a step hides it,
+because operators are launched while others run.
 
-Convolutions are not taught: they, and other operators without a forest, are rooflines times one factor.
+The function f is the mean of forests with different features. Their sizes are relative to the card alone, shapes alone, or both.
+They also differ in the features of the card: whether its power limits it (watts over peak FLOP/s and process), and its
+generation. A handful of cards cannot show which of these transfers best, so none was chosen. The factor is one constant, from
+whole transformers on other cards.
+
+The forests do not learn convolutions. These and other operators without a forest are rooflines times one factor.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     t = sum over operators of count · roofline · exp(f(x, name, device))
     m = constant + most over operators of (live + traffic · exp(g(x, name, device)))
 
-`f` starts at a constant and `g` at almost nothing, so that learning starts at physics. A sum for time and a maximum for memory
-are what the quantities are; nothing is averaged, so a deeper network needs no other correction than a shallow one. One operator
-measured alone is a step of one operator: tables of single operators and of whole networks teach the same function.
+`f` starts at a constant and `g` at almost nothing, so learning starts at physics. Time is a sum over operators, and memory is a
+maximum. Nothing is averaged, so a deeper network needs the same correction as a shallow one. One operator measured alone is a
+step of one operator. So tables of single operators and of whole networks train the same function.
 """
 
 from __future__ import annotations

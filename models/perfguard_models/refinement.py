@@ -1,11 +1,13 @@
-"""What a log teaches beyond the Gaussian process: trees on the sums of a step, fine-tuned on the runs of all its devices.
+"""Refinement from a log beyond the Gaussian process: trees on the sums of a step, fitted to the runs of all devices.
 
-The process moves after the first runs, but sees a step as eleven numbers. Where runs are many, extremely randomized trees
-(Geurts et al. 2006) learn what it leaves unexplained from all the sums; each is grown on a bootstrap sample, so what the others
-say of a run is known without a second fit (out of bag, Breiman 2001), and the process is conditioned on what is left of that.
-Trees, because on a few hundred runs they were as good as anything tried, take a tenth of a second, and end where their data end.
+The process adapts after the first runs, but its input has only eleven numbers per step. With many runs, extremely randomized
+trees (Geurts et al. 2006) learn its residuals from all the sums. Each tree is grown on a bootstrap sample. So the prediction of
+the other trees for a run needs no second fit (out of bag, Breiman 2001). The process is conditioned on the residuals of those
+predictions. On a few hundred runs, trees were as good as all other models tried. They take a tenth of a second, and do not
+extrapolate.
 
-On disk a refinement is one safetensors file whose header says what it was made for. A device without runs in it is not touched.
+On disk a refinement is one safetensors file. Its header records what it was made for. It does not change predictions for a
+device without runs.
 """
 
 from __future__ import annotations
@@ -131,8 +133,9 @@ def columns_of(target: str) -> int:
 def rows_of(
     sums: npt.NDArray[np.float32], physics: npt.NDArray[np.float64], log_value: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float32]:
-    """What the trees see of C runs: their step features (C, len(STEP_FEATURES)), how far physics is from the predictor (C, 1 or
-    3), and what that says (C,). Shape: (C, columns)."""
+    """The trees' input for C runs. It has the step features (C, len(STEP_FEATURES)), the distance of physics from the predictor
+    (C, 1 or 3), and the predictor's value (C,). Shape: (C, columns).
+    """
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What the network leaves unexplained, as a Gaussian process that learns from a handful of runs.
+"""The residual of the predictor, as a Gaussian process that learns from a handful of runs.
 
 Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelihood):
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
@@ -9,34 +9,37 @@ Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelih
     K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
          + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
          + kind² · exp(-‖z - z'‖² / f / reach² / 2) + kernels² · V Vᵀ)
-    W  = diag(noise² q² / w), where w are weights that a Student-t likelihood gives to each observation, so that one absurd
-         reading moves nothing.
-The terms are what a new setting differs by: a constant factor (another machine), of which a part s is of these conditions alone
-(another driver); a trend (wider networks suffer more); neighbours, alike in size and in what they are made of (the sampler comes
-back to a region); a factor of each kind of network, whatever its size; one of each kind of kernel (grouped convolutions in
-channels-last), which moves a network as far as it consists of them; and whether another expert is right where the prediction is
-not (physics far outside of the data). A share o of the noise's variance is of a step and not of its readings: a step that was
-read k times under these conditions has told w = o / (o + (1 - o) / k) of what sets it apart from its like; where its readings
-scatter by more than that leaves to them, so may the next. Of other steps k readings of one say little more than one of them
-would, so each counts as if its noise were 1 + o (k - 1) times as large. A step that ran out of memory was not read, but is known
-to need more than it had, whatever the conditions.
+    W  = diag(noise² q² / w). A Student-t likelihood gives each observation its weight w, so one absurd reading moves nothing.
 
-What the predictor knew of the device before is not to be lost for what one family of networks does there. So a summary of what it
-was fitted to stands before the runs as if it had been measured, with residuals of 0, in a regime of its own. What is new is then
-likelier of a kind of network than of the machine, whose factor can still be learnt; of the other terms, a shipped step and a
-measured one have a share c in common, so that where they contradict, what was measured counts (K's second term times c, and s
-times three quarters). And where the predictor is far surer of a step than of those that are measured (its inference was measured,
-its training was not), what these teach moves it less.
+The terms describe how a new setting differs. The term bias² is a constant factor (another machine), and a share s of its
+variance belongs to these conditions alone (another driver). The term linear² is a trend (wider networks are slower). The term
+local² is for neighbours, which are alike in size and composition (the sampler returns to a region). The term kind² is a factor
+of each kind of network, whatever its size. The term kernels² is a factor of each kind of kernel (grouped convolutions in
+channels-last). It moves a network by its share of such kernels. The term trust² is for another expert that is right where the
+prediction is not (physics far outside of the data).
 
-How much of each there is differs from setting to setting, and five runs must not be read as if that were known. So a process
-whose prior is a guess is an average over hypotheses (`hypotheses`), each weighted by how well it tells every run from all others:
-a leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2) of errors with a Laplace
-distribution of unknown width, m being the mean absolute error and π how plausible the hypothesis was before:
+A share o of the noise's variance belongs to a step and not to its readings. After k readings of a step under these conditions,
+the fraction w = o / (o + (1 - o) / k) of its own deviation is known. If its readings scatter by more than the rest of the noise
+allows, so may the next. For other steps, k readings of one step are worth little more than one. So each counts as if its noise
+were 1 + o (k - 1) times as large. A step that ran out of memory has no reading. It is known to need more than it had, under any
+conditions.
+
+Runs of one family of networks must not erase what the predictor knew of the device. So a summary of its training data stands
+before the runs, as measurements with residuals of 0, in a regime of its own. Then a new residual more likely belongs to a kind
+of network than to the machine. The machine's factor can still be learnt. In the other terms, a shipped step and a measured one
+have a share c in common. So K's second term is multiplied by c, and s by three quarters. Where they contradict each other, the
+measurement counts. The predictor may be far surer of a step than of the measured ones: its inference was in the training data,
+and its training was not. Then the measured steps move it less.
+
+The sizes of the terms differ between settings, and five runs do not determine them. So a process with a guessed prior is an
+average over hypotheses (`hypotheses`). The weight of a hypothesis is how well it predicts every run from all others. It is a
+leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2). Errors have a Laplace distribution
+of unknown width, m is their mean absolute value, and π is the prior plausibility of the hypothesis:
     p ∝ π m^-n
-Five runs of one corner of what can be trained are told as well by a factor of the machine, however absurd, as by anything else.
-So on a GPU that was known, a hypothesis is less likely the further it moves the machine as a whole, in standard deviations: times
-exp(-αᵀ M α / 2), M being the constant factor's and the experts' part of K, and α = (K + W)^-1 y; but not by more than some runs
-can outweigh, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
+Five similar runs can be explained by an absurd factor of the machine as well as by any other term. So on a known GPU, a
+hypothesis is less likely the further it moves the machine as a whole, in standard deviations. Its weight is multiplied by
+exp(-αᵀ M α / 2). Here M is the part of K from the constant factor and the experts, and α = (K + W)^-1 y. A few runs can outweigh
+this factor, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
 """
 
 from __future__ import annotations
@@ -162,10 +165,10 @@ class ResidualPrior:
     """Standard deviations of the terms, in logarithms, and how far neighbours reach.
 
     Attributes:
-        plausible: how likely it is beside other hypotheses before anything was measured.
-        of_the_regime: share of the constant factor's variance that a change of conditions draws anew.
-        of_the_step: share of the noise's variance that another reading of the same step has, too.
-        guessed: whether the terms' shares were never fitted, so that others are tried beside them.
+        plausible: its prior plausibility among the hypotheses.
+        of_the_regime: share of the constant factor's variance that belongs to one regime. A change of conditions draws it anew.
+        of_the_step: share of the noise's variance that belongs to the step. All readings of the step have it in common.
+        guessed: whether the terms' shares are a guess. Then other shares are tried, too.
     """
 
     bias: float
@@ -338,11 +341,11 @@ def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[Residu
 def _as_readings_of_all(
     posterior: ResidualPosterior, out: GPInputs, to_seen: Pairs, among: Pairs, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What b steps that need the ``least`` (b,) say beyond the runs that were read, as readings and their variances.
+    """The information in b steps that need at least ``least`` (b,), as readings and their variances.
 
-    Each leaves the mean and the variance that its step has, given its bound and all that others say of it: expectation
-    propagation (Minka 2001), over all bounds at once, damped, because they are much alike. Where many say the same, it is a third
-    too sure. Shapes: (b,), (b,)
+    Each reading gives its step the mean and the variance that follow from its bound and from all others. This is expectation
+    propagation (Minka 2001). It updates all bounds at once, and is damped because they are much alike. Where many bounds agree,
+    the result is a third too sure. Shapes: (b,), (b,)
     """
     prior = posterior.prior
     cross = prior.kernel(to_seen)
@@ -364,8 +367,10 @@ def _as_readings_of_all(
 def _by_others(
     y: torch.Tensor, alpha: torch.Tensor, precision: torch.Tensor, own2: torch.Tensor, noise2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of a reading of noise ``noise2`` in the place of each of ``y``, as all the others say: leaving
-    one out (Rasmussen and Williams 2006, eq. 5.12). All shapes: (b,)."""
+    """Leave-one-out mean and standard deviation of each of ``y`` (Rasmussen and Williams 2006, eq. 5.12).
+
+    The standard deviation is that of a reading with noise ``noise2``. All shapes: (b,).
+    """
     return y - alpha / precision, (1 / precision - own2 + noise2).clamp_min(_JITTER).sqrt()
 
 
@@ -404,8 +409,10 @@ def _conditioned(
 
 
 def _believed(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
-    """How far each reading is believed beside others of its step, by how far it is from their median: of three that agree and one
-    that is absurd, the three. Shapes: (n,), (n, n), (n,) to (n,)."""
+    """The weight of each reading among the readings of its step, by its distance from their median.
+
+    If three readings agree and one is absurd, the three count. Shapes: (n,), (n, n), (n,) to (n,).
+    """
     believed = torch.ones_like(own)
     several = same.sum(1) > 2  # of two, nobody knows which is wrong
     if several.any():
@@ -418,10 +425,13 @@ def _believed(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> to
 
 
 def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPrior, ...]:
-    """What a setting may be like: as the prior says, and if that is a guess also more particular; a constant factor and little
-    else; or nothing that could be learnt, because the predictor is right and the rest is scatter.
+    """The hypotheses on a setting, as priors.
 
-    On a GPU that the predictor ``knows``, what is new is likelier of a kind of network, whatever its size, than of the machine.
+    A setting may be like the prior. If the prior is a guess, a setting may also be more particular. It may be a constant factor
+    and little else. Or there is nothing to learn, because the predictor is right and the rest is scatter.
+
+    On a GPU that the predictor ``knows``, a new residual more likely belongs to a kind of network of any size than to the
+    machine.
     """
     if not prior.guessed:
         return (prior,)
@@ -456,8 +466,8 @@ class ResidualAverage:
 
         Args:
             place: where they are.
-            times: what the standard deviation of each hypothesis is multiplied by, for steps that are harder or easier than
-                those that the process was made for. How far hypotheses are apart is not.
+            times: factor on the standard deviation of each hypothesis. It is for steps that are harder or easier than those that
+                the process was made for. The distance between hypotheses does not change.
         """
         pairs = beside(place, self.posteriors[0].seen)  # all have seen the same
         found = [posterior.at(place, pairs) for posterior in self.posteriors]
@@ -477,8 +487,8 @@ class ResidualAverage:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``mean`` and ``sigma`` of m new measurements, given that steps that ran out of memory need more than they had.
 
-        How much more, nobody measured; so that is no surer than it was ``before`` any run, and where they had more than was
-        expected, no surer than ``refuted``, a standard deviation, too. Shapes: (m,), (m,)
+        The excess was never measured, so its standard deviation is at least the one ``before`` any run. Where they had more than
+        expected, it is at least ``refuted``, too. Shapes: (m,), (m,)
         """
         if self.bounds is None:
             return mean, sigma
@@ -500,11 +510,11 @@ def learnt(
     """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, in double precision.
 
     Args:
-        prior: before anything was measured.
+        prior: the prior. It holds before any measurement.
         seen: the runs.
         y: their residuals.
-        shipped: steps of which the predictor was right where it was fitted.
-        bounds: of other runs, which were out of memory.
+        shipped: steps of the predictor's training data. Their residuals are 0.
+        bounds: lower bounds from runs that were out of memory.
     """
     begin = max(0, len(y) - _JUDGED)
     tried, newest = hypotheses(prior, knows=shipped is not None), GPInputs(*(column[begin:] for column in seen))

@@ -117,7 +117,7 @@ def read_trained(
     Args:
         tensors_file: PATH.safetensors.
         card_file: PATH.json.
-        name: what to call the weights in messages.
+        name: the name of the weights in messages.
         learner_of: gives the class for the name in the card.
         feature_sets: what that class may read.
 

@@ -1,12 +1,12 @@
 """DIPPM: PMGNS, GraphSAGE blocks beside static features, three quantities, Huber loss.
 
 Panner Selvam and Brorsson 2023, "DIPPM: a Deep Learning Inference Performance Predictive Model using Graph Neural Networks".
-Algorithm 1 for the node features (kind, attributes, output shape), equation 1 for the static features (multiply-adds, batch,
-numbers of convolutions, dense layers and activations), section 3.4 and table 3 for the network: three GraphSAGE blocks, three
+Algorithm 1 has the node features: kind, attributes, output shape. Equation 1 has the static features: multiply-adds, batch,
+numbers of convolutions, dense layers and activations. Section 3.4 and table 3 have the network: three GraphSAGE blocks, three
 fully connected ones, dropout 0.05, Huber. Equation 2 is :func:`mig_profile`.
 
-The paper has one device and inference alone; facts of the device and of the setting join the static features. Its 512 channels
-and 500 epochs at a rate of 2.754e-5 want a GPU: fewer channels and a larger rate here.
+The paper has one device and only inference. Here features of the device and of the setting are added to the static features. The
+paper's 512 channels and 500 epochs at a rate of 2.754e-5 need a GPU. Here there are fewer channels and a larger rate.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """DNNAbacus: the network structural matrix and nine facts, read by a stacked ensemble of shallow models.
 
-Bai et al. 2022, "DNNAbacus: Toward Accurate Computational Cost Prediction for Deep Neural Networks". Table 2 for the
-structure-independent features, section 3.2.2 and figure 7 for the matrix (how often an operator of one kind feeds one of
-another), section 3.3 for the learners: the paper lets AutoGluon stack random forests, boosted trees and extra trees; here
-scikit-learn's three are stacked by a ridge regression on what each says of rows that it has not seen.
+Bai et al. 2022, "DNNAbacus: Toward Accurate Computational Cost Prediction for Deep Neural Networks". Table 2 has the
+structure-independent features. Section 3.2.2 and figure 7 have the matrix: how often an operator of one kind feeds one of
+another. Section 3.3 has the learners. The paper uses AutoGluon to stack random forests, boosted trees and extra trees. Here a
+ridge regression stacks scikit-learn's three, on their predictions for held-out rows.
 
-Learning rate and epochs change neither quantity. The paper's kinds are layers; ours are the kinds of a trace. Facts of the
-device join the table, for there is more than one.
+Learning rate and epochs change neither quantity. The paper's kinds are layers; ours are the kinds of a trace. Features of the
+device are added to the table, because there is more than one device.
 """
 
 from __future__ import annotations

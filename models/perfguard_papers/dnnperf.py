@@ -1,9 +1,9 @@
 """DNNPerf: a graph network with an attention-based encoder of nodes and edges.
 
-Gao et al. 2023, "Runtime Performance Prediction for Deep Learning Models with Graph Neural Network", ICSE-SEIP. Section III.C and
-tables I and II for the features, section III.D for the encoder. Symbols as there:
+Gao et al. 2023, "Runtime Performance Prediction for Deep Learning Models with Graph Neural Network", ICSE-SEIP. Section III.C
+and tables I and II have the features, section III.D has the encoder. Symbols are the paper's:
     h  features of a node     e  features of an edge     W_u, W_e, a, W_m  learnt, shared between the rounds
-Device features belong to each node (FLOPS, memory) and edge (bandwidth). Training has the edges of the backward pass too, which
+Device features belong to each node (FLOPS, memory) and edge (bandwidth). Training also has the edges of the backward pass. They
 run against those of the forward pass and have another type.
 
 Where the paper leaves it open: the softmax of f(u', l') runs over the edges that come into u, as in graph attention; three

@@ -1,10 +1,10 @@
-"""How the papers' graph networks are trained here: the same data, the same loop; each brings its features, network and loss.
+"""Training of the papers' graph networks: the same data and loop for all, with each paper's features, network and loss.
 
-They predict logarithms, standardised, of all targets that have labels, one output each. The papers regress the plain quantity
-of one device and one range of sizes; here steps of a millisecond stand beside steps of ten seconds, and in plain units only the
-longest would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers'
-networks. So does this: answers are held within one standard deviation of the range of the training's labels, for a network
-without physics may say anything of what lies far from what it has seen.
+They predict standardised logarithms of all targets that have labels, with one output each. The papers regress the plain quantity
+of one device and one range of sizes. Here steps take from a millisecond to ten seconds, and in plain units only the longest
+would count. Sizes are taken as log(1 + size) before they are scaled, for the same reason. Both help the papers' networks.
+Predictions are also limited to the range of the training labels, plus one standard deviation. This helps, too, because a network
+without physics may predict anything far from its training data.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class GraphLearner(ABC):
 
     Args:
         epochs: how often each run is seen.
-        hidden: channels; the paper's where None.
-        learning_rate: of Adam, at the start; it falls to nothing along half a cosine.
-        most_runs: how many runs it looks at, drawn with the seed: what a core can see in a minute.
+        hidden: channels. None: the paper's number.
+        learning_rate: of Adam, at the start. It falls to zero along half a cosine.
+        most_runs: the most runs, drawn with the seed. A core handles that many in a minute.
         seed: of the weights and of the order of the runs.
     """
 

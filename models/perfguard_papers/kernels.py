@@ -2,13 +2,14 @@
 
     python -m perfguard_papers.kernels OPERATORS.csv.gz --out models/perfguard_papers/weights
 
-The paper's section 3.2.2: the operators of a kernel as an undirected graph, each with its features and those of the device;
-three blocks of GAT, GraphSizeNorm and ReLU, a mean over the operators, and two linear outputs, trained with the root of the mean
-squared error (of logarithms here) plus cross-entropy. Tables of single operators have one operator a kernel, so there attention
-sees only the operator itself; the columns are those of GuardNet's network for operators.
+The network is from the paper's section 3.2.2. The operators of a kernel are an undirected graph. Each has its features and those
+of the device. The network has three blocks of GAT, GraphSizeNorm and ReLU, a mean over the operators, and two linear outputs.
+The loss is the root of the mean squared error (of logarithms here) plus cross-entropy. Tables of single operators have one
+operator per kernel, so attention sees only the operator itself. The columns are those of GuardNet's network for operators.
 
-Kernels are named by their family: the name of the function without its template's arguments and without the architecture that
-the library was built for (`volta_sgemm_128x64_nn` and `ampere_sgemm_128x64_nn` are one), so that it means the same on a new card.
+Kernels are named by their family. This is the name of the function without template arguments and without the architecture that
+the library was built for. So `volta_sgemm_128x64_nn` and `ampere_sgemm_128x64_nn` are one family, and the name means the same on
+a new card.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The network as the papers see it: the operators of the forward pass, the tensors between them, a few facts of the whole.
+"""The papers' view of a network: the operators of the forward pass, the tensors between them, and a few global features.
 
-None of the five looks at the backward pass, at the optimizer's kernels or at when memory is freed; they learn what follows from
-the forward graph. So this view has just that, in plain units, and each predictor scales it in its own way.
+None of the five papers uses the backward pass, the optimizer's kernels or the time at which memory is freed. They learn all
+costs from the forward graph. So this view has only that graph, in plain units. Each predictor scales it in its own way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """LILOU's latency head: graph attention within each kernel, and a sum over kernels.
 
-"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving". Table 1 for the features of a layer
-(type, input, output and parameter sizes, FLOPs), table 2 for those of the device, section 3.2.2 for the head: three blocks of
-GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, a mean over its nodes, and the sum of the kernels' latencies.
+"LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving". Table 1 has the features of a layer:
+type, input, output and parameter sizes, FLOPs. Table 2 has those of the device. Section 3.2.2 has the head. It has three blocks
+of GAT, GraphSizeNorm and ReLU on the undirected graph of a kernel, and a mean over its nodes. The kernels' latencies are summed.
 
 Without a fusing compiler each operator is a kernel of its own, so the graphs have one node and attention has one neighbour: the
 node itself. Which operators a compiler fuses is the paper's other half (`perfguard_models.fusion`), as is which kernel runs
-(`perfguard_papers.kernels`). The paper measures each kernel; of whole networks we have only the sum, so the sum is what is
-compared, and single operators where a table has them. It says nothing of memory.
+(`perfguard_papers.kernels`). The paper measures each kernel. For whole networks we have only the sum, so the loss compares the
+sum. Where a table has single operators, it compares those. This predictor has no memory.
 """
 
 from __future__ import annotations

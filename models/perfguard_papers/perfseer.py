@@ -1,10 +1,10 @@
 """PerfSeer: SeerNet-Multi, a graph network with node, edge and global features and a global node.
 
-"PerfSeer: An Efficient and Accurate Deep Learning Models Performance Predictor". Section 3.1 for the features, 3.2 for SeerBlock
-(equations 1 to 8), SynMM (figure 3) and the global node; SeerNet-Multi has a head for each quantity and trains with PCGrad.
-Symbols as there:
+"PerfSeer: An Efficient and Accurate Deep Learning Models Performance Predictor". Section 3.1 has the features. Section 3.2 has
+SeerBlock (equations 1 to 8), SynMM (figure 3) and the global node. SeerNet-Multi has a head for each quantity and trains with
+PCGrad. Symbols are the paper's:
     v  nodes    e  edges    u  global features    z  the global node
-Kinds of operators are no feature: the paper found that they hurt. Other devices than one are told apart by facts in ``u``.
+Kinds of operators are not a feature, because the paper found that they hurt. Features in ``u`` distinguish devices.
 """
 
 from __future__ import annotations

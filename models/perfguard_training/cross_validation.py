@@ -1,4 +1,4 @@
-"""What predictors said of runs that were held out: their errors, and intervals by calibrations that have not seen them either."""
+"""Cross-validation: the errors of predictions for held-out runs, and intervals by calibrations without those runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of measured runs as rows that a predictor can learn from: traced once, seen in one or several ways, split.
+"""Data sets from tables of measured runs. Each run is traced once, turned into one or several views, and split into folds.
 
     table → rows → cached OpGraphs (graphs.py) → views (arrays that a predictor reads) → folds
 
@@ -102,11 +102,11 @@ def dataset_of(
     """The runs of ``tables``, seen as ``view`` (the name of one of `feature_sets`, or several).
 
     Args:
-        tables: workload, operator, transformer or perceptron tables.
+        tables: tables of runs. Their kinds are workload, operator, transformer or perceptron.
         view: what the predictor reads.
         cache: a folder for graphs and views.
-        jobs: processes that trace and look.
-        most_operators: rows of an operator table that are taken, drawn with ``seed``; they are many and alike.
+        jobs: number of processes for traces and views.
+        most_operators: the most rows of an operator table, drawn with ``seed``. Such tables have many similar rows.
         seed: of that draw.
 
     Raises:
@@ -280,8 +280,9 @@ class Fold(NamedTuple):
 
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
-    """Splits of ``runs`` by a name: "family" (each family is judged once, by a predictor that has seen none of it), "gpu" (each
-    GPU likewise) or "random" (for comparison alone: one part of ``number`` is judged).
+    """Splits of ``runs`` by the name of a split. With "family", each family is judged once, by a predictor that has seen none of
+    it. With "gpu", the same holds for each GPU. With "random", one part of ``number`` is judged. This one is only for
+    comparison.
 
     Raises:
         ValueError: for another name.

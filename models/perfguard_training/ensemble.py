@@ -1,9 +1,9 @@
-"""How GuardNet's networks and trees for GPUs are fitted.
+"""Training of GuardNet's networks and trees for GPUs.
 
-Most GPUs of the tables have no reading of memory: it is only known that a batch fitted and that the next one did not. Such a
-pair says between what the true factor on the replay's live bytes must lie (not on its reserved bytes: short of memory, the
-allocator gives its cache back before it fails). The trees are fitted to the middle of these intervals first, then to their own
-answers moved to the nearest end where they lie outside.
+Most GPUs of the tables have no reading of memory. It is only known that a batch fitted and that the next one did not. Such a
+pair gives an interval for the true factor on the replay's live bytes. It gives none for the reserved bytes, because the
+allocator returns its cache before it runs out of memory. The trees are first fitted to the middle of these intervals. Then they
+are fitted to their own predictions, moved to the nearest end where they are outside of the interval.
 """
 
 from __future__ import annotations

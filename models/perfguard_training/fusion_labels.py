@@ -4,13 +4,14 @@
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 4 --compiler onnxruntime
 
-torch.compile's Inductor: the network's aten graph is taken apart and made functional as AOTAutograd does it, each new node
-remembering the operator that it comes from (`from_node`); Inductor lowers it and its scheduler fuses; what it decided is read in
-its own hook for passes after fusion, and compilation ends there, before any C++ is written. Nothing is computed and no weights
-exist: all tensors are fake. For a GPU it is asked in the same way, as on an A100. ONNX Runtime: see `fusion_labels_onnx`.
+With torch.compile's Inductor, the network's aten graph is decomposed and made functional as in AOTAutograd. Each new node keeps
+the operator that it comes from (`from_node`). Inductor lowers the graph, and its scheduler fuses operators. The result is read
+in Inductor's own hook for passes after fusion. Compilation ends there, before any C++ is written. Nothing is computed and there
+are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device. For ONNX Runtime see
+`fusion_labels_onnx`.
 
-One JSON object a line: the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of the graph's operators that it
-takes part in. Interrupt it when you like: every line is flushed, and models that are in the file are not done again.
+Each line is one JSON object. It has the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of its operators in
+the graph. The command may be interrupted at any time. Every line is flushed, and models that are in the file are skipped.
 """
 
 from __future__ import annotations
@@ -88,12 +89,13 @@ class LabelledGraph(NamedTuple):
 def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph, target: str = "cpu") -> tuple[tuple[int, ...], ...]:
     """The kernels that Inductor's scheduler forms of ``graph``, as indices of its operators.
 
-    For "cuda" the scheduler is told of an A100: it decides before Triton is called, so neither a GPU nor Triton need be there.
+    For "cuda" the scheduler gets the properties of an A100. It decides before Triton is called, so neither a GPU nor Triton is
+    needed.
 
     Args:
         model: on ``torch.device("meta")``, in evaluation mode.
         inputs: as `Workload` takes them.
-        graph: the trace of one inference of ``model`` for ``target``, to whose operators the aten calls are matched by name and
+        graph: the trace of one inference of ``model`` for ``target``. The aten calls are matched to its operators by name and
             order.
         target: "cpu" or "cuda".
 
@@ -213,12 +215,12 @@ def _empty(inputs: Any) -> Any:
 
 
 def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
-    """Of each scheduled kernel the names of the aten calls that it computes.
+    """For each scheduled kernel the names of the aten calls that it computes.
 
-    A call of a library (convolution, matrix product) is a kernel of its own. It is named among the origins of kernels that are
-    generated too, where those copy its input into another layout or add its bias: what it makes is written all the same, so there
-    it does not count. Inductor counts the origins of unfinished inputs to a library call, so its own origin is the last one.
-    Nodes that do nothing (`cat` of parts that were written in place) are no kernels.
+    A call of a library (convolution, matrix product) is a kernel of its own. Generated kernels that copy its input into another
+    layout or add its bias also name it as an origin. Its output is written in any case, so it does not count there. Inductor
+    counts the origins of unfinished inputs to a library call, so its own origin is the last one. Nodes that do nothing (`cat` of
+    parts that were written in place) are no kernels.
     """
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 

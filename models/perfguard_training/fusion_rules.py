@@ -1,9 +1,10 @@
-"""What the network of `fusion` is compared with: rules of pairs of operators.
+"""A baseline for the network of `fusion`: rules of pairs of operators.
 
-nn-Meter (Zhang et al. 2021, section 3) finds its rules with tests: for each pair of operators from a list a tiny network of
-the two, and whether the device runs it in one piece; then whether an operator with several readers is fused with any of them.
-It asks by measuring; here the compiler's own record is asked (`fusion_labels`), so its rules are without error of measurement.
-Its list of operators is that of its tests: pairs of others are not fused.
+The method of nn-Meter (Zhang et al. 2021, section 3) finds its rules with tests. For each pair of operators from a list, it
+builds a tiny network of the two and tests whether the device fuses them. Another test shows whether an operator with several
+readers is fused with any of them. The original tests measure times. Here the rules come from the compiler's own record
+(`fusion_labels`), so they have no measurement error. The list of operators is that of the original tests. Pairs of other
+operators are not fused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The graphs of a table's rows, traced once and kept in a folder.
 
-One archive for each network (its rows differ in nothing but the batch and the GPU), written when all of it is traced: a run that
-was interrupted goes on where it was. An archive holds `OpGraph.to_bytes`, or the reason why there is no graph.
+Each network has one archive. Its rows differ only in the batch and the GPU. The archive is written when all rows are traced, so
+an interrupted run continues with the next network. An archive holds `OpGraph.to_bytes`, or the reason why there is no graph.
 """
 
 from __future__ import annotations

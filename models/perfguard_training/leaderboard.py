@@ -1,9 +1,9 @@
 """All predictors on the same rows, each judged on what it has not seen.
 
-For each split (by family, by GPU, at random) and each of its folds every predictor learns from the same runs and is judged on
-the same others. Predictions are kept, so that an interrupted leaderboard goes on where it was. Beside the errors of memory and
-time stand the share of failed runs that would have been caught, and how often it was said rightly which of two neighbouring
-batches fails.
+Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is judged on the same
+others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of memory and
+time, and the share of failed runs that would have been caught. It also has the accuracy on which of two neighbouring batches
+fails.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def predictions(
     """The runs (seen as sums), and for each split and predictor the folds with what was predicted of the judged runs.
 
     Args:
-        tables: of any kind that can be learnt from.
+        tables: tables of runs. Any kind that can be learnt from.
         predictors: names and settings.
-        splits: of "family", "gpu" and "random".
+        splits: names of splits. Known are "family", "gpu" and "random".
         cache: a folder for graphs, views and predictions.
         jobs: processes.
         most_operators: rows of an operator table that are taken.

@@ -1,4 +1,4 @@
-"""What a predictor of tables is: a learner that is fitted to measured runs; and what every fit needs."""
+"""The interface of learners, which are fitted to measured runs, and helpers for every fit."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Epochs:
 
     Args:
         number: how many.
-        path: the file; None: nothing is kept.
-        identity: whose training it is; another's file is not read.
+        path: the file. None: nothing is kept.
+        identity: identifies the training. The file of another training is not read.
         parts: what changes while training, with `state_dict` and `load_state_dict`.
     """
 

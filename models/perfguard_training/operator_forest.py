@@ -1,4 +1,4 @@
-"""How GuardNet's forest of operators is fitted."""
+"""Training of GuardNet's forest of operators."""
 
 from __future__ import annotations
 

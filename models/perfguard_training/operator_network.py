@@ -1,4 +1,4 @@
-"""How GuardNet's network for operators is fitted."""
+"""Training of GuardNet's network for operators."""
 
 from __future__ import annotations
 

@@ -96,18 +96,18 @@ def collect(
     on_row: Callable[[Row], None] = lambda row: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> CollectReport:
-    """Measure configurations until the time is over, there are enough rows, or a signal says so.
+    """Measure configurations until the time is over, there are enough rows, or a signal arrives.
 
     Args:
         out: the table, ``.csv`` or ``.csv.gz``.
         device: as :func:`collecting_device` gives it.
-        spaces: what kinds of networks take turns.
-        minutes: after which no further configuration is begun. None: no limit.
+        spaces: the kinds of networks. They take turns.
+        minutes: no further configuration begins after this time. None: no limit.
         max_rows: of this session. None: no limit.
         resume: go on with a table that is there; configurations that it has are not measured again.
         memory_limit: bytes that a run may take. None: all of a card's, CPU_MEMORY_BYTES of a processor's.
         seed: of the order.
-        row_limit_s: after so long a configuration is given up.
+        row_limit_s: seconds for one configuration. A longer run is ended.
         on_row: called with each row.
         on_note: called with whatever a person should know meanwhile.
 

@@ -37,7 +37,7 @@ def run_recipe(recipe: Recipe, device: Device, place: Backend, *, long: bool = F
         recipe: what to run.
         device: on which it runs.
         place: how to get at it.
-        long: time it long enough for the driver to tell energy and utilisation, where there is one.
+        long: run it long enough for the driver to measure energy and utilisation. This matters only where there is a driver.
     """
     leftovers = place.start_afresh(recipe)
     run = Run(device, probe=place.probe())

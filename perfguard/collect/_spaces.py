@@ -112,9 +112,9 @@ def drafts(spaces: Sequence[Space], *, seed: int, on_gpu: bool, reach: float = 1
         (0, 'mlp', 1)
 
     Args:
-        spaces: which take turns.
+        spaces: the kinds of networks. They take turns.
         seed: of the order.
-        on_gpu: False: only what a CPU can do.
+        on_gpu: whether there is a GPU. False: only what a CPU can do.
         reach: how much of the range of each size is used, 0 to 1.
     """
     scope = Scope(on_gpu, reach)

@@ -47,8 +47,8 @@ class Worker:
 
     Args:
         device: on which it runs.
-        limit_bytes: what it may take; None: all there is.
-        row_limit_s: after so long a configuration is given up (compiled ones have four times as much).
+        limit_bytes: the memory that it may take. None: all there is.
+        row_limit_s: seconds for one configuration. A compiled one has four times as long.
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None = None, row_limit_s: float = _ROW_LIMIT_S) -> None:

@@ -1,8 +1,8 @@
 """What CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
 
-A tensor does not take what it needs but what the allocator has: requests are rounded to 512 bytes and cut from segments of
-2 MiB (small requests) or at least 20 MiB (large ones); freed blocks are kept, merged with their neighbours and used again. What
-the driver sees is the segments. One stream is assumed, as in ordinary training.
+A tensor often takes more memory than it needs. The allocator rounds requests to 512 bytes. It cuts them from segments of 2 MiB
+(small requests) or at least 20 MiB (large ones). Freed blocks are kept, merged with their neighbours and used again. What the
+driver sees is the segments. One stream is assumed, as in ordinary training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The paths that PyTorch takes on the target, taken on meta.
+"""Runs on meta tensors the code paths that PyTorch takes on the target.
 
 On meta tensors PyTorch decomposes what a GPU runs as one fused kernel (attention, dropout, recurrent layers, half-precision
-softmax), and autocast does nothing at all. This mode sits above autograd, sees every call of the public functions, and makes
-the call that the target would make instead, so that autograd keeps for the backward pass what it would keep there.
+softmax), and autocast does nothing at all. This mode sits above autograd and intercepts every call of the public functions. It
+replaces the call with the one that the target would make. So autograd saves for the backward pass what it would save on the
+target.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ _clones: dict[types.FunctionType, types.FunctionType | None] = {}
 def _without_overrides(func: types.FunctionType) -> types.FunctionType | None:
     """``func`` without its check for overrides; None if it has none.
 
-    A function of torch that is written in Python hands itself to the mode, which is off while it handles the call: what the
-    function calls inside would pass unseen. Its twin skips the check, so it can run with the mode on.
+    A function of torch that is written in Python hands itself to the mode. The mode is off while it handles that call, so calls
+    inside the function would not be intercepted. Its twin skips the check, so it can run with the mode on.
     """
     if func not in _clones:
         namespace = func.__globals__

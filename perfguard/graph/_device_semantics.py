@@ -34,16 +34,16 @@ def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
 
 @contextmanager
 def device_semantics(device_type: str) -> Iterator[None]:
-    """Answer as on a GPU where the question is about meta tensors, or where this machine has no GPU to be asked about:
+    """Behave as on a GPU where code inspects meta tensors, or where this machine has no GPU to inspect.
 
-    - checkpointing asks which device's random state and autocast it must restore;
-    - autocast asks whether there is a GPU, and switches itself off if there is none; the device "meta" it does not know; and it
-      clears its cache of weights, of which ours is a part;
-    - torch's Transformer reads the values of a mask to see whether it is causal; on meta, a square one is taken to be;
-    - Hugging Face's models read whether a padding mask hides anything (it is taken to), and whether positions show several
-      sequences in one row (they are taken not to).
+    - Checkpointing looks up which device's random state and autocast it must restore.
+    - Autocast checks for a GPU, and switches itself off if there is none. It does not know the device "meta". It also clears its
+      cache of weights, and ours with it.
+    - Torch's Transformer reads the values of a mask to see whether it is causal. On meta, a square mask counts as causal.
+    - Models of Hugging Face check whether a padding mask hides anything; on meta, it does. They also check whether positions
+      show several sequences in one row; on meta, they do not.
 
-    Several threads may be inside at once; the last one out restores everything.
+    Several threads may be inside at once. The last one that leaves restores everything.
     """
     global _num_inside
     _of_thread.device_type = device_type

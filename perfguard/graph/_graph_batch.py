@@ -1,7 +1,8 @@
 """GraphBatch: graphs that differ in nothing but their sizes, as one skeleton and one array. One graph is a batch of one.
 
-The sizes of a graph are the bytes of its storages, in order; then of each operator its FLOPs, the bytes that it reads and writes,
-its shape, and the whole numbers among its attributes (tuples of numbers, and single ones that are no booleans).
+The sizes of a graph begin with the bytes of its storages, in order. Each operator follows with its FLOPs, the bytes that it
+reads and writes, its shape, and the integers among its attributes. These are tuples of integers, and single integers that are
+not booleans.
 
 Notation:
     C  graphs      N  operators      S  storages      U  different sizes (a network repeats its blocks, so they are few)
@@ -188,9 +189,9 @@ class GraphBatch:
 
         Args:
             name: of the attribute, or "shape".
-            ops: the operators, V of them; all by default.
+            ops: the V operators. All by default.
             length: how many sizes there are at the least.
-            default: 0 or 1, stands for each size that an operator does not have.
+            default: 0 or 1. It stands for each size that an operator does not have.
 
         Returns:
             Shape: (C, V, length of the longest).

@@ -1,14 +1,15 @@
 """The graph of a network as a function of its widths, learnt from a few traces.
 
-The sizes of tensors are affine in the widths or products of them, and bytes and FLOPs are sums of products of sizes, so each
-number of the graph is a polynomial of low degree in the few widths that it depends on. Which these are is seen by changing one
-width at a time; then points are traced until every number lies exactly on a polynomial with points to spare.
+The sizes of tensors are affine in the widths or products of them. Bytes and FLOPs are sums of products of sizes. So each number
+of the graph is a polynomial of low degree in the few widths that it depends on. Changing one width at a time shows which widths
+these are. Then points are traced until every number lies exactly on a polynomial with points to spare.
 
-What a polynomial cannot show is a network that does something else at some widths: a shortcut where two sizes are equal, a pad
-up to a multiple of 8. Code decides such things by comparing sizes and by remainders. So a candidate is computed only if each of
-its *branch conditions* (how any two sizes compare: less, equal, more; what each width leaves when divided by 16) was there in a
-trace that lies on the polynomials. A candidate with a new condition is traced, and so are all that share one with a trace
-that was different. If a trace is different without any new condition, nothing is computed from then on.
+A polynomial cannot show a network that takes another branch at some widths. Examples are a shortcut where two sizes are equal
+and a pad up to a multiple of 8. Code decides such branches by comparing sizes and by remainders. The *branch conditions* of a
+candidate are how any two of its sizes compare (less, equal, more) and the remainder of each width by 16. A candidate is computed
+only if each of its conditions occurred in a trace that lies on the polynomials. A candidate with a new condition is traced. So
+are all candidates that share a condition with a trace that was different. If a trace is different without any new condition,
+nothing is computed from then on.
 
 Notation:
     K  widths      C  candidates      T  traces      U  different numbers      p  terms of a polynomial
@@ -200,8 +201,10 @@ class ParametricGraph:
         self._probe()
 
     def _one_at_a_time(self) -> tuple[list[Widths], list[list[int]]]:
-        """A point, and others that differ from it in one width alone, which is as large or as small as can be, and run the same
-        operators; and the numbers there."""
+        """A base point, points that differ from it in one width, and the numbers at each point.
+
+        The changed width is as large or as small as possible, while the network still runs the same operators.
+        """
         pool = [tuple(self._rng.choice(values) for values in self._values) for _ in range(_POOL)]
         base = max(pool, key=lambda point: len(set(point)))
         self._form = self._traced_once(base)
@@ -247,8 +250,8 @@ class ParametricGraph:
     def _gain(self, points: Ints) -> npt.NDArray[np.float64]:
         """How much a trace of each of ``points`` is expected to teach. Shape: (C,).
 
-        What was there in a trace that was different may be why, so points with little of that come first; what was found guilty,
-        because it was the only new condition of such a trace, is not tried again.
+        Any new condition of a trace that was different may be the cause, so points with few such conditions come first. A
+        condition that was the only new one of such a trace is the cause, and is not tried again.
         """
         values, _ = self._polynomials.at(points)
         unknown = self._conditions.unknown(points, values)
@@ -304,11 +307,12 @@ def _fitted(
     supports: Sequence[tuple[int, ...]],
     values: Sequence[Sequence[int]],
 ) -> tuple[Ints, _Graphs | int]:
-    """The polynomials through all points, and where each number is among them; else how many points are missing (0: none
-    would help).
+    """The polynomials through all points, and the position of each number among them.
 
-    A polynomial counts as found if it agrees with all points, and these show more combinations of the widths that it depends on
-    than it has terms; or all that there are.
+    If there are none: how many points are missing. 0: no further point would help.
+
+    A polynomial counts as found if it agrees with all points, and the points are enough. They are enough if they show more
+    combinations of its widths than it has terms, or all combinations that exist.
     """
     at = np.array(points, dtype=np.int64)
     different, columns = distinct(np.array(numbers, dtype=np.int64))

@@ -3,15 +3,15 @@
 The fields and their legal values, once and for all:
 
     ops[i]        the i-th kernel launch of the step. Views and other operators that move no data are left out.
-    storages[s]   one allocation, in the order in which they were made. `birth` is the index of the operator that allocates
-                  it, -1 if it was there before the step. `death` is the index of the last operator before it is freed (the
-                  storage is alive while `ops[death]` runs), `len(ops)` if it outlives the step.
-    ops[i].inputs / outputs   indices into `storages`; an operator that writes in place has the same index in both.
+    storages[s]   one allocation, in the order in which they were made. `birth` is the index of the operator that allocates it,
+                  -1 if it was there before the step. `death` is the index of the last operator before it is freed: the storage
+                  is alive while `ops[death]` runs. `death` is `len(ops)` if the storage outlives the step.
+    ops[i].inputs / outputs   indices into `storages`. An operator that writes in place has the same index in both.
 
 A study's graphs differ in their sizes alone (bytes, FLOPs, shapes) as long as it changes nothing but sizes. Such a graph is the
-`skeleton` of a graph that was there before, with other `sizes`: operators and storages are made when somebody reads them, and
-what does not depend on sizes is worked out for the skeleton, once. What depends on sizes is computed for a `GraphBatch`; a
-graph's own properties are those of a batch of one.
+`skeleton` of an earlier graph, with other `sizes`. Its operators and storages are made when they are first read. Everything that
+does not depend on sizes is computed once, for the skeleton. What depends on sizes is computed for a `GraphBatch`; a graph's own
+properties are those of a batch of one.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class OpGraph:
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
         """What the step needs at least, whoever hands out the memory, by kind of storage.
 
-        All that is alive at the peak. Where the trace does not say all (:attr:`unmodelled`; a compiler may keep less),
-        only what lasts whatever the operators do: parameters, buffers, inputs, optimizer states, and the gradients that are
-        there at once.
+        All that is alive at the peak. A trace may be incomplete (:attr:`unmodelled`), and a compiler may keep less. Then only
+        what is alive in any case counts: parameters, buffers, inputs, optimizer states, and the gradients that are alive at
+        once.
         """
         if not self.unmodelled:
             return self.bytes_by_kind()

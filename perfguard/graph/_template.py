@@ -1,10 +1,11 @@
 """The graphs between those that were traced.
 
-The numbers of a graph (bytes, FLOPs, sizes) are polynomials in the sizes of its inputs as long as the same operators run: affine
-in the batch, of low degree in the size of an image or the length of a sequence. What some of the traces determine must agree with
-at least one more, exactly, in every number; a term that is left out must either have shown there, or make no difference where the
-polynomial is used. That is only between two traces, for sizes congruent to all of them (after 16, 32 and 64 for multiples of 16:
-a network may pad, and strides round), and only if no trace in between runs other operators.
+The numbers of a graph (bytes, FLOPs, sizes) are polynomials in the sizes of its inputs as long as the same operators run. They
+are affine in the batch, and of low degree in the size of an image or the length of a sequence. A polynomial that some of the
+traces determine must agree exactly with at least one more trace, in every number. A term that is left out must either have shown
+in that trace, or make no difference where the polynomial is used. The polynomial is used only between two traces, and only if no
+trace in between runs other operators. It is used only for sizes congruent to all traces, because a network may pad and strides
+round. After traces at 16, 32 and 64, these are multiples of 16.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def unknown_operators(graph: OpGraph) -> dict[int, int]:
 def unknown_span(graph: OpGraph, op_time_s: Sequence[float], memory_bytes: float) -> dict[str, float]:
     """How far up, as a logarithm, the truth may lie above a prediction of ``graph`` that takes opaque operators for copies.
 
-    A prediction goes to the middle of that span, half of it becomes half of its 90% interval, and both ends are then as likely:
-    that the operator does nothing but move its bytes, and that it takes 30 times as long (times the operators that control flow
-    may launch) and holds 4 times its bytes.
+    A prediction moves to the middle of that span, and half of the span becomes half of its 90% interval. So both ends are
+    equally likely. At the lower end the operator only moves its bytes. At the upper end it takes 30 times as long (times the
+    operators that control flow may launch) and holds 4 times its bytes.
 
     Args:
         graph: traced, or read from a file.

@@ -1,8 +1,8 @@
 """Learning from the measurement log.
 
-after every run    `assess_log` tells what can be believed, and `LogSync` conditions the predictor on it
-now and then       `OnlineTrainer` fine-tunes weights, judges them, and promotes them in the log if they are better;
-                   `FineTuneProcess` does so beside a study, `perfguard learn` beside a cluster
+after every run    `assess_log` finds which readings can be believed. `LogSync` conditions the predictor on them.
+now and then       `OnlineTrainer` fine-tunes weights, judges them, and promotes them in the log if they are better.
+                   `FineTuneProcess` runs it beside a study, and `perfguard learn` runs it beside a cluster.
 """
 
 from perfguard.learning.assessment import LogAssessment, assess_log

@@ -1,10 +1,10 @@
-"""What of the measured runs can be believed, under which conditions they ran, and whether the intervals held.
+"""Assessment of measured runs: which readings can be believed, in which regime they ran, and whether the intervals held.
 
-Every run is seen beside what had been predicted of it before it ran. Readings that cannot be are quarantined (`quarantine.py`),
-runs under equal conditions are a regime (`change_point.py`), and intervals are widened until they hold (`conformal.py`). Runs of
-another predictor say nothing of drift and of intervals.
+Every run is compared with the prediction that was made before it ran. Impossible readings are quarantined (`quarantine.py`).
+Runs under equal conditions are a regime (`change_point.py`). Intervals are widened until they hold (`conformal.py`). Runs of
+another predictor are not used for drift and intervals.
 
-All of it is a function of the log alone, so every process that reads the same log comes to the same result.
+The result depends on the log alone, so every process that reads the same log gets the same result.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def assess_log(
 
     Args:
         observations: all on one device.
-        predictor: whose intervals are to hold, name and version; what others had predicted says nothing of them, nor of drift.
-            Empty: whoever's.
+        predictor: name and version of the predictor whose intervals must hold. Predictions of others are not used for intervals
+            or drift. Empty: all predictions are used.
         config: the settings.
     """
     quarantine, detector, conformal = Quarantine(config), ChangePointDetector(config), AdaptiveConformal(config)
@@ -83,7 +83,7 @@ def assess_log(
 
 
 def _numbered_by_last(names: Sequence[tuple[int, int]]) -> list[int]:
-    """Numbers in the place of names, from 0; the name that was there last has the highest, for what comes next is like it."""
+    """Replace names by numbers, from 0. The name that came last has the highest number, because the next run is like it."""
     last = {name: index for index, name in enumerate(names)}
     numbers = {name: number for number, name in enumerate(sorted(last, key=last.__getitem__))}
     return [numbers[name] for name in names]

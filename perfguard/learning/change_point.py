@@ -1,11 +1,12 @@
-"""Where the world changed: regimes, which are runs under equal conditions.
+"""Change points: where conditions changed. A regime is a set of runs under equal conditions.
 
-A new regime begins with a driver, framework or card behind the same name that was not there before (two machines that write in
-turn are two regimes), or where the z of one shift for good: Page's cumulative sum of z - k, with k one (Page 1954).
+A new regime begins with a driver, framework or card behind the same name that was not there before. Two machines that write in
+turn are two regimes. A new regime also begins where the z of one regime shift for good. The test is Page's cumulative sum of z -
+k, with k one (Page 1954).
 
-Each z is that of the interval before it was widened (`conformal.py`), in units of their scatter before the sum began. Otherwise a
-shift would hide itself, because it widens intervals. Four or five runs of a factor of two show it where times scatter by a
-tenth. It began where a mean other than zero explains the sum best (Hinkley 1970).
+Each z uses the interval before it was widened (`conformal.py`), because a shift widens intervals and would hide itself. Its unit
+is the scatter of the z before the sum began. Four or five runs of a factor of two show it where times scatter by a tenth. The
+shift began where a mean other than zero explains the sum best (Hinkley 1970).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from perfguard.quantities import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A change of the world, after which runs cost something else."""
+    """A change of conditions after which runs cost more or less than before."""
 
     first: Observation
     """The first run of the new regime."""
@@ -99,7 +100,7 @@ class ChangePointDetector:
         Args:
             observations: the runs of one device, from the oldest to the newest.
             target: which of their readings.
-            believed: indices of the runs that are looked at, all of equal conditions.
+            believed: indices of the runs to test. All ran under equal conditions.
         """
         config = self._config
         found: list[Shift] = []

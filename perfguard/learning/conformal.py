@@ -1,21 +1,21 @@
 """How much wider intervals must be to hold: adaptive conformal inference.
 
-A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)): adaptive conformal inference
-on the logarithm of the width (Gibbs and Candes 2021; Angelopoulos et al. 2023, "conformal PID control", whose quantile tracker
-this is). Over any stretch of n runs the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever
-the world does. Those that are forgiven come on top.
+A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
+inference on the logarithm of the width (Gibbs and Candes 2021). It is the quantile tracker of "conformal PID control"
+(Angelopoulos et al. 2023). Over any n consecutive runs the share of misses is within (change of the log width) / (gamma n) of a
+tenth, whatever the data. Forgiven misses are extra.
 
-A miss is judged by the width that the runs before it in the log come to. That is the width that it was launched with if runs
-follow each other. Where many run at once, they do not each widen for what one has shown. A run out of memory is a miss if what
-it had by then is above its interval, and says nothing else.
+A miss is judged by the width that follows from the runs before it in the log. If runs follow each other, that is the width at
+launch. Where many run at once, they do not each widen for the same miss. A run out of memory is a miss if the memory that it had
+by then is above its interval. Otherwise it is not used.
 
-Where a shift is seen (`change_point.py`), what its runs had widened is forgiven: they are learnt as a new regime, and intervals
-as wide as the shift would let nothing be said for fifty runs. No more than six misses are forgiven within 200 runs. Where many
-run at once, those that were launched before the shift was seen widen as before.
+After a detected shift (`change_point.py`), the widening by its runs is forgiven, because they are learnt as a new regime.
+Without that, intervals would be as wide as the shift, and useless for fifty runs. At most six misses are forgiven within 200
+runs. Where many run at once, those that were launched before the shift was detected widen as before.
 
-No end of an interval is moved by more than a factor of ten (`predictor.widened_log_sigma`). Where that is too little, and the
-readings of one type of step do not agree on a factor either, which could be learnt, the predictor does not fit what runs here.
-Then nothing that was read until that run is learnt, and intervals are the predictor's own again.
+No end of an interval is moved by more than a factor of ten (`predictor.widened_log_sigma`). That may be too little. If the
+readings of one type of step also agree on no factor that could be learnt, the predictor does not fit what runs here. Then no
+reading up to that run is learnt, and intervals are the predictor's own again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AdaptiveConformal:
             target: which of their readings.
             judged: indices of the runs whose readings are believed. A suspect that was right counts as soon as another reading
                 agrees with it.
-            shifts: of what their runs widened, as much is undone as is left to forgive.
+            shifts: the detected shifts. The widening by their runs is undone as far as forgiveness is left.
         """
         config = self._config
         narrowest, widest = math.log(config.min_widening), math.log(config.max_widening)

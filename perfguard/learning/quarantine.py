@@ -1,15 +1,16 @@
-"""Which readings are not learnt.
+"""Quarantine: the readings that are not learnt.
 
-A reading that cannot be (a step longer than its trial, more memory than the device has, less memory or time than physics lets
-such a step need: `physics.py`) is quarantined: never learnt, always listed, however many agree. Nor is a time believed with four
-impossible ones of its study near it: another program ran.
+An impossible reading is quarantined: it is never learnt and always listed, however many readings agree with it. Examples are a
+step longer than its trial, and more memory than the device has. Memory or time below the physical bound of the step
+(`physics.py`) is impossible, too. A time with four impossible ones of its study near it is not believed either: another program
+ran.
 
-A reading that is far from its prediction is a suspect until others agree with it: the same step measured again, or four suspects
-among eight readings (in a row, or in a row of steps of one type), because then it is the prediction that is wrong. A trial that
-ended after less than a tenth of the steps that trials of its study have, because its loss was NaN or because somebody suspended
-the machine, agrees with nobody: its steps are mostly warm-up.
+A reading that is far from its prediction is a suspect until others agree with it. The same step measured again may agree with
+it. So may four suspects among eight readings in a row, or among eight in a row of steps of one type. Then the prediction is
+wrong. Some trials end after less than a tenth of the steps of their study's trials, because the loss was NaN or the machine was
+suspended. Their readings agree with no others, because their steps are mostly warm-up.
 
-No paper is behind these rules. They are the bounds of physics and the least agreement that one mistake does not fake.
+These rules come from no paper. They are physical bounds, and the least agreement that a single mistake cannot produce.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Quarantined:
 
 
 class Quarantine:
-    """Tells readings that are believed from those that are not; see the module's docstring.
+    """Separates readings that are believed from those that are not; see the module's docstring.
 
     Args:
         config: what is far, what agrees, and how many are enough.
@@ -127,12 +128,12 @@ class Quarantine:
 
 
 def why_impossible(observation: Observation, target: Target, *, config: AssessmentConfig = DEFAULT_CONFIG) -> str | None:
-    """Return why a reading cannot be, whatever was predicted and however many agree; None if it can, or if there is none.
+    """Return why a reading is impossible, whatever the prediction. None: it is possible, or there is no reading.
 
     Args:
-        observation: one run, the graph of its step and the device that the log says it ran on.
+        observation: one run, the graph of its step and the device that the log has for it.
         target: which of its readings.
-        config: by how much a reading may be above the device's memory, and steps above their trial.
+        config: the tolerances. Readings may be above the device's memory by so much, and steps above their trial.
     """
     measurement, capacity_bytes = observation.measurement, observation.device.memory_bytes
     read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
@@ -164,7 +165,8 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
 
 
 def _too_little(observation: Observation, value: float, target: Target, config: AssessmentConfig) -> str | None:
-    """Why physics does not let a complete run need so little; None if it does. With status "oom" memory is a lower bound."""
+    """Why a complete run cannot need so little by the physical bounds. None: it can. With status "oom" memory is a lower bound.
+    """
     idle = target == "time" and why_impossible(observation, "memory", config=config) is not None
     bound = least_reading(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:

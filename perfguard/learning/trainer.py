@@ -67,21 +67,21 @@ class OnlineTrainer:
     """Fine-tunes a predictor's weights on a log, and promotes them there if they are better.
 
     A generation learns from at most ``max_rows`` runs of all devices. Half of each device's share are its newest runs, half are
-    drawn from all that came before, so that nothing old is forgotten. The newest quarter of the runs of each device (at most
-    200), and one run in five of the others (the same for every generation), are kept back to judge it.
+    drawn from all that came before, so that nothing old is forgotten. Some runs are held out to judge the generation. These are
+    the newest quarter of the runs of each device (at most 200), and one in five of the others. The latter are the same for every
+    generation.
 
-    It is promoted if it is better on the newest than what is in use, by more than chance, no worse on the others of the present
-    regime, and leaves what the shipped weights were fitted to as it was.
+    It is promoted if three conditions hold. On the newest runs it is better than the weights in use, by more than chance. On the
+    other held-out runs of the present regime it is no worse. Its predictions on the shipped weights' reference data stay as they
+    were.
 
     Args:
-        log: from which to learn, and in which to promote.
-        predictor: the name of a predictor that is :class:`perfguard.predictor.Refinable`, or a function that makes one.
-        min_new: how many runs must have come since the last generation.
+        log: the log to learn from and to promote in.
+        predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
+        min_new: how many new runs a generation needs.
         max_rows: the most runs to learn from.
-        seed: of the replay and of the training.
-        config: what a generation must show before it is promoted.
-
-    Raises:
+        seed: seed of the replay and of the training.
+        config: the conditions for a promotion. Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
     """
 

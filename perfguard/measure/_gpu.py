@@ -48,13 +48,13 @@ class _Overhead(NamedTuple):
 
 
 class GpuProbe:
-    """Watches the CUDA device on which the run takes most memory; the thread's current one, where that does not tell.
+    """Watches the CUDA device on which the run takes most memory, or the thread's current device if that is unknown.
 
     Never initialises CUDA: a trial that forks its own workers could not use it any more. Until the trial does, there is
     nothing to measure.
 
     Args:
-        context_bytes: what the catalog says that the driver takes before the first tensor.
+        context_bytes: the driver's memory before the first tensor. The catalog has it.
         cuda: stands in for the module ``torch.cuda``.
         nvml: stands in for the module ``pynvml``.
         pid: this process, as NVML shows it.

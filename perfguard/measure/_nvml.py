@@ -93,11 +93,11 @@ class NvmlProbe:
     """Watches one GPU from :meth:`start` to :meth:`finish`.
 
     Args:
-        identity: says which GPU, once that is known; None: not yet. Asked again at each sample.
-        reserved_bytes: what PyTorch's allocator holds now; None: it cannot tell.
+        identity: returns the GPU's identity. None: it is not known yet. It is called at each sample.
+        reserved_bytes: returns the bytes that PyTorch's allocator holds now. None: they are unknown.
         nvml: stands in for the module ``pynvml``.
         pid: this process.
-        interval_s: between two samples. What lives for less time is not seen; the allocator's own peak is exact.
+        interval_s: between two samples. Memory that lives for less time is missed, but the allocator's own peak is exact.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Limits of a deployed network as a part of any search: a filter, a constraint of a tuner, a penalty with a gradient.
+"""Limits of a deployed network for any search: as a filter, as a constraint of a tuner, or as a penalty with a gradient.
 
-A candidate is traced and predicted, never run. :meth:`LatencyConstraint.learn` takes what a few of them really cost on the device
-at hand, and the predictions move towards it.
+A candidate is traced and predicted, never run. A user may measure a few candidates on the device and pass their costs to
+`LatencyConstraint.learn`. The predictions then move towards them.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class LatencyConstraint:
         max_latency_ms: milliseconds of one batch.
         max_energy_j: joules of one batch. Where the predictor does not know energy, the power limit of the card times the
             latency must stay below it, which is cautious. A CPU has no known power limit.
-        max_memory: bytes or a text such as "2GiB". None: what the device has.
-        inputs: one batch, for candidates that are modules; as :class:`perfguard.Workload` takes it.
-        risk: the chance to break a limit up to which a candidate passes, in (0, 1). The default, one half, lets the best guess
-            decide: a search meets most of its candidates near the limit, and measures its winner in the end.
+        max_memory: bytes or a text such as "2GiB". None: all that the device has. inputs: one batch, for candidates that are
+        modules. The form is that of :class:`perfguard.Workload`.
+        risk: the chance to break a limit up to which a candidate passes, in (0, 1). With the default, one half, the median
+            decides. Most candidates of a search are near the limit, and the winner is measured in the end.
         predictor: its name, or the object itself.
 
-    .. note::
-        Build modules inside ``torch.device("meta")``: it costs no memory, and equal structures are traced once. Of an
-        ``nn.Sequential`` each distinct block is traced once, whichever candidate it comes from.
+    .. note:: Build modules inside ``torch.device("meta")``. It costs no memory, and equal structures are traced once. In an
+        ``nn.Sequential`` each distinct block is traced once for all candidates.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class LatencyConstraint:
         return self._rates.apply(predictions, graphs, self.device)
 
     def elastic(self, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> ElasticSpace:
-        """The space of all that ``build(**widths)`` makes, of which thousands a second are judged.
+        """The space of all networks that ``build(**widths)`` makes. It judges thousands of them per second.
 
         Example:
             >>> from torch import nn
@@ -219,15 +218,15 @@ class LatencyConstraint:
         *,
         fixed_s: float = 0.0,
     ) -> torch.Tensor:
-        """For a differentiable search: how far the expected latency of weighted choices is above the limit, as a logarithm.
+        """How far the expected latency of weighted choices is above the limit, as a logarithm, for a differentiable search.
 
-        relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)): zero where the limit holds, and with a gradient towards the faster choices where
-        it does not (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).
+        The penalty is relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)). It is zero where the limit holds. Elsewhere its gradient points
+        to the faster choices (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).
 
         Args:
-            weights: of each layer the probabilities of its choices, for instance a softmax of architecture parameters.
-            seconds: of each layer what its choices take, from :meth:`seconds_of`.
-            fixed_s: what the rest of the network takes.
+            weights: for each layer the probabilities of its choices. A softmax of architecture parameters gives them.
+            seconds: for each layer the seconds of its choices, from :meth:`seconds_of`.
+            fixed_s: seconds of the rest of the network.
 
         Returns:
             A scalar to add to the loss, times a factor of your own.

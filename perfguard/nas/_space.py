@@ -30,14 +30,14 @@ _W = TypeVar("_W", bound=Mapping[str, int])
 class ElasticSpace:
     """All that ``build(**widths)`` makes, under one :class:`LatencyConstraint`. Made by :meth:`LatencyConstraint.elastic`.
 
-    ``build`` is called and traced for a few dozen vectors; from then on a candidate's graph is computed, exactly, and the answer
-    is that of ``constraint(build(**widths))``. What cannot be computed exactly is built and traced when it is asked for
-    (`perfguard/graph/_parametric.py` says how that is known); ``num_traces`` counts all traces, and ``why_traced`` says why
-    nothing can be computed, if that is so.
+    The space calls and traces ``build`` for a few dozen vectors. After that it computes a candidate's graph, exactly. The
+    verdict is that of ``constraint(build(**widths))``. A candidate that cannot be computed exactly is built and traced;
+    `perfguard/graph/_parametric.py` has the rule. ``num_traces`` counts all traces. If no candidate can be computed,
+    ``why_traced`` has the reason.
 
-    .. note::
-        ``build`` must depend on nothing but its arguments. A network that does something special at a few widths, for a reason
-        that is neither how two sizes of the network compare nor a remainder by 16 (``a == 2 * b``), is not noticed.
+    .. note:: ``build`` must depend on nothing but its arguments. A network may take another branch at a few widths. The space
+        notices branches that depend on how two sizes compare, or on a remainder by 16. It does not notice others, such as ``a ==
+        2 * b``.
     """
 
     def __init__(self, constraint: Constraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:
@@ -56,7 +56,7 @@ class ElasticSpace:
 
     @property
     def why_traced(self) -> str | None:
-        """Why every candidate has to be traced; None: it has not."""
+        """Why every candidate has to be traced. None: not every candidate has to be."""
         return self._graphs.why_traced
 
     def __call__(self, candidate: Mapping[str, int]) -> Verdict:
@@ -64,7 +64,7 @@ class ElasticSpace:
         return self.verdicts([candidate])[0]
 
     def verdicts(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> list[Verdict]:
-        """What ``constraint(build(**candidate))`` would say of each.
+        """The verdict of ``constraint(build(**candidate))`` on each candidate.
 
         Args:
             candidates: widths by name, or an array (n, number of widths) in the order of :attr:`widths`.

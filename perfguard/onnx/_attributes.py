@@ -59,15 +59,15 @@ def check(
     shapes: Sequence[Shape | None],
     pads: tuple[int, ...] | None = None,
 ) -> None:
-    """Refuse what ``node`` cannot mean.
+    """Refuse a node with attributes or inputs that its operator cannot have.
 
     Args:
         path: for the message.
-        node: of any domain; those that nobody knows pass.
+        node: a node of any domain. Unknown domains and operators pass.
         index: its position, for the message.
         opset: version of the standard operators.
-        shapes: of its inputs; None where they are left out or not known.
-        pads: of a Pad that has them as an input; None: it has not, or they are not known.
+        shapes: shapes of its inputs. None: the input is left out or its shape is unknown.
+        pads: the pads of a Pad node that has them as an input. None: it has no such input, or its value is unknown.
 
     Raises:
         OnnxError: with the operator, the attribute and its value.

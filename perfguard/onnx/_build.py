@@ -51,15 +51,15 @@ def graph_from_onnx(
 ) -> OpGraph:
     """One inference of the network in an ONNX file, as PyTorch would launch it.
 
-    Only shapes are read: the values of weights stay on disk, and external data need not even be there. What other exporters
-    spell out (attention, GELU, linear layers) is put together again; operators that nobody knows keep their bytes and are
-    named in ``unmodelled``.
+    Only shapes are read. The values of weights stay on disk, and external data may be missing. Patterns that exporters split
+    into parts (attention, GELU, linear layers) are fused again. Unknown operators keep their bytes and are named in
+    ``unmodelled``.
 
     Args:
         path: the file.
-        batch_size: first dimension of every input that leaves it open, or has another one.
-        dims: other sizes: of a named dimension (``{"sequence": 128}``), or all of an input (``{"x": (8, 3, 224, 224)}``).
-        precision: what its float32 tensors are run in. None: as they are stored.
+        batch_size: the batch, the first dimension of every input. An open or different one is replaced.
+        dims: other sizes. Keys are named dimensions (``{"sequence": 128}``) or inputs (``{"x": (8, 3, 224, 224)}``).
+        precision: the precision in which float32 tensors run. None: as they are stored.
         max_bytes: larger files are refused.
         target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
 

@@ -28,7 +28,7 @@ def fused(
         nodes: in order.
         types: of the values, by name.
         constants: names of the values that do not depend on the inputs.
-        kept: names of the model's outputs, which no pattern may swallow.
+        kept: names of the model's outputs. No pattern may swallow them.
     """
     return _Fuser(nodes, types, constants, kept).run()
 

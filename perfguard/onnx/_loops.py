@@ -53,7 +53,7 @@ class Unroller:
     Args:
         path: for messages.
         opset: version of the standard operators.
-        values: what is known of the model's values by now; grows while the model is followed.
+        values: the known values of the model. More become known while the model is followed.
         add_constant: gives the model another weight.
     """
 

@@ -88,11 +88,11 @@ class Launch(NamedTuple):
 
 
 def launch_of(node: Node, inputs: Types, outputs: Types, target: Target) -> Launch:
-    """What ``node`` would launch.
+    """The launch of ``node``.
 
     Args:
         node: an operator that is neither a view nor worked out beforehand.
-        inputs: the types of ``node.inputs``; None for what is left out or not known.
+        inputs: the types of ``node.inputs``. None: the input is left out or unknown.
         outputs: those of ``node.outputs``.
         target: decides which kernel computes attention.
     """

@@ -199,8 +199,8 @@ def infer(path: Path, model: onnx.ModelProto, *, rebatched: bool) -> Inferred:
 
     Args:
         path: for messages.
-        model: in order, without functions.
-        rebatched: the user gave other sizes than the file has, so that what it says of inner shapes is not believed.
+        model: the model. Its nodes are in order, and it has no functions.
+        rebatched: the user gave other sizes than the file has. Then the inner shapes that the file declares are ignored.
 
     Raises:
         OnnxError: If a Reshape contradicts the sizes (a batch that was fixed at export). If a value is absurdly large. If an

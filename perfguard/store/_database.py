@@ -42,8 +42,11 @@ def is_memory(url: URL) -> bool:
 
 
 def make_engine(url: URL, busy_timeout_s: float) -> Engine:
-    """One connection is kept between calls, and holds no lock between them: to open one costs more than to write a row, and when
-    the last one closes, SQLite moves all that is new into the main file."""
+    """Make an engine that keeps one connection open between calls, without a lock.
+
+    Opening a connection costs more than writing a row. When the last connection closes, SQLite moves all new rows into the main
+    file.
+    """
     is_sqlite = url.get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {}
     if is_sqlite:
@@ -74,10 +77,10 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 
 def write_ahead(connection: Connection) -> None:
-    """Let readers go on while one writes, and a commit take no sync to the disk, which costs milliseconds.
+    """Let readers continue while one process writes, and skip the sync to disk at each commit, which costs milliseconds.
 
-    A commit is safe from the death of the process all the same; a power cut may cost the last rows, and never damages the log
-    (sqlite.org/pragma.html#pragma_synchronous). A network disk has no write-ahead log; there each commit is synced.
+    A commit still survives the death of the process. A power cut may lose the last rows, but never damages the log
+    (sqlite.org/pragma.html#pragma_synchronous). A network disk has no write-ahead log. There each commit is synced.
     """
     with suppress(OperationalError):
         if connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar() == "wal":

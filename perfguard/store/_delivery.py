@@ -1,4 +1,4 @@
-"""Delivery: rows that wait for the database, in memory and in spool files, until it has them."""
+"""Delivery of rows to the database. Rows wait in memory and in spool files until the database has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEVER_WRITABLE = (DataError, IntegrityError, OverflowError, ValueError)
 class Delivery:
     """Brings rows to the log, once and in order. What cannot be written now is kept, and a spool file outlives the process.
 
-    Whoever uses it holds the log's lock. A fork takes no waiting rows along: they are the parent's to deliver.
+    The caller holds the log's lock. A forked child keeps no waiting rows: the parent delivers them.
 
     Args:
         log: where the rows go.
@@ -58,9 +58,9 @@ class Delivery:
         self._queue.append(entry)
 
     def deliver(self, *, at_once: bool = False) -> None:
-        """Bring everything that waits to the database; the lock is held. Keeps it, and warns once, if that cannot be.
+        """Bring all waiting rows to the database. The caller holds the lock. If it fails, the rows are kept, with one warning.
 
-        After a try that took long, the next ones only keep their rows for a while, unless ``at_once``.
+        After a slow attempt, later calls only keep their rows for a while, unless ``at_once``.
         """
         begun_s = time.monotonic()
         if not at_once and self._log.is_away:
@@ -114,7 +114,9 @@ class Delivery:
             self._merge_own_spools()
 
     def _merge_own_spools(self) -> None:
-        """One file for all that this store keeps. Should the process die in between, both are delivered, as one."""
+        """Merge the spool files of this store into one. If the process dies in between, old and new files are delivered, each
+        row once.
+        """
         if self._log.spool_base is None or len(self._own_spools) < 2:
             return
         with suppress(OSError):

@@ -1,10 +1,10 @@
-"""The log as files that others can read: a folder with one CSV or Parquet file a table, and back, as often as one likes.
+"""Export and import of the log as a folder with one CSV or Parquet file per table. Both may be repeated.
 
     manifest.json      schema, format, whether names were stripped, number of rows; written last
     decisions.csv ...  one file a table, with the table's columns
 
-In CSV an empty field is an empty text, `\\N` is NULL (as PostgreSQL's COPY has it; a text that begins with a backslash gets one
-more), and bytes are base64. A row is known by its key, so what the log has already is left out.
+In CSV an empty field is an empty text, and bytes are base64. NULL is `\\N`, as in PostgreSQL's COPY. A text that begins with a
+backslash gets one more. Each row has a key, so rows that the log has already are left out.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def export_log(
     format: Format = "csv",
     anonymize: bool = False,
 ) -> dict[str, int]:
-    """Write the tables of the log into ``folder``, which is made; files of an earlier export are replaced.
+    """Write the tables of the log into ``folder``. The folder is made, and files of an earlier export are replaced.
 
     Args:
         store: an open log.
         folder: where to.
-        selection: only these decisions, with what belongs to them; weights belong to none. None: all.
-        format: "csv", or "parquet", which needs pyarrow.
-        anonymize: strip what could tell a person or a project: names of studies and hosts, ids of trials, hyperparameters,
-            reasons and notes, module paths and the names of own operators in graphs, metrics of weights. What stays is in
-            docs/log.md.
+        selection: only these decisions, with the rows that belong to them. Weights belong to no decision. None: all. format:
+        "csv", or "parquet", which needs pyarrow.
+        anonymize: strip all that could identify a person or a project. Stripped are names of studies and hosts, ids of trials,
+            hyperparameters, reasons and notes, and metrics of weights. In graphs, module paths and the names of custom operators
+            are stripped. What stays is in docs/log.md.
 
     Returns:
         The number of rows of each table.

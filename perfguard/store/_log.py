@@ -60,7 +60,7 @@ class Log:
         self._warned = False
 
     def after_fork(self) -> None:
-        """In the child: the lock of the parent's threads is nobody's, and its connections are the parent's."""
+        """In the child: make a new lock, and leave the connections to the parent."""
         self.lock = threading.RLock()
         if not self.in_memory:
             _of_parents.append(self.engine)
@@ -77,7 +77,9 @@ class Log:
         self._ready = False
 
     def pause_after(self, begun_s: float) -> None:
-        """Wait a while after a vain try that began at ``begun_s``; one that failed at once costs nothing and may be repeated."""
+        """Pause after a failed attempt that began at ``begun_s``. An attempt that failed at once costs nothing and may be
+        repeated.
+        """
         waited_s = time.monotonic() - begun_s
         self._retry_at_s = time.monotonic() + _PATIENCE * waited_s if waited_s > _LONG_S else 0.0
 
@@ -173,8 +175,11 @@ class Log:
         return int(version)
 
     def put(self, connection: Connection, entries: Iterable[Entry]) -> int:
-        """Insert rows; those whose key is there already are left alone, but for measurements of interrupted runs, which later
-        ones replace. Returns how many were new."""
+        """Insert rows and return how many were new.
+
+        A row whose key is there already stays as it is. The exception is a measurement of an interrupted run: a later one
+        replaces it.
+        """
         num_new = 0
         for (name, _columns), group in groupby(entries, key=lambda entry: (entry.table, tuple(entry.row))):
             rows = [entry.row for entry in group]
@@ -195,7 +200,7 @@ class Log:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[], AbstractContextManager[Connection]]]:
-        """For what must not wait in a spool: gives transactions; any trouble with the database is a LogError."""
+        """Give transactions for rows that must not wait in a spool. Any database error becomes a LogError."""
         with self.lock:
             try:
                 self.prepare()

@@ -1,10 +1,10 @@
-"""The way of an older log to the present schema: one function a version, in Alembic's operations.
+"""Migrations of an older log to the present schema: one function per version, in Alembic's operations.
 
-The version is kept where the first PerfGuard looked for it, in the row "schema_version" of the table `meta`, and not in a
-table of Alembic's own: an older PerfGuard must find that the log is too new for it.
+The version stays where the first PerfGuard looked for it: in the row "schema_version" of the table `meta`. Alembic's own table
+is not used. So an older PerfGuard finds that the log is too new for it.
 
-A step must keep every row, must be right on SQLite and on PostgreSQL, and may not use `_schema.py`, which goes on changing. All
-steps run in one transaction together with the new version; a process that dies on the way leaves the log as it was.
+A step must keep every row and must work on SQLite and on PostgreSQL. It may not use `_schema.py`, which changes over time. All
+steps and the new version are one transaction. A process that dies in the middle leaves the log as it was.
 """
 
 from __future__ import annotations

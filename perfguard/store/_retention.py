@@ -1,4 +1,4 @@
-"""What leaves the log: which decisions are too old or too many, and what nothing refers to any more."""
+"""Retention: removes decisions that are too old or too many, and rows that nothing refers to any more."""
 
 from __future__ import annotations
 

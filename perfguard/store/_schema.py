@@ -1,15 +1,15 @@
-"""Tables of the measurement log, and the way from PerfGuard's types to their rows and back.
+"""Tables of the measurement log, and the conversion of PerfGuard's types to rows and back.
 
     meta           "schema_version"
-    graphs         an OpGraph, stored once, found by its content
-    devices        a Device as JSON, likewise
+    graphs         one OpGraph each. Equal graphs are stored once.
+    devices        one Device each, as JSON, also stored once.
     decisions      one verdict on one trial
-    measurements   what that trial cost; at most one per decision
-    weights        a predictor's weights: where they came from, how good they were, whether they are in use
-    leases         who does something that only one process may do, and until when
+    measurements   the measured cost of that trial. Each decision has at most one.
+    weights        a predictor's weights. A row has their origin, their metrics and their state.
+    leases         the process that holds a lease, and when it ends
 
-There are no foreign keys: a row that was delayed by a lock may arrive after the rows that refer to it. A change here needs a step
-in `_migrations.py`.
+There are no foreign keys, because a row that was delayed by a lock may arrive after the rows that refer to it. A change here
+needs a step in `_migrations.py`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def decision_entry(prediction: Prediction | None, params: Mapping[str, Any], **c
 
 
 def measurement_entry(measurement: Measurement, **columns: Any) -> Entry:
-    """A number that is none (NaN, infinite), which SQLite would take for NULL, goes into the note, in words."""
+    """The row of a measurement. NaN and infinity go into the note, in words, because SQLite would store them as NULL."""
     row = {**columns, **asdict(measurement)}
     strange = {name: value for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     notes = [measurement.note, *(NOT_A_NUMBER.format(name, value) for name, value in strange.items())]
@@ -302,8 +302,11 @@ def select_observations_from(decision_id: str, device_id: str | None, limit: int
 
 
 def _observed() -> Select[Any]:
-    """What a predictor can learn from. A run that was out of memory gives a lower bound. A measurement on another device than the
-    one that was decided for says nothing about either, and what is set aside is not used."""
+    """The condition for rows that a predictor can learn from.
+
+    A run that was out of memory gives a lower bound. A measurement on another device than the one of the decision is left out,
+    because it describes neither. Measurements that are set aside are left out, too.
+    """
     ends = ("_median_bytes", "_median_s", "_log_sigma", "_widening")
     predicted = [column for column in decisions.c if column.name.endswith(ends) or column.name == "predictor"]
     return (

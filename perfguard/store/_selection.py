@@ -1,4 +1,4 @@
-"""Selection: which rows of the log are meant. One for everything that shows, exports, removes or sets aside a part of it."""
+"""Selection: which rows of the log to use. All code that shows, exports, removes or sets aside a part of the log takes one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The decisions, with their measurements, for which all that is given holds. None: it does not matter.
+    """Selects the decisions, with their measurements, that match every given field. None: any value matches.
 
     Example:
         >>> Selection(device="a100-pcie-40gb", status="ok").is_everything

@@ -1,7 +1,7 @@
-"""Rows that outlive the process: what could not be delivered waits in a file until the log can be written again.
+"""Rows that outlive the process: undelivered rows wait in a file until the log can be written again.
 
 Each spool is a file of its own, `<log>.<32 hexadecimal digits>.spool.jsonl`, renamed into place when it is complete. So no two
-processes ever write, or remove, the same one; and since delivery is idempotent, two may deliver the same one.
+processes ever write the same file. Delivery is idempotent, so two processes may deliver the same one.
 """
 
 from __future__ import annotations

@@ -45,12 +45,11 @@ _MAX_LISTED = 1000
 class MeasurementStore(WeightsRegistry):
     """The measurement log: every verdict, and what the launched trials cost.
 
-    Opening says clearly when the log cannot be used, and brings an older log to the present schema. After that no trouble with
-    the database reaches the study: a row that cannot be written now (locked, disk full, server away) is kept, in order, with
-    one :class:`LogWarning`, in memory and in a spool file; a later record, a read, a flush or the next opening of the log
-    delivers it, once. While the database is away, at most a tenth of the time is spent on trying. Safe to share between threads
-    and processes; a fork or a pickle takes no waiting rows along. A store in ":memory:" ends with :meth:`close` and pickles as
-    an empty one.
+    Opening raises an error if the log cannot be used, and migrates an older log to the present schema. After that, no failure of
+    the database reaches the study. A row that cannot be written now (locked, disk full, server away) is kept in memory and in a
+    spool file, in order, with one :class:`LogWarning`. A later record, a read, a flush or the next opening of the log delivers
+    it, once. While the database is away, attempts take at most a tenth of the time. Threads and processes may share a store. A
+    fork or a pickle has no waiting rows. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
     Example:
         >>> with MeasurementStore(":memory:") as store:
@@ -62,13 +61,13 @@ class MeasurementStore(WeightsRegistry):
         {'lr': 0.1}
 
     Args:
-        location: path of an SQLite file, made with its directory if it is missing; ":memory:"; or a SQLAlchemy URL of SQLite
-            or PostgreSQL.
+        location: path of an SQLite file, ":memory:", or a SQLAlchemy URL of SQLite or PostgreSQL. A missing file is made, with
+            its directory.
         busy_timeout_s: how long a call waits for another process's lock, or for the server.
 
     Raises:
-        LogCorruptError: the file is damaged or is no measurement log; it is left as it is.
-        LogVersionError: a newer PerfGuard wrote the log; it is left as it is.
+        LogCorruptError: the file is damaged or is no measurement log. It stays as it is.
+        LogVersionError: a newer PerfGuard wrote the log. It stays as it is.
         LogError: the file cannot be opened or made.
         ConfigurationError: a URL that cannot be used.
     """
@@ -134,8 +133,10 @@ class MeasurementStore(WeightsRegistry):
         return decision_id
 
     def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
-        """Log what the trial of that decision cost. Only the first measurement of a decision counts; one of a run that was
-        interrupted gives way to a later one, so that a trial that is resumed fills the row that it began."""
+        """Log what the trial of that decision cost. Only the first measurement of a decision counts.
+
+        The measurement of an interrupted run is replaced by a later one. So a resumed trial fills the row that it began.
+        """
         with self._log.lock:
             row = schema.measurement_entry(measurement, decision_id=decision_id, recorded_at_ns=self._log.now_ns())
             self._delivery.add(row)
@@ -144,8 +145,8 @@ class MeasurementStore(WeightsRegistry):
     def observations(self, device: str | Device, limit: int = 500) -> list[Observation]:
         """The newest ``limit`` runs on that device that ended well or out of memory, and whose graph is known, oldest first.
 
-        Of a run with status "oom" the peak memory is a lower bound, and its times are no complete run's. What is set aside is
-        left out.
+        For a run with status "oom" the peak memory is a lower bound, and the times are not those of a complete run. Measurements
+        that are set aside are left out.
 
         Args:
             device: its id, or the device itself: runs on the very same one (see :attr:`Device.identity`) then carry it. The rates
@@ -166,8 +167,10 @@ class MeasurementStore(WeightsRegistry):
         return self._read(query, lambda _, row: str(row.device_id))
 
     def num_measured(self, *, since_ns: int) -> int:
-        """How many measurements came into the log after that time, in nanoseconds since 1970, without those that are set aside;
-        0 if it cannot be read now."""
+        """How many measurements were logged after that time, in nanoseconds since 1970.
+
+        Measurements that are set aside do not count. The result is 0 if the log cannot be read now.
+        """
         table = schema.measurements
         query = select(func.count()).where(table.c.recorded_at_ns > since_ns, table.c.set_aside.is_(None))
         return next(iter(self._read(query, lambda _, row: int(row[0]))), 0)
@@ -175,8 +178,9 @@ class MeasurementStore(WeightsRegistry):
     def sample(self, size: int, random: Random, *, device_id: str | None = None) -> list[Observation]:
         """About ``size`` observations, drawn at random from all of the log; fewer where it has fewer.
 
-        Of up to a thousand, every one has the same chance. Of more, eight stretches are read that follow random ids, which costs
-        no look at the others; since ids are random themselves, a row's chance varies by a quarter or so, whatever is in it.
+        In a log of up to a thousand observations, all have the same chance. In a larger log, eight runs of rows are read, each
+        from a random id on. So the other rows are not read. Ids are random themselves, so the chance of a row varies by about a
+        quarter, independent of its content.
 
         Args:
             size: how many, at least 1.
@@ -221,7 +225,7 @@ class MeasurementStore(WeightsRegistry):
 
         Args:
             selection: which. What is set aside already keeps its reason.
-            reason: a sentence for those who ask later.
+            reason: a sentence that is kept with them.
 
         Returns:
             How many are new.
@@ -235,7 +239,7 @@ class MeasurementStore(WeightsRegistry):
         return self._mark(selection, schema.measurements.c.set_aside.is_(None), reason)
 
     def take_back(self, selection: Selection) -> int:
-        """Use the selected measurements again that were set aside, whatever the reason; the opposite of :meth:`set_aside`.
+        """Undo :meth:`set_aside` for the selected measurements, whatever the reason was. They are used again.
 
         Returns:
             How many there were.
@@ -258,18 +262,18 @@ class MeasurementStore(WeightsRegistry):
     def prune(self, selection: Selection | None = None, *, keep_newest: int | None = None) -> int:
         """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
 
-        SQLite uses the room again; the file does not shrink. Weights stay.
+        SQLite reuses the space, but the file does not shrink. Weights stay.
 
         Args:
-            selection: which. None: of all. Without ``keep_newest`` all that is selected is removed.
-            keep_newest: remove what is older than ``selection.before``, and as many more as it takes to keep at most so many of
-                those that are selected otherwise. None: number is no reason.
+            selection: which decisions. None: all. Without ``keep_newest`` all selected decisions are removed.
+            keep_newest: the largest number of selected decisions that may stay. The oldest ones above that number are removed,
+                and all those before ``selection.before``. None: no limit on the number.
 
         Returns:
             How many decisions were removed.
 
         Raises:
-            LogError: if the log cannot be written now; what was removed until then stays removed.
+            LogError: if the log cannot be written now. Rows that were removed until then stay removed.
             ConfigurationError: if everything is selected, and ``keep_newest`` is not given either.
         """
         selection = selection or Selection()
@@ -304,10 +308,10 @@ class MeasurementStore(WeightsRegistry):
             raise self._log.unusable_now(error) from error
 
     def insert(self, entries: Sequence[Entry]) -> int:
-        """Write rows as they are, in one transaction, and return how many were new: a row whose key the log has is left out.
+        """Write rows as they are, in one transaction, and return how many were new. A row whose key the log has is left out.
 
         Raises:
-            LogError: if the log cannot be written now, or takes one of the rows for wrong; nothing is written then.
+            LogError: if the log cannot be written now, or refuses one of the rows. Then nothing is written.
         """
         with self._log.writing() as transaction, transaction() as connection:
             return self._log.put(connection, entries)
@@ -338,7 +342,9 @@ class MeasurementStore(WeightsRegistry):
 
     @property
     def url(self) -> str | None:
-        """By which another process can open the same log, its password included; None: it is in this process's memory."""
+        """The URL with which another process can open the same log, with its password. None: the log is in this process's
+        memory.
+        """
         return None if self._log.in_memory else self._log.url.render_as_string(hide_password=False)
 
     def __getstate__(self) -> tuple[URL, float]:
@@ -397,7 +403,7 @@ class MeasurementStore(WeightsRegistry):
         return self._graphs[content_hash]
 
     def _remember(self, content_hash: str, graph: OpGraph) -> None:
-        """Keep a graph at hand, the very object: a predictor knows what it has seen by identity."""
+        """Keep the graph object itself: a predictor recognises graphs that it has seen by identity."""
         self._graphs[content_hash] = graph
         if len(self._graphs) > _MAX_CACHED_GRAPHS:
             self._graphs.popitem(last=False)

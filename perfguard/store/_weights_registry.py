@@ -1,4 +1,4 @@
-"""The registry of weights in the measurement log: generations, which one is in use, and who may promote."""
+"""The registry of weights in the measurement log: the generations, the one in use, and the lease to promote."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROMOTIONS = "perfguard weights"
 
 
 class WeightsRegistry(ABC):
-    """What a :class:`MeasurementStore` does with weights. Nothing of it waits in a spool: what cannot be written is an error."""
+    """The methods of a :class:`MeasurementStore` for weights. They use no spool: a failed write raises an error."""
 
     _log: Log
 
@@ -90,7 +90,7 @@ class WeightsRegistry(ABC):
     def promote_candidate(self, weights_id: str) -> bool:
         """Promote a candidate if the generation that it was judged against, its parent, is still in use; else reject it.
 
-        In between another learner may have promoted another, or somebody rolled the parent back.
+        Meanwhile, another learner may have promoted another generation, or a user may have rolled the parent back.
 
         Returns:
             Whether it is in use now.
@@ -144,9 +144,9 @@ class WeightsRegistry(ABC):
         return self._read(query, lambda _, row: schema.weights_from_row(row))
 
     def weights_since(self, time: datetime) -> list[LoggedWeights]:
-        """The weights in use that were made after that time, so that they may have learnt from a run at that time.
+        """The weights in use that were made after that time. They may have learnt from a run at that time.
 
-        They come in the order in which to roll them back: after each of them the one before it, which is then in use again.
+        They come in the order in which to roll them back: each is followed by its predecessor, which is then in use again.
         """
         known = {weights.weights_id: weights for weights in self.weights()}
         found = []
@@ -177,9 +177,9 @@ class WeightsRegistry(ABC):
         return next(iter(self._read(query, lambda _, row: row.data)), None)
 
     def lease(self, name: str, holder: str, *, seconds: float) -> bool:
-        """Take or renew the right to do what only one process may do at a time; False: another holds it.
+        """Take or renew the lease on a task that only one process may do at a time. False: another process holds it.
 
-        A holder that dies leaves it after ``seconds``. The clocks of two machines may differ by less than that.
+        The lease of a process that dies ends after ``seconds``. The clocks of two machines may differ by less than that.
 
         Raises:
             LogError: if the log cannot be written now.
@@ -193,7 +193,7 @@ class WeightsRegistry(ABC):
             return connection.execute(taken.returning(table.c.holder), row).first() is not None
 
     def release(self, name: str, holder: str) -> None:
-        """Give a lease back before its time; nothing happens if another holds it.
+        """Give a lease back before it ends. Nothing happens if another process holds it.
 
         Raises:
             LogError: if the log cannot be written now.

@@ -70,13 +70,13 @@ def evaluate(
     *,
     on_row: Callable[[], None] = lambda: None,
 ) -> list[Evaluated]:
-    """Predict every row of a table, in the order of the table. A row that cannot be done has its ``error``.
+    """Predict every row of a table, in the order of the table. A row that cannot be predicted has an ``error``.
 
     Args:
         columns: of the table.
         rows: as `read_table` gives them.
-        path: where the table came from; what belongs to it lies beside it.
-        predictor: what to hold against them.
+        path: the file of the table. Files that belong to it lie beside it.
+        predictor: the predictor to compare with the rows.
         on_row: called after each row, for a progress bar.
 
     Raises:

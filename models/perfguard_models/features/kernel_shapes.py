@@ -1,7 +1,7 @@
-"""A step as the shapes of its operators and the figures of the card: what a model needs that crosses to cards it has not seen.
+"""A step as the shapes of its operators and the figures of the card, for a model of unseen cards.
 
-The operators' columns (`operators`) are logarithms in half precision; how many tiles a product has, and how full its last wave
-is, needs the sizes themselves.
+The operators' columns (`operators`) are logarithms in half precision. The number of a product's tiles, and how full its last
+wave is, need exact sizes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _UNKNOWN_PROCESS = (4.0, 10.0)
 def kernel_shapes(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
     """Return the operators of each of ``graphs``, each different one once, in the order in which they run.
 
-    Returns:
-        For each graph of d different operators: ``kernel_kind`` (d,), indices into SUPPORTED_KINDS or its length;
-        ``kernel_name`` (d,), indices into `operators.NAMES` or its length; ``kernel_size`` (d, 4), batch, m, n, k of a product,
-        else rows, columns, 0, 0; ``kernel_bytes`` (d,); ``kernel_roofline`` (d,), seconds; ``kernel_count`` (d,); ``card``
-        (len(CARD),).
+    Returns: For each graph of d different operators: ``kernel_kind`` (d,), ``kernel_name`` (d,), ``kernel_size`` (d, 4),
+        ``kernel_bytes`` (d,), ``kernel_roofline`` (d,) in seconds, ``kernel_count`` (d,), ``card`` (len(CARD),). Entries of
+        ``kernel_kind`` are indices into SUPPORTED_KINDS, or its length. Those of ``kernel_name`` are indices into
+        `operators.NAMES`, or its length. Rows of ``kernel_size`` are batch, m, n, k of a product, else rows, columns, 0, 0.
     """
     ops, card = graphs.skeleton.ops, card_of(device)
     known = {name: at for at, name in enumerate(NAMES)}

@@ -1,9 +1,10 @@
-"""Operator features: a step as the operators that it is made of, each with what surrounds it.
+"""Operator features: a step as its operators, each with features of its neighbours.
 
-Equal operators in equal surroundings are one row with a count: a network repeats its blocks, so a step of a thousand operators
-has two hundred rows, and learning is as much faster. What surrounds an operator is looked up before learning instead of by
-message passing within it (Frasca et al. 2020, "SIGN: Scalable Inception Graph Neural Networks", equation 6 with r = 1): the
-kinds of operators that made its inputs, the kinds that take its output, and how fresh its inputs are.
+Equal operators with equal neighbours are one row with a count. A network repeats its blocks, so a step of a thousand operators
+has two hundred rows, and learning is five times as fast. Features of neighbours are computed before learning, instead of by
+message passing during it. The method is from Frasca et al. 2020, "SIGN: Scalable Inception Graph Neural Networks", equation 6
+with r = 1. These features are the kinds of operators that made the inputs, the kinds that take the output, and how fresh the
+inputs are.
 
 Shapes: C graphs of a batch, N operators, R rows of all graphs together.
 """
@@ -62,10 +63,10 @@ _VARYING = ("launch_bound", "depthwise", "pointwise", "strided", "dilated", "few
 def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
     """Return the rows of each of ``graphs`` on ``device``, in the order of the bytes of their columns.
 
-    Returns:
-        For each graph of d different operators: ``x`` (d, len(COLUMNS)), ``name`` (d,) indices into NAMES or len(NAMES),
-        ``count`` (d,), ``roofline`` (d,) seconds of one of them, ``live`` (d,) most bytes alive at one of them over the
-        replay's reserved bytes, ``device`` (len(DEVICE_COLUMNS),), ``reserved`` (1,) log bytes of the replay, with the context.
+    Returns: For each graph of d different operators: ``x`` (d, len(COLUMNS)), ``name`` (d,), ``count`` (d,), ``roofline`` (d,),
+        ``live`` (d,), ``device`` (len(DEVICE_COLUMNS),), ``reserved`` (1,). Entries of ``name`` are indices into NAMES, or
+        len(NAMES). Those of ``roofline`` are seconds of one such operator. Those of ``live`` are the most bytes alive at one of
+        them over the replay's reserved bytes. The number in ``reserved`` is log bytes of the replay, with the context.
     """
     number, num_ops = len(graphs), len(graphs.skeleton.ops)
     roofline, fixed = batch_roofline_s(graphs, device), _fixed_of(graphs.skeleton)

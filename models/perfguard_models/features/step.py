@@ -1,8 +1,8 @@
 """Step features: a step as one row of hand-made columns, which trees read.
 
-They are sums over the operators of their roofline times, by kind and by what makes a kernel slow; the replay's peak by kind of
-storage; and the peaks that the replay would have if each convolution took the workspace of one of cuDNN's algorithms. Everything
-is a logarithm or a share.
+The first are sums of the operators' roofline times, by kind and by causes of slow kernels. The next are the replay's peak by
+kind of storage. The last are the replay's peaks if each convolution took the workspace of one of cuDNN's algorithms. Each
+feature is a logarithm or a share.
 
 Shapes: C graphs of a batch, N operators, V convolutions.
 """
@@ -161,8 +161,8 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
 
     GEMM lowers one image to columns. FFT holds the spectra of input, filter and output, each twice, of images padded to a power
     of two; its tiled form those of 32 x 32 tiles. Winograd's F(4 x 4, 3 x 3) holds 36 numbers for each tile of 4 x 4 outputs.
-    Tensor cores want NHWC: the tensors once more. FFT takes filters of one pixel too (a 1 x 1 convolution of 1,536 channels at
-    32 x 32 pixels took 19 GiB on an A100), and groups as if they were dense.
+    Tensor cores want NHWC: the tensors once more. FFT also handles filters of one pixel: a 1 x 1 convolution of 1,536 channels
+    at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
 
     Returns:
         By the names of CONVOLUTION_ALGORITHMS. Shapes: (C, V), (C, V).
