@@ -153,8 +153,7 @@ class Ledger:
         once_a_workload: bool = False,
         runs_anyway: bool = False,
     ) -> Entry:
-        """Decide on ``config`` and log the verdict. A known rejection that still holds is returned without another row in the
-        log.
+        """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
 
         Args:
             config: the configuration of the trial.
