@@ -113,7 +113,7 @@ class OnlineTrainer:
         """Make one generation, and promote it or reject it; None: there is too little that is new, or too little at all.
 
         Args:
-            may_promote: asked just before a promotion, for instance whether a lease is still held after a long update.
+            may_promote: called just before a promotion, for instance to check that a lease is still held after a long update.
 
         Raises:
             LogError: if the log cannot be used now. Nothing is promoted then.

@@ -104,7 +104,7 @@ class LatencyConstraint:
         return self.verdict_on(self.predict(model))
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
-        """The same for what :meth:`predict` said."""
+        """The same for a prediction of :meth:`predict`."""
         bounded = prediction
         if self.budget.energy_j is not None:
             bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
@@ -121,7 +121,7 @@ class LatencyConstraint:
         return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
-        """What :meth:`predict` says of each of ``graphs``."""
+        """The result of :meth:`predict` for each of ``graphs``."""
         if isinstance(self.predictor, BatchPredictor):
             predictions = self.predictor.predict_all(graphs, self.device)
         else:
