@@ -81,7 +81,9 @@ class OnlineTrainer:
         min_new: how many new runs a generation needs.
         max_rows: the most runs to learn from.
         seed: seed of the replay and of the training.
-        config: the conditions for a promotion. Raises:
+        config: the conditions for a promotion.
+
+    Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
     """
 

@@ -51,13 +51,14 @@ class LatencyConstraint:
         max_latency_ms: milliseconds of one batch.
         max_energy_j: joules of one batch. Where the predictor does not know energy, the power limit of the card times the
             latency must stay below it, which is cautious. A CPU has no known power limit.
-        max_memory: bytes or a text such as "2GiB". None: all that the device has. inputs: one batch, for candidates that are
-        modules. The form is that of :class:`perfguard.Workload`.
+        max_memory: bytes or a text such as "2GiB". None: all that the device has.
+        inputs: one batch, for candidates that are modules. The form is that of :class:`perfguard.Workload`.
         risk: the chance to break a limit up to which a candidate passes, in (0, 1). With the default, one half, the median
             decides. Most candidates of a search are near the limit, and the winner is measured in the end.
         predictor: its name, or the object itself.
 
-    .. note:: Build modules inside ``torch.device("meta")``. It costs no memory, and equal structures are traced once. In an
+    .. note::
+        Build modules inside ``torch.device("meta")``. It costs no memory, and equal structures are traced once. In an
         ``nn.Sequential`` each distinct block is traced once for all candidates.
     """
 
