@@ -112,7 +112,7 @@ class RateCorrection:
             self._rates = rates if rates.log_sigma < robust_spread(later) else None
 
     def apply(self, predictions: list[Prediction], graphs: GraphBatch, device: Device) -> list[Prediction]:
-        """Return the predictions of ``graphs`` with the latency by rates, where they say anything."""
+        """Return the predictions of ``graphs`` with the latency by rates, where the rates apply."""
         if self._rates is None:
             return predictions
         return list(map(_with, predictions, map(self._rates.seconds_of, sums_by_kind(graphs, device))))

@@ -33,7 +33,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 def say_once(topic: str, message: str) -> None:
-    """Log ``message`` as INFO, unless something was said of ``topic`` in this process before."""
+    """Log ``message`` as INFO, unless this process has logged a message on ``topic`` before."""
     if os.environ.get("PERFGUARD_QUIET"):
         return
     with _lock:

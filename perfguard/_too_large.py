@@ -1,4 +1,4 @@
-"""What PyTorch says of a tensor that no memory holds, understood."""
+"""Parses PyTorch's errors on tensors that fit into no memory."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Budget:
                 )
 
     def check_device(self, device: Device) -> None:
-        """Whether trials on ``device`` can have the memory that the budget says.
+        """Check that trials on ``device`` can have the memory of the budget.
 
         Raises:
             ConfigurationError: if it is more than the device has, or no more than the driver's context takes of it before a trial
@@ -179,7 +179,7 @@ class Budget:
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
     def cannot_bind(self, workload: Workload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
-        """The name of each budget that can never bind for ``workload``, and a sentence that says what is missing.
+        """The name of each budget that can never bind for ``workload``, and a sentence on what is missing.
 
         Args:
             workload: what the trial runs.

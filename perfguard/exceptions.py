@@ -38,7 +38,7 @@ class PerfGuardError(Exception):
 
 
 class ConfigurationError(PerfGuardError, ValueError):
-    """An argument that cannot be right; the message says what was expected and how to mend it."""
+    """An argument that cannot be right. The message has the expected values and a remedy."""
 
 
 class UnknownDeviceError(ConfigurationError):

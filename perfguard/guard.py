@@ -73,8 +73,8 @@ class Guard:
     accepted. A clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
     lost. A trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`.
 
-    A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` says why. A guard
-    that is ``strict`` raises an :class:`UnguardedTrialError` instead.
+    A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` has the reason. A
+    guard that is ``strict`` raises an :class:`UnguardedTrialError` instead.
 
     Example:
         >>> guard = Guard("a100", memory_budget="38GiB")                    # doctest: +SKIP
@@ -159,7 +159,7 @@ class Guard:
         self._announce_log()
 
     def _announce_log(self) -> None:
-        """Say which log the verdicts depend on, and how many runs it brings. Once a log in each process."""
+        """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
         if self.log.url is None:
             return
         number = len(self._assessment.observations)

@@ -94,8 +94,8 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
         target: "memory" or "time", as in a Measurement. On a GPU, memory is what the process takes. On a CPU, it is the growth
             of the resident set.
         graph: one step.
-        device: on which it runs. idle: whether the memory reading shows that nothing ran. Then the bound on a CPU's time is
-        higher.
+        device: on which it runs.
+        idle: whether the memory reading shows that nothing ran. Then the bound on a CPU's time is higher.
     """
     needs = _needs(graph)
     if target == "memory":

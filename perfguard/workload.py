@@ -154,7 +154,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
 
 
 def asks_for_missing(error: BaseException, params: Mapping[str, Any]) -> bool:
-    """Whether ``error`` says that ``params`` lacks a parameter."""
+    """Whether ``error`` means that ``params`` lacks a parameter."""
     return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str) and error.args[0] not in params
 
 
@@ -171,7 +171,7 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
 
 
 def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
-    """A sentence on the parameters that ``build`` asks for and the trial does not have, with the nearest that it has."""
+    """A sentence on the parameters that ``build`` reads and the trial lacks, with the nearest that it has."""
     asked = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
     return f"build(params) asks for {asked}, which the trial has not suggested"
 

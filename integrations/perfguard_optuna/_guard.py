@@ -265,7 +265,7 @@ class OptunaGuard(Guard):
         return None
 
     def has_rejected_again(self, study: optuna.Study) -> bool:
-        """Whether the same parameters of ``study`` were turned down more than once."""
+        """Whether the same parameters of ``study`` were rejected more than once."""
         return any(
             rejection.num > 1
             for (study_name, _), known in list(self._rejections.items())
@@ -318,7 +318,7 @@ class OptunaGuard(Guard):
         return max(0.0, self.deadline - time.monotonic())
 
     def launch(self, study: optuna.Study, trial: AnyTrial, decision: Decision) -> Launched:
-        """Begin to measure ``trial`` in the calling thread. What cannot be measured runs all the same."""
+        """Begin to measure ``trial`` in the calling thread. A trial that cannot be measured runs in any case."""
         run = Run(self.device)
         try:
             run.start()
@@ -333,7 +333,7 @@ class OptunaGuard(Guard):
         return _key(study, trial) in self._finished
 
     def end_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
-        """Say of a trial that runs without a verdict why, once, and give it the constraints that every trial has.
+        """Report once why a trial runs without a verdict, and give it the constraints that every trial has.
 
         Raises:
             UnguardedTrialError: if the guard is strict.
@@ -346,10 +346,10 @@ class OptunaGuard(Guard):
             self._end_unjudged(study, trial, self.why_unjudged(build, self._missing.get(key, ()), trial.params))
 
     def end_unasked(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Do as :meth:`end_unjudged` for a trial that ended in ``state`` and never asked the guard.
+        """Do as :meth:`end_unjudged` for a trial that ended in ``state`` and never called the guard.
 
-        A trial that failed, pruned itself or was interrupted may have ended before it came to ask. It has its own reason to end.
-        So the missing verdict is written into it, and there is no warning and no error.
+        A trial that failed, pruned itself or was interrupted may have ended before the call. It has its own reason to end. So
+        the missing verdict is written into it, and there is no warning and no error.
         """
         key = _key(study, trial)
         if key in self._judged or key in self._unjudged or f"{PREFIX}:verdict" in trial.user_attrs:
@@ -798,7 +798,7 @@ def pruned_if_out_of_resources() -> Iterator[None]:
 
 
 def _without_memory_before_a_step(measurement: Measurement) -> Measurement:
-    """What a trial held that ended before its first step says nothing of what its steps need."""
+    """The memory of a trial that ended before its first step does not show what its steps need."""
     return replace(measurement, peak_memory_bytes=None) if measurement.num_steps == 0 else measurement
 
 

@@ -99,7 +99,7 @@ class PerfGuardPruner(WatchingPruner):
         return self._inner is not None and self._inner.prune(study, trial)
 
     def trial_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Count a trial that was never judged. Called when Optuna is told of the end of a trial.
+        """Count a trial that was never judged. Called when Optuna records the end of a trial.
 
         Raises:
             UnguardedTrialError: for such a trial that ran to its end, if the guard is strict.

@@ -139,7 +139,7 @@ class _GuardedObjective:
 
 
 class _GuardedTrial(optuna.Trial):
-    """A trial that is judged at the suggestion after which ``build`` has all that it asks for."""
+    """A trial that is judged at the suggestion after which ``build`` has all parameters that it reads."""
 
     _guard: OptunaGuard
     _build: Build | None

@@ -1,4 +1,4 @@
-"""A pruner that sees every trial of a plain study end, whether or not the objective asks it.
+"""A pruner that is notified of the end of every trial of a plain study, even if the objective never calls it.
 
 Optuna 5.0 calls a pruner only where the objective calls ``should_prune()``. There is one exception: a HyperbandPruner is asked,
 when a trial begins, suggests and ends, for the study as its sampler should see it (``optuna.pruners._filter_study``). A pruner

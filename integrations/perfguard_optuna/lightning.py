@@ -229,7 +229,7 @@ def _or_zero(metric: Metric | MetricCollection, name: str) -> Callable[..., Any]
 
 
 def _optimizer_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Optimizer:
-    """The one optimizer; ``configure_optimizers`` is asked once more where the trainer has not done so yet."""
+    """The one optimizer; ``configure_optimizers`` is called once more where the trainer has not done so yet."""
     made = trainer.optimizers or _optimizers_in(pl_module.configure_optimizers())
     if len(made) != 1:
         raise WorkloadError(f"configure_optimizers returns {len(made) or 'no'} optimizers, but only one can be judged")

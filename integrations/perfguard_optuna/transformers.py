@@ -36,7 +36,7 @@ class PerfGuardCallback(TrainerCallback):
         ...         trainer.train()
         ...     return trainer.evaluate()["eval_loss"]
 
-    The trainer tells no callback of an error. So the ``with`` block turns an out-of-memory error into a pruned trial. Everything
+    The trainer calls no callback on an error. So the ``with`` block turns an out-of-memory error into a pruned trial. Everything
     else works without the block.
 
     The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, ask

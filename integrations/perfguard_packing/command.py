@@ -17,7 +17,7 @@ from perfguard_packing import DEFAULT_SLOWDOWN, Method, Schedule, draw_schedule,
 
 
 def pack(words: Sequence[str]) -> None:
-    """Plan the jobs of a table, print the schedule for people or as JSON, and draw it where asked.
+    """Plan the jobs of a table, print the schedule as text or JSON, and draw it on request.
 
     Raises:
         ConfigurationError: for a table or a word that cannot be right.

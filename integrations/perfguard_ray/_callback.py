@@ -83,7 +83,7 @@ class PerfGuardCallback(Callback):
         self.ledger.finish(trial.trial_id, status_of_failure(error), note=_first_words(error))
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
-        """Trials that a stopper of the whole experiment has ended, which Tune tells callbacks of in no other way."""
+        """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""
         if not self.ledger.entries:
             return
         for trial in trials:

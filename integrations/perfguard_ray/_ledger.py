@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Rejection:
-    """A configuration that was turned down."""
+    """A configuration that was rejected."""
 
     decision: Decision
     """The latest on it."""
@@ -153,8 +153,7 @@ class Ledger:
         once_a_workload: bool = False,
         runs_anyway: bool = False,
     ) -> Entry:
-        """Decide on ``config`` and log the verdict. A known rejection that still holds is returned without another row in the
-        log.
+        """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
 
         Args:
             config: the configuration of the trial.
@@ -343,7 +342,7 @@ def refuse_placeholders(config: Mapping[str, Any]) -> None:
 
 
 def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:
-    """The ledger that a searcher's arguments ask for."""
+    """The ledger for a searcher's arguments."""
     if guard is not None and (settings or gpu != "auto"):
         raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
     study = study or f"tune-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"

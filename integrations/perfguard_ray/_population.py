@@ -31,8 +31,8 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
     the trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
 
     .. note::
-        A trial keeps the resources that it asked for at its start. Where a hyperparameter that decides memory is changed, give
-        each trial a whole device rather than :func:`perfguard_ray.resources`. PB2 is not guarded: its changes are logged.
+        A trial keeps the resources that it had at its start. Where a hyperparameter that decides memory is changed, give each
+        trial a whole device rather than :func:`perfguard_ray.resources`. PB2 is not guarded: its changes are logged.
 
     Args:
         search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.

@@ -232,7 +232,7 @@ def _without_limiters(searcher: Any) -> Any:
 
 
 def _free_place(searcher: Any, inner_id: str) -> None:
-    """A limiter counts what it has proposed until it hears the end of it, which may be hours away (public since Ray 1.4)."""
+    """A limiter counts its proposals until it is notified of their end, which may be hours away (public since Ray 1.4)."""
     while isinstance(searcher, ConcurrencyLimiter):
         if inner_id in searcher.live_trials:
             searcher.live_trials.remove(inner_id)

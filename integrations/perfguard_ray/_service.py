@@ -198,7 +198,7 @@ class _Question(NamedTuple):
 
 
 def greeting_of(predictor: str, log: str) -> dict[str, Any]:
-    """What a service says of itself first: plain texts and numbers, so that any version can read it."""
+    """The first reply of a service: plain texts and numbers, so that any version can read it."""
     return {"version": perfguard.__version__, "protocol": _PROTOCOL, "predictor": predictor, "log": _safe(log)}
 
 

@@ -127,7 +127,7 @@ def _summary_of(rows: Sequence[LoggedDecision], ledger: Ledger) -> RunSummary:
 
 
 def _record_of(row: LoggedDecision, ledger: Ledger) -> TrialRecord:
-    """What the log says of a trial, beside the limits of the run's budget."""
+    """The log's record of a trial, beside the limits of the run's budget."""
     budget, device = ledger.guard.budget, ledger.guard.device
 
     def known(memory: float | None, time_s: float | None, step_time_s: float | None) -> dict[str, float]:

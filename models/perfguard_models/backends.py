@@ -1,4 +1,4 @@
-"""What GuardNet asks of its weights, for each kind of device: a correction of physics, how unsure it is, and where it ends."""
+"""The interface of GuardNet's weights, for each kind of device: a correction of physics, how unsure it is, and where it ends."""
 
 from __future__ import annotations
 
@@ -265,8 +265,9 @@ class GpuBackend:
     def _carried_over(
         self, own: RawPrediction, graphs: GraphBatch, device: Device, references: Sequence[Device]
     ) -> RawPrediction:
-        """``own``, which knows memory, with the time that the reference nearest by the roofline takes, times what the roofline
-        says of both."""
+        """``own``, which has the memory, with the time of the reference nearest by the roofline, times the ratio of both
+        rooflines.
+        """
         roofline = batch_roofline_s(graphs, device)
         totals = np.array([np.maximum(batch_roofline_s(graphs, other).sum(axis=1), 1e-12) for other in references])
         apart = np.abs(np.log(np.maximum(roofline.sum(axis=1), 1e-12) / totals))  # shape: (references, C)
@@ -395,7 +396,10 @@ class _Heard(NamedTuple):
 def _ask(
     learner: Learner, targets: Sequence[str], runs: Sequence[Example]
 ) -> tuple[Predicted, Predicted, dict[str, npt.NDArray[np.float64]]]:
-    """What ``runs`` cost, how far members are apart, and what networks and trees alone say of ``targets``, shapes (n, 2)."""
+    """The cost of ``runs`` and the spread of the members for ``targets``.
+
+    Also the predictions of networks and trees alone. Shapes: (n, 2).
+    """
     asked = _asked_for(learner, targets)
     silent = np.full(len(runs), np.nan)
     alone = dict.fromkeys(TARGETS, np.stack([silent] * _NUM_MEMBERS, 1))

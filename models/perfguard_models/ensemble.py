@@ -73,7 +73,7 @@ class GuardEnsemble:
         return column(runs, "log_roofline") if target == "time" else np.zeros(len(runs))
 
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """What each member says, networks first."""
+        """The predictions of each member, networks first."""
         found = [network.predict(runs) for network in self.networks]
         half = column(runs, "half") > 0
         for index in range(self.settings["forests"]):

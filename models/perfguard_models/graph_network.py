@@ -28,7 +28,7 @@ _OPS_AT_ONCE = 8192
 
 
 class Correction(NamedTuple):
-    """What the network says of a batch of B graphs with N operators in all."""
+    """The network's outputs for a batch of B graphs with N operators in all."""
 
     log_memory: torch.Tensor  # shape: (B,), log bytes
     log_time: torch.Tensor  # shape: (B,), log seconds of a step

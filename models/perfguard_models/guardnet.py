@@ -180,9 +180,9 @@ class GuardNet:
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
-        A run that was out of memory needed more than was measured. It counts as a reading that says as much as that, given what
-        the others say (a censored observation, Tobin 1958). Of the step itself nothing below what it had is said again, unless a
-        run has shown since that it fits.
+        A run that was out of memory needed more than was measured. It counts as a reading with the same information, given the
+        others (a censored observation, Tobin 1958). Of the step itself nothing below what it had is said again, unless a run has
+        shown since that it fits.
         """
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:

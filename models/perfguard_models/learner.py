@@ -39,7 +39,7 @@ class Example(Protocol):
 
 
 class Step(NamedTuple):
-    """An :class:`Example` that nobody has measured."""
+    """An :class:`Example` without a measurement."""
 
     gpu: str
     is_single: bool
@@ -51,10 +51,10 @@ class Ensemble(Protocol):
     """A learner that has several members."""
 
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """What each member says."""
+        """The prediction of each member."""
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        """What they say together."""
+        """The prediction of all members together."""
 
 
 class Learner(Protocol):

@@ -87,7 +87,7 @@ class OperatorForest:
         """Logarithms: of an operator without a forest over its roofline, of a step over the sum of its operators."""
 
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        """What each member says."""
+        """The prediction of each member."""
         if not runs:
             return [{target: np.zeros(0) for target in TARGETS} for _ in DEVICE_DESCRIPTORS]
         kernels = kernels_of(runs)

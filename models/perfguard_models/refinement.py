@@ -133,8 +133,10 @@ def columns_of(target: str) -> int:
 def rows_of(
     sums: npt.NDArray[np.float32], physics: npt.NDArray[np.float64], log_value: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float32]:
-    """The trees' input for C runs. It has the step features (C, len(STEP_FEATURES)), the distance of physics from the predictor
-    (C, 1 or 3), and the predictor's value (C,). Shape: (C, columns).
+    """The trees' input for C runs. Shape: (C, columns).
+
+    It has the step features (C, len(STEP_FEATURES)), the distance of physics from the predictor (C, 1 or 3), and
+    the predictor's value (C,).
     """
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 

@@ -1,8 +1,8 @@
 """A summary of what GuardNet's weights for GPUs were fitted to, so that what is learnt online does not cost what was known.
 
-Some steps of each setting, drawn at random, and what the weights say of them. The residual process and the refinement take them
-for runs of which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li and Hoiem 2016). No
-measurement is in it. `perfguard_training.summary` makes it.
+It has some steps of each setting, drawn at random, and the weights' predictions for them. The residual process and the
+refinement take them for runs of which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li
+and Hoiem 2016). No measurement is in it. `perfguard_training.summary` makes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "guardnet-summary"
 
 
 class Summary(NamedTuple):
-    """N steps on GPUs, and what weights say of them."""
+    """N steps on GPUs, and the weights' predictions for them."""
 
     device_ids: npt.NDArray[np.str_]  # shape: (N,)
     sums: npt.NDArray[np.float32]  # shape: (N, len(STEP_FEATURES))

@@ -54,5 +54,5 @@ def check_hash(data: bytes, card: Mapping[str, Any], name: str) -> None:
 
 
 def version_of(card: Mapping[str, Any]) -> str:
-    """Tells a card, and with it the tensors that it was written for, from all others."""
+    """Identifies a card, and with it the tensors that it was written for."""
     return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()

@@ -44,7 +44,7 @@ def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
 
 
 class Served:
-    """A fitted learner as a predictor. What it cannot say comes from physics, and is said to be unsure."""
+    """A fitted learner as a predictor. Quantities that it cannot predict come from physics, with a wide interval."""
 
     def __init__(self, trained: FittedModel) -> None:
         self._trained = trained

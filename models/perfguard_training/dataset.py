@@ -280,9 +280,10 @@ class Fold(NamedTuple):
 
 
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
-    """Splits of ``runs`` by the name of a split. With "family", each family is judged once, by a predictor that has seen none of
-    it. With "gpu", the same holds for each GPU. With "random", one part of ``number`` is judged. This one is only for
-    comparison.
+    """Splits of ``runs`` by the name of a split.
+
+    With "family", each family is judged once, by a predictor that has seen none of it. With "gpu", the same
+    holds for each GPU. With "random", one part of ``number`` is judged. This one is only for comparison.
 
     Raises:
         ValueError: for another name.

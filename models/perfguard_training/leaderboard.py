@@ -230,7 +230,7 @@ def error_of(target: str, predicted: float, measured: float) -> float:
 
 
 class FitScore(NamedTuple):
-    """How well it was said what fits."""
+    """The accuracy of predictions of what fits."""
 
     failed: int
     caught: float
@@ -308,7 +308,7 @@ def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitSc
 
 
 def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
-    """A line that was judged on fewer rows than others of its group says on how many."""
+    """A line that was judged on fewer rows than others of its group has their number."""
     names = [name for name in order if any(predictor == name for _, predictor in cells)]
     text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     for group in sorted({group for group, _ in cells}):

@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _key_of(run: Run) -> tuple[object, ...]:
-    """Tells steps apart, whatever was measured of them."""
+    """Identifies steps, whatever was measured of them."""
     return run.table, run.gpu, run.mode, run.variant, run.structure, run.batch_size
 
 

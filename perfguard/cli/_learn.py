@@ -122,7 +122,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_weights_command(arguments: argparse.Namespace) -> None:
-    """Do what the words say.
+    """Run the command with these arguments.
 
     Raises:
         PerfGuardError: for a log or an id that cannot be used.

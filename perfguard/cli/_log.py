@@ -121,7 +121,7 @@ def _verb(verbs: Any, name: str, help: str) -> argparse.ArgumentParser:
 
 
 def run_log_command(arguments: argparse.Namespace) -> None:
-    """Do what the words say.
+    """Run the command with these arguments.
 
     Raises:
         PerfGuardError: for a log, a folder or an argument that cannot be used.

@@ -89,7 +89,7 @@ def _measured(subject: Subject) -> Measurement:
 
 
 def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
-    """The MIG instance or the MPS share that was asked for."""
+    """The requested MIG instance or MPS share."""
     if arguments.mps is not None:
         if arguments.mig is not None:
             raise ConfigurationError("--mig and --mps exclude each other.")

@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def columns_of(plan: Plan) -> dict[str, str]:
-    """What a row says of its configuration."""
+    """The configuration columns of a row."""
     recipe = plan.recipe
     assert recipe is not None
     return {
@@ -94,7 +94,7 @@ class Journal:
         self._file.close()
 
     def finish(self) -> None:
-        """Put the table in its place, compressed if its name says so."""
+        """Put the table in its place, compressed if its name ends in ``.gz``."""
         with _as_our_errors(self._path):
             self._file.close()
             data = self._partial.read_bytes()

@@ -40,7 +40,7 @@ more from the driver is the last."""
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """What `PYTORCH_CUDA_ALLOC_CONF` says, and what cuBLAS takes from the allocator."""
+    """The settings of `PYTORCH_CUDA_ALLOC_CONF`, and cuBLAS's workspaces."""
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
@@ -211,7 +211,7 @@ class Step(Protocol):
 
 
 class Program(NamedTuple):
-    """What a step asks of the allocator, whatever its sizes: i allocates storage i, ~i frees it if it is there."""
+    """The requests of a step to the allocator, for any sizes: i allocates storage i, ~i frees it if it is there."""
 
     lasting: list[int]
     first: list[int]

@@ -1,8 +1,8 @@
 """Traces that need not be made again.
 
-A study asks for the same network again and again, with another learning rate, batch or image size. Equal structures of equal
-sizes give the graph that was traced before. Other sizes are computed from those that were traced, where that is exact
-(`_template.py`). Everything else is traced, other precisions and optimizers too.
+A study traces the same network many times, with another learning rate, batch or image size. Equal structures of equal sizes give
+the graph that was traced before. Other sizes are computed from those that were traced, where that is exact (`_template.py`).
+Everything else is traced, other precisions and optimizers too.
 """
 
 from __future__ import annotations

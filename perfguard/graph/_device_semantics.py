@@ -1,4 +1,4 @@
-"""While a step is traced, PyTorch's own Python code asks a few questions whose answers on meta are not those of the target."""
+"""Checks in PyTorch's own Python code whose results on meta differ from those on the target, corrected during a trace."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class _Opaque(torch.autograd.Function):
 
 
 def opaque(function: F, *, example_outputs: Callable[..., Any]) -> F:
-    """Return ``function``, made traceable by a description of what it returns.
+    """Return ``function``, made traceable by a description of its outputs.
 
     Use it for custom CUDA extensions without a meta kernel, for numpy or `.item()` inside forward, and for shapes that depend on
     data. On real tensors the function runs as it is. In a trace ``example_outputs`` is called instead. The bytes of its outputs

@@ -248,7 +248,7 @@ class ParametricGraph:
             self._graph(pool[best])
 
     def _gain(self, points: Ints) -> npt.NDArray[np.float64]:
-        """How much a trace of each of ``points`` is expected to teach. Shape: (C,).
+        """The expected information from a trace at each of ``points``. Shape: (C,).
 
         Any new condition of a trace that was different may be the cause, so points with few such conditions come first. A
         condition that was the only new one of such a trace is the cause, and is not tried again.

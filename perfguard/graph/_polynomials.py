@@ -40,7 +40,7 @@ class Polynomials:
 
     @classmethod
     def through(cls, points: Integers, terms: Integers, numbers: Integers) -> Polynomials | None:
-        """The polynomials through as many of the points as determine them; :meth:`agree` says whether they meet the others.
+        """The polynomials through as many of the points as determine them; :meth:`agree` checks whether they meet the others.
 
         Args:
             points: Shape: (C, K).

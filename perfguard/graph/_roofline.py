@@ -40,7 +40,8 @@ def batch_roofline_s(graphs: GraphBatch, device: Device) -> _Floats:
     """Return the seconds of each operator at the device's peak rates, never less than one launch. Shape: (C, N).
 
     On a CPU a convolution computes whole blocks of channels, so it is charged for the lanes that it leaves empty: 17 channels
-    take as long as 32. A decision asks several times, so the answers for each batch are kept; do not write into them.
+    take as long as 32. A decision needs the result several times, so the results for each batch are kept; do not write into
+    them.
     """
     return _kept(_known_times, graphs, device, lambda: _computed(graphs, device))
 

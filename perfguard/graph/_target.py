@@ -1,4 +1,4 @@
-"""What of a device decides which operators PyTorch runs on it."""
+"""The properties of a device that decide which operators PyTorch runs on it."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Template:
         """Terms that would not have shown, and the polynomials that stand in for them."""
 
     def reaches(self, sizes: Sizes) -> bool:
-        """Whether the polynomials say what a trace would say for ``sizes``."""
+        """Whether the polynomials give the same numbers as a trace for ``sizes``."""
         varying = {at for axis in self._axes for at in axis}
         if any(size != mine for at, (size, mine) in enumerate(zip(sizes, self._sizes, strict=True)) if at not in varying):
             return False

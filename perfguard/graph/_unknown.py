@@ -1,4 +1,4 @@
-"""How much wider an interval is for what a graph does not say: opaque operators have bytes, but no arithmetic."""
+"""How much wider an interval is for parts that a graph does not model: opaque operators have bytes, but no arithmetic."""
 
 from __future__ import annotations
 

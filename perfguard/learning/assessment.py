@@ -37,7 +37,7 @@ class LogAssessment:
 def assess_log(
     observations: Sequence[Observation], *, predictor: str = "", config: AssessmentConfig = DEFAULT_CONFIG
 ) -> LogAssessment:
-    """Return what can be believed of ``observations``, the runs of one device from the oldest to the newest.
+    """Return the assessment of ``observations``, the runs of one device from the oldest to the newest.
 
     Args:
         observations: all on one device.

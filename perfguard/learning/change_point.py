@@ -52,7 +52,7 @@ class Shift(NamedTuple):
 def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], list[Drift]]:
     """Return a number for the conditions of each run, from 0, and a drift for each change to conditions that are new.
 
-    A run that does not say its driver, framework or device ran under those of the run before it.
+    A run without a driver, framework or device has those of the run before it.
 
     Args:
         observations: the runs of one device, from the oldest to the newest.

@@ -1,4 +1,4 @@
-"""The settings of what is believed of a log: quarantine, change points, and adaptive conformal intervals."""
+"""The settings of a log's assessment: quarantine, change points, and adaptive conformal intervals."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class AdaptiveConformal:
 
 
 def _scatter(groups: Collection[Sequence[float]]) -> float:
-    """Standard deviation of what is in the groups, by the median distance from the median of each."""
+    """Standard deviation within the groups, from the median distance to the median of each group."""
     middles = map(statistics.median, groups)
     return SIGMA_OF_MAD * statistics.median(
         abs(value - middle) for middle, group in zip(middles, groups, strict=True) for value in group

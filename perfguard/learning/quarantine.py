@@ -165,7 +165,7 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
 
 
 def _too_little(observation: Observation, value: float, target: Target, config: AssessmentConfig) -> str | None:
-    """Why a complete run cannot need so little by the physical bounds; None: it can. With "oom", memory is a lower bound."""
+    """Why a complete run cannot need so little. None: it can. With status "oom" memory is a lower bound."""
     idle = target == "time" and why_impossible(observation, "memory", config=config) is not None
     bound = least_reading(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:

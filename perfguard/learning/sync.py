@@ -33,7 +33,7 @@ class LogSync:
         self._synced: dict[str, str | Device] = {}
 
     def update(self, device: str | Device) -> LogAssessment:
-        """Condition the predictor on the runs of a device (or of all with its id), and return what of them can be believed.
+        """Condition the predictor on the runs of a device (or of all with its id), and return their assessment.
 
         If there are new weights, the predictor is conditioned anew on every device of an earlier call, too.
         """

@@ -81,7 +81,9 @@ class OnlineTrainer:
         min_new: how many new runs a generation needs.
         max_rows: the most runs to learn from.
         seed: seed of the replay and of the training.
-        config: the conditions for a promotion. Raises:
+        config: the conditions for a promotion.
+
+    Raises:
         ConfigurationError: if the predictor cannot be fine-tuned.
     """
 
@@ -113,7 +115,7 @@ class OnlineTrainer:
         """Make one generation, and promote it or reject it; None: there is too little that is new, or too little at all.
 
         Args:
-            may_promote: asked just before a promotion, for instance whether a lease is still held after a long update.
+            may_promote: called just before a promotion, for instance to check that a lease is still held after a long update.
 
         Raises:
             LogError: if the log cannot be used now. Nothing is promoted then.

@@ -33,7 +33,7 @@ class DriverWindow:
         self._probe.start()
 
     def finish(self) -> DriverReading:
-        """Stop, and say what was seen."""
+        """Stop, and return the observations."""
         return self._probe.finish()
 
 

@@ -61,7 +61,7 @@ class Nvml(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaIdentity:
-    """What finds a CUDA device in NVML, whose order of cards is another and knows nothing of CUDA_VISIBLE_DEVICES."""
+    """Identifies a CUDA device in NVML. NVML has another order of cards and ignores CUDA_VISIBLE_DEVICES."""
 
     uuid: str | None
     """Without the prefix."""
@@ -71,7 +71,7 @@ class CudaIdentity:
 
 @dataclass(frozen=True, slots=True)
 class DriverReading:
-    """What the driver told during one run. None: it did not."""
+    """The driver's readings during one run. None: there is none."""
 
     process_peak_bytes: int | None = None
     """Most that a sample showed for this process."""
@@ -145,7 +145,7 @@ class NvmlProbe:
         return self._reading()
 
     def finish(self) -> DriverReading:
-        """Take the last sample and say what was seen."""
+        """Take the last sample and return the readings."""
         self._stop.set()
         if self._sampler is not None:
             self._sampler.join()

@@ -48,4 +48,4 @@ class Probe(Protocol):
         """What was seen so far; the watching goes on."""
 
     def finish(self) -> Reading:
-        """Stop watching and say what was seen. Called once; also without :meth:`start`."""
+        """Stop watching and return the readings. Called once; also without :meth:`start`."""

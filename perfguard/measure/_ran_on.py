@@ -63,9 +63,9 @@ class RanOn:
     def is_a(self, device: Device) -> bool:
         """Return whether readings of this device are readings of ``device``.
 
-        A catalog GPU is told by its name, an instance of MIG also by its profile; a share under MPS is the whole card to the
-        process. A Device that is in no catalog is told by its name, or else by its multiprocessors and its memory, which may be
-        a part of the card's.
+        A catalog GPU is identified by its name, an instance of MIG also by its profile; a share under MPS is the whole card to
+        the process. A Device that is in no catalog is identified by its name, or else by its multiprocessors and its memory,
+        which may be a part of the card's.
         """
         if device.kind == "cpu" or self.kind == "cpu":
             return device.kind == self.kind
@@ -80,7 +80,7 @@ class RanOn:
 
 
 class Cuda(Protocol):
-    """The part of the module ``torch.cuda`` that tells which device is used."""
+    """The part of the module ``torch.cuda`` that shows which device is used."""
 
     def is_initialized(self) -> bool: ...
     def current_device(self) -> int: ...
@@ -91,7 +91,7 @@ class Cuda(Protocol):
 
 
 class CudaUse:
-    """Tells on which CUDA device tensors were made since the start. Never initialises CUDA.
+    """Detects on which CUDA device tensors were made since the start. Never initialises CUDA.
 
     Args:
         cuda: stands in for the module ``torch.cuda``.

@@ -41,8 +41,8 @@ class Run:
 
     :meth:`step` marks a step. If the trial never calls it, every ``optimizer.step()`` of the thread marks one.
 
-    Several runs of one process on the same device cannot be told apart, so their memory and energy are not measured. Runs in
-    several processes are told apart by what NVML counts for each.
+    Several runs of one process on the same device cannot be separated, so their memory and energy are not measured. Runs in
+    several processes are separated by NVML's figures for each process.
 
     Example:
         >>> from perfguard.devices import cpu
@@ -207,7 +207,7 @@ def status_of(error: BaseException | None) -> Status:
     """The status of a run that ended with ``error``.
 
     KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that
-    exits with another code than 0 says itself that it has failed.
+    exits with another code than 0 has failed.
     """
     if error is None:
         return "ok"

@@ -51,13 +51,14 @@ class LatencyConstraint:
         max_latency_ms: milliseconds of one batch.
         max_energy_j: joules of one batch. Where the predictor does not know energy, the power limit of the card times the
             latency must stay below it, which is cautious. A CPU has no known power limit.
-        max_memory: bytes or a text such as "2GiB". None: all that the device has. inputs: one batch, for candidates that are
-        modules. The form is that of :class:`perfguard.Workload`.
+        max_memory: bytes or a text such as "2GiB". None: all that the device has.
+        inputs: one batch, for candidates that are modules. The form is that of :class:`perfguard.Workload`.
         risk: the chance to break a limit up to which a candidate passes, in (0, 1). With the default, one half, the median
             decides. Most candidates of a search are near the limit, and the winner is measured in the end.
         predictor: its name, or the object itself.
 
-    .. note:: Build modules inside ``torch.device("meta")``. It costs no memory, and equal structures are traced once. In an
+    .. note::
+        Build modules inside ``torch.device("meta")``. It costs no memory, and equal structures are traced once. In an
         ``nn.Sequential`` each distinct block is traced once for all candidates.
     """
 
@@ -104,7 +105,7 @@ class LatencyConstraint:
         return self.verdict_on(self.predict(model))
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
-        """The same for what :meth:`predict` said."""
+        """The same for a prediction of :meth:`predict`."""
         bounded = prediction
         if self.budget.energy_j is not None:
             bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
@@ -121,7 +122,7 @@ class LatencyConstraint:
         return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
-        """What :meth:`predict` says of each of ``graphs``."""
+        """The result of :meth:`predict` for each of ``graphs``."""
         if isinstance(self.predictor, BatchPredictor):
             predictions = self.predictor.predict_all(graphs, self.device)
         else:

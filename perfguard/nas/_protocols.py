@@ -1,4 +1,4 @@
-"""What a search asks of a tuner's trial, and what a space of candidates asks of its constraint."""
+"""The interfaces of a tuner's trial for a search, and of a constraint for a space of candidates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Constraint(Protocol):
         """Return what one inference of ``model`` costs."""
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
-        """Return what :meth:`predict` says of each of ``graphs``."""
+        """Return the result of :meth:`predict` for each of ``graphs``."""
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
         """Return the verdict on a candidate by its prediction."""
@@ -38,7 +38,7 @@ class Constraint(Protocol):
 
 
 def constrain(trial: ConstrainedTrial, verdict: Verdict) -> Verdict:
-    """Tell the sampler of ``trial`` how far it is from each limit, and return ``verdict``."""
+    """Report to the sampler of ``trial`` how far it is from each limit, and return ``verdict``."""
     for quantity, margin in verdict.margins.items():
         trial.set_constraint(f"perfguard:{quantity}", margin)
     return verdict

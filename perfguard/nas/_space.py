@@ -35,9 +35,9 @@ class ElasticSpace:
     `perfguard/graph/_parametric.py` has the rule. ``num_traces`` counts all traces. If no candidate can be computed,
     ``why_traced`` has the reason.
 
-    .. note:: ``build`` must depend on nothing but its arguments. A network may take another branch at a few widths. The space
-        notices branches that depend on how two sizes compare, or on a remainder by 16. It does not notice others, such as ``a ==
-        2 * b``.
+    .. note::
+        ``build`` must depend on nothing but its arguments. A network may take another branch at a few widths. The space notices
+        branches that depend on how two sizes compare, or on a remainder by 16. It does not notice others (``a == 2 * b``).
     """
 
     def __init__(self, constraint: Constraint, build: Callable[..., Network], widths: Mapping[str, Iterable[int]]) -> None:

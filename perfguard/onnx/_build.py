@@ -329,7 +329,7 @@ class _Builder:
         )
 
     def _dies(self, found: _Value, name: str, output: str) -> bool:
-        """Whether nobody reads what is in this storage after the operator that runs now, and the result fits into it."""
+        """Whether no later operator reads this storage, and the result fits into it."""
         if self._births[found.storage] < 0 or self._types.get(name) != self._types.get(output):
             return False
         return found.num_bytes == self._bytes[found.storage] and not self._readers_of[found.storage]

@@ -65,7 +65,7 @@ class _Fuser:
         return [placed.get(index, node) for index, node in enumerate(self._nodes) if index not in self._gone]
 
     def _can_go(self, indices: set[int], anchor: int) -> bool:
-        """Whether nobody but each other and ``anchor`` reads what the operators at ``indices`` make."""
+        """Whether only the operators at ``indices`` themselves and ``anchor`` read their outputs."""
         inside = indices | {anchor}
         return not indices & self._gone and all(
             name not in self._kept

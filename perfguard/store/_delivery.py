@@ -114,8 +114,9 @@ class Delivery:
             self._merge_own_spools()
 
     def _merge_own_spools(self) -> None:
-        """Merge the spool files of this store into one. If the process dies in between, old and new files are delivered, each
-        row once.
+        """Merge the spool files of this store into one.
+
+        If the process dies in between, old and new files are delivered, each row once.
         """
         if self._log.spool_base is None or len(self._own_spools) < 2:
             return

@@ -64,8 +64,8 @@ def export_log(
     Args:
         store: an open log.
         folder: where to.
-        selection: only these decisions, with the rows that belong to them. Weights belong to no decision. None: all. format:
-        "csv", or "parquet", which needs pyarrow.
+        selection: only these decisions, with the rows that belong to them. Weights belong to no decision. None: all.
+        format: "csv", or "parquet", which needs pyarrow.
         anonymize: strip all that could identify a person or a project. Stripped are names of studies and hosts, ids of trials,
             hyperparameters, reasons and notes, and metrics of weights. In graphs, module paths and the names of custom operators
             are stripped. What stays is in docs/log.md.

@@ -77,9 +77,7 @@ class Log:
         self._ready = False
 
     def pause_after(self, begun_s: float) -> None:
-        """Pause after a failed attempt that began at ``begun_s``. An attempt that failed at once costs nothing and may be
-        repeated.
-        """
+        """Pause after an attempt that began at ``begun_s`` and failed. One that failed at once may be repeated."""
         waited_s = time.monotonic() - begun_s
         self._retry_at_s = time.monotonic() + _PATIENCE * waited_s if waited_s > _LONG_S else 0.0
 
@@ -246,7 +244,7 @@ def unusable(name: str, reason: object) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What the driver said, on one line, without SQLAlchemy's statement and link."""
+    """The driver's error message on one line, without SQLAlchemy's statement and link."""
     return " ".join(str(getattr(error, "orig", None) or error).split())
 
 

@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 5000
 
 
 def prune(transaction: Callable[[], AbstractContextManager[Connection]], selection: Selection, keep_newest: int | None) -> int:
-    """Remove what :meth:`MeasurementStore.prune` says, in small transactions, and return how many decisions that were."""
+    """Remove rows as in :meth:`MeasurementStore.prune`, in small transactions, and return how many decisions were removed."""
     with transaction() as connection:
         cutoff_ns = _cutoff_ns(connection, selection, keep_newest)
     num_removed = 0

@@ -342,8 +342,9 @@ class MeasurementStore(WeightsRegistry):
 
     @property
     def url(self) -> str | None:
-        """The URL with which another process can open the same log, with its password. None: the log is in this process's
-        memory.
+        """The URL with which another process can open the same log, with its password.
+
+        None: the log is in this process's memory.
         """
         return None if self._log.in_memory else self._log.url.render_as_string(hide_password=False)
 
