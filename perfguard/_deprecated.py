@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_MISSING = object()
+
 
 def moved(old: str, new: str, renamed: Mapping[str, str] | None = None) -> Callable[[str], Any]:
     """Return a module's ``__getattr__`` (PEP 562) that finds a name of the module ``old`` in ``new``, and warns.
@@ -21,7 +23,9 @@ def moved(old: str, new: str, renamed: Mapping[str, str] | None = None) -> Calla
         if name.startswith("__"):
             raise AttributeError(name)
         present = (renamed or {}).get(name, name)
-        value = getattr(importlib.import_module(new), present)
+        value = getattr(importlib.import_module(new), present, _MISSING)
+        if value is _MISSING:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
         message = f"{old}.{name} is deprecated and goes in the next version. Import {present} from {new} instead."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return value

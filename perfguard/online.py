@@ -2,4 +2,4 @@
 
 from perfguard._deprecated import moved
 
-__getattr__ = moved("perfguard.online", "perfguard.learning", {"Lessons": "LogSync", "LearnerProcess": "FineTuneProcess"})
+__getattr__ = moved("perfguard.online", "perfguard.learning", {"LearnerProcess": "FineTuneProcess"})

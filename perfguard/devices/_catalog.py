@@ -91,7 +91,9 @@ def is_short_for(name: str, device: Device) -> bool:
     if words is not None and set(words) <= set(re.split("[-:]", device.id)):
         return True
     named, nvml_names = look_up(name), _nvml_names()
-    return named is not None and device.id in nvml_names and nvml_names[named.id] == nvml_names[device.id]
+    if named is None or nvml_names.get(device.id) != nvml_names[named.id]:
+        return False
+    return is_alias(name) or _key(name) == _key(nvml_names[named.id])
 
 
 def same_name(one: str, other: str) -> bool:

@@ -37,7 +37,7 @@ _ONE, _ZERO = -1, -2
 def sizes_in(value: Any) -> tuple[int, ...]:
     """The sizes in an attribute. A flag or a name is none, nor is a tuple of names as that of a fused kernel."""
     if isinstance(value, tuple):
-        return () if any(isinstance(item, str) for item in value) else value
+        return value if all(isinstance(item, int) and not isinstance(item, bool) for item in value) else ()
     return (value,) if type(value) is int else ()
 
 
@@ -85,7 +85,8 @@ def skeleton_key(graph: OpGraph) -> Hashable:
 
 def attributes_key(attributes: Mapping[str, Any]) -> Hashable:
     """All of the attributes but their sizes."""
-    return tuple((key, len(sizes) if (sizes := sizes_in(value)) else value) for key, value in attributes.items())
+    lengths = {key: len(sizes_in(value)) for key, value in attributes.items()}
+    return tuple((key, "sizes", lengths[key]) if lengths[key] else (key, type(value), value) for key, value in attributes.items())
 
 
 class SizeLayout:
@@ -159,11 +160,11 @@ class GraphBatch:
         return len(self._sizes)
 
     @overload
-    def __getitem__(self, at: int) -> OpGraph: ...
+    def __getitem__(self, at: int | np.integer[Any]) -> OpGraph: ...
     @overload
     def __getitem__(self, at: slice | npt.NDArray[Any]) -> GraphBatch: ...
-    def __getitem__(self, at: int | slice | npt.NDArray[Any]) -> OpGraph | GraphBatch:
-        if isinstance(at, int):
+    def __getitem__(self, at: int | np.integer[Any] | slice | npt.NDArray[Any]) -> OpGraph | GraphBatch:
+        if isinstance(at, (int, np.integer)):
             row = self._sizes[at]
             return self.skeleton.with_sizes(row if self._columns is None else row[self._columns])
         return GraphBatch(self.skeleton, self._sizes[at], self._columns)

@@ -54,9 +54,11 @@ def _kept(
     known: WeakKeyDictionary[_K, dict[str, tuple[Device, _Floats]]], key: _K, device: Device, make: Callable[[], _Floats]
 ) -> _Floats:
     by_device = known.setdefault(key, {})
-    if device.id not in by_device or by_device[device.id][0] is not device:
-        by_device[device.id] = device, make()
-    return by_device[device.id][1]
+    of, computed = by_device.get(device.id, (None, None))
+    if of is not device or computed is None:  # local, since another thread may store another device of this id
+        computed = make()
+        by_device[device.id] = device, computed
+    return computed
 
 
 def _computed(graphs: GraphBatch, device: Device) -> _Floats:

@@ -69,6 +69,8 @@ class OpGraph:
         """
         if sizes.dtype == object and max(sizes.tolist(), default=0) < LARGEST:
             sizes = sizes.astype(np.int64)
+        sizes = sizes.copy()
+        sizes.setflags(write=False)
         graph = object.__new__(OpGraph)
         graph.__dict__.update({name: getattr(self, name) for name in _SETTINGS}, _skeleton=self.skeleton, sizes=sizes)
         return graph

@@ -53,7 +53,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
     [
         ("perfguard.packing.Job", "perfguard_packing.Job"),
         ("perfguard.evidence.weigh", "perfguard.learning.assess_log"),
-        ("perfguard.online.Lessons", "perfguard.learning.LogSync"),
+        ("perfguard.online.LearnerProcess", "perfguard.learning.FineTuneProcess"),
         ("perfguard.online.OnlineTrainer", "perfguard.learning.OnlineTrainer"),
     ],
 )

@@ -158,7 +158,10 @@ def test_namesakes_are_told_apart_by_their_memory() -> None:
     name = "NVIDIA GeForce RTX 3080"
     found = [look_up(name), look_up(name, 10 * 2**30), look_up(name, 12 * 2**30), look_up("rtx3080-12gb")]
     assert [device and device.id for device in found] == ["rtx3080", "rtx3080", "rtx3080-12gb", "rtx3080-12gb"]
-    assert is_short_for("RTX 3080", catalog()["rtx3080-12gb"])
+    assert is_short_for("NVIDIA GeForce RTX 3080", catalog()["rtx3080-12gb"])
+    assert is_short_for("3080", catalog()["rtx3080-12gb"])
+    assert not is_short_for("rtx3080-12gb", catalog()["rtx3080"]), "who names a size means it"
+    assert not is_short_for("rtx3060-8gb", catalog()["rtx3060"])
     assert not is_short_for("RTX 3080", catalog()["rtx3080ti"])
 
 
