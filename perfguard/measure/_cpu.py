@@ -82,7 +82,7 @@ class PeakResidentSet:
         global _settled_bytes
         process = psutil.Process()
         _trim_heap()
-        if process.memory_info().rss > _settled_bytes + _LEFTOVERS_BYTES:
+        if abs(process.memory_info().rss - _settled_bytes) > _LEFTOVERS_BYTES:
             gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
             _trim_heap()
             _settled_bytes = process.memory_info().rss

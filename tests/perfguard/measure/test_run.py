@@ -169,6 +169,28 @@ def test_what_an_earlier_run_held_does_not_count(device: Device, method: str) ->
     del kept
 
 
+@pytest.mark.usefixtures("method")
+def test_garbage_before_a_run_is_not_subtracted(device: Device) -> None:
+    """Garbage that is collected within a run hides the run's own growth, also where the process has shrunk since the last run."""
+    gc.disable()
+    try:
+        large = torch.ones(100 * MB)
+        with Run(device):
+            pass
+        del large
+        cycle: dict[str, object] = {"tensor": torch.ones(25 * MB)}
+        cycle["itself"] = cycle
+        del cycle
+        with Run(device) as run:
+            gc.collect()
+            tensor = torch.ones(10 * MB)
+            time.sleep(0.1)
+            del tensor
+    finally:
+        gc.enable()
+    assert measured(run).peak_memory_bytes == pytest.approx(40 * MB, rel=0.2)
+
+
 def test_the_sampling_thread_ends_with_the_run(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
     with Run(device):
