@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from perfguard.graph import GraphBatch, batch_roofline_s
-from perfguard.predictor import Estimate, Prediction
+from perfguard.predictor import SIGMA_OF_MAD, Estimate, Prediction
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -126,7 +126,7 @@ def _with(prediction: Prediction, step_time: Estimate | None) -> Prediction:
 
 def robust_spread(errors: Sequence[float]) -> float:
     """The standard deviation of errors around zero, by their median: one absurd reading does not speak for all."""
-    return float(np.median(np.abs(errors))) * 1.4826
+    return SIGMA_OF_MAD * float(np.median(np.abs(errors)))
 
 
 def _fitted(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -26,6 +26,8 @@ COVERAGE = 0.9
 """Of the intervals that are spoken of."""
 HALF_INTERVAL = 1.6448536269514722
 """Half of the width of that central interval, in standard deviations of a normal distribution."""
+SIGMA_OF_MAD = 1.4826
+"""The standard deviation of a normal variable, as a multiple of its median absolute deviation (MAD)."""
 MOST_WIDENED = math.log(10.0)
 """No end of an interval is moved by more than a factor of ten, however badly the predictor does: see `widened_log_sigma`."""
 _NORMAL = NormalDist()

@@ -9,7 +9,7 @@ import io
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -133,7 +133,6 @@ class GuardSummary(ABC):
             pruned_for: for each pruned trial the limit that it would break. None: unknown.
             own: the fields of the integration's own summary.
         """
-        saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
         counts: dict[str, Any] = {
             "num_launched": len(launched),
             "num_repaired": sum(record.verdict == "repair" for record in launched),
@@ -142,7 +141,7 @@ class GuardSummary(ABC):
             "num_measured": len(measured),
             "num_violations": sum(record.violates for record in measured) if measured else None,
             "num_crashes_avoided": sum(record.fails_at_once for record in pruned),
-            "saved_s": sum(saved) if saved else None,
+            "saved_s": total_saved_s(pruned),
         }
         return cls(**counts | own)
 
@@ -184,6 +183,12 @@ class GuardSummary(ABC):
         yield self.table()
 
 
+def total_saved_s(pruned: Iterable[TrialRecord]) -> float | None:
+    """Return the predicted seconds that the pruned trials did not take; None if none of them has any."""
+    saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
+    return sum(saved) if saved else None
+
+
 def mean_error(record: TrialRecord) -> float | None:
     """Return the mean error of peak memory and trial time; None if neither was both predicted and measured."""
     errors = [error for quantity in ("memory", "time") if (error := record.prediction_error(quantity)) is not None]
@@ -204,4 +209,4 @@ def as_text(table: Table) -> str:
     return text.getvalue().rstrip()
 
 
-__all__ = ["QUANTITIES", "GuardSummary", "TrialRecord", "as_text", "mean_error", "time_in_words"]
+__all__ = ["QUANTITIES", "GuardSummary", "TrialRecord", "as_text", "mean_error", "time_in_words", "total_saved_s"]

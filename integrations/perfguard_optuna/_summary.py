@@ -14,7 +14,7 @@ from rich.table import Table
 
 from perfguard.budget import NOUNS
 from perfguard.quantities import format_quantity, format_seconds
-from perfguard.summary import GuardSummary, TrialRecord, mean_error, time_in_words
+from perfguard.summary import GuardSummary, TrialRecord, mean_error, time_in_words, total_saved_s
 from perfguard_optuna._attributes import record_of
 
 _FIRST, _LAST = 5, 10
@@ -101,13 +101,12 @@ def skipped_table(study: optuna.Study, *, max_rows: int = 20) -> Table:
         max_rows: how many trials to show, the latest ones; the total counts all.
     """
     pruned = [record for record in records_of(study) if record.verdict == "prune"]
-    saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
     table = Table(title=f"{len(pruned)} trials pruned before launch", show_footer=bool(pruned))
     table.add_column("trial", justify="right", footer="all")
     table.add_column("over")
     table.add_column("predicted (90% interval)")
     table.add_column("budget", justify="right")
-    table.add_column("time saved\n(predicted)", justify="right", footer=time_in_words(sum(saved) if saved else None))
+    table.add_column("time saved\n(predicted)", justify="right", footer=time_in_words(total_saved_s(pruned)))
     shown = pruned[-max_rows:] if max_rows > 0 else []
     if len(shown) < len(pruned):
         table.add_row("…", f"{len(pruned) - len(shown)} earlier ones")

@@ -26,7 +26,7 @@ import torch
 
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, StorageKind, unknown_operators, unknown_span
-from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction, Target
+from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.backends import (
     UNTRAINED_LOG_SIGMA,
     Backend,
@@ -450,7 +450,7 @@ def _pooled(lessons: dict[Target, list[FineTuneRow]]) -> dict[Target, FineTuneRo
 def _middle_of(values: Sequence[float]) -> tuple[float, float]:
     """Median, and the standard deviation by the median distance from it: one odd trial does not count."""
     median = statistics.median(values)
-    return median, statistics.median(abs(value - median) for value in values) * 1.4826
+    return median, SIGMA_OF_MAD * statistics.median(abs(value - median) for value in values)
 
 
 def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:

@@ -51,6 +51,8 @@ from typing import NamedTuple
 
 import torch
 
+from perfguard.predictor import SIGMA_OF_MAD
+
 _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
 _SWEEPS, _SWEEP = 6, 0.5
@@ -59,8 +61,6 @@ _MOST_UNLIKELY = 15.0
 """Nats that moving a known machine costs at the most; a run that it explains brings three or four."""
 _MOST_OF_A_BOUND = 4.0
 """Nats that one of them may count."""
-_MAD_OF_NORMAL = 1.4826
-"""A normal variable's standard deviation, in median distances from its median."""
 _OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
 """Share of the constant factor's variance that a change of conditions draws anew; on a GPU that the predictor was fitted to, less
 is left to the machine."""
@@ -418,7 +418,7 @@ def _believed(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> to
     if several.any():
         readings = torch.where(same[several], own, math.nan)
         median = readings.nanquantile(0.5, dim=1, keepdim=True)
-        scatter = _MAD_OF_NORMAL * (readings - median).abs().nanquantile(0.5, dim=1)
+        scatter = SIGMA_OF_MAD * (readings - median).abs().nanquantile(0.5, dim=1)
         apart2 = (own[several] - median[:, 0]).square() / torch.maximum(noise2[several], scatter.square())
         believed[several] = ((_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + apart2)).clamp_max(1.0)
     return believed

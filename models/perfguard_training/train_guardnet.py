@@ -25,7 +25,7 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 
-from perfguard.predictor import Observation
+from perfguard.predictor import SIGMA_OF_MAD, Observation
 from perfguard_models.features.graph import FEATURE_VERSION, featurize
 from perfguard_models.graph_network import GuardNetwork
 from perfguard_models.residual import ResidualPrior, learnt, under_equal_conditions
@@ -140,7 +140,7 @@ def fit_prior(residuals: Sequence[Residuals], target: str) -> ResidualPrior:
     likelihood and must not be made vague by them.
     """
     everything = torch.cat([family.error[target] for family in residuals])
-    spread = float((everything - everything.median()).abs().median()) * 1.4826
+    spread = SIGMA_OF_MAD * float((everything - everything.median()).abs().median())
     log_scales = (
         torch.tensor([0.3, 0.3, 0.5, 1.0, 0.5], dtype=torch.float64)
         .mul(torch.tensor([spread, spread, spread, 1.0, spread], dtype=torch.float64))

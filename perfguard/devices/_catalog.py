@@ -79,7 +79,7 @@ def find(name: str) -> Device:
 
 def is_alias(name: str) -> bool:
     """Return whether ``name`` is a short name, which may fit several cards."""
-    return any(_key(alias) == _key(name) for alias in aliases())
+    return _alias(name) is not None
 
 
 def is_short_for(name: str, device: Device) -> bool:
@@ -87,18 +87,23 @@ def is_short_for(name: str, device: Device) -> bool:
 
     The alias "a100" fits every A100. A name that the driver gives to cards of several sizes fits each size.
     """
-    words = next((alias.split("-") for alias in aliases() if _key(alias) == _key(name)), None)
-    if words is not None and set(words) <= set(re.split("[-:]", device.id)):
+    alias = _alias(name)
+    if alias is not None and set(alias.split("-")) <= set(re.split("[-:]", device.id)):
         return True
     named, nvml_names = look_up(name), _nvml_names()
     if named is None or nvml_names.get(device.id) != nvml_names[named.id]:
         return False
-    return is_alias(name) or _key(name) == _key(nvml_names[named.id])
+    return alias is not None or _key(name) == _key(nvml_names[named.id])
 
 
 def same_name(one: str, other: str) -> bool:
     """Return whether two names are the same but for case, spaces, hyphens and a leading brand."""
     return _key(one) == _key(other)
+
+
+def _alias(name: str) -> str | None:
+    """The alias that ``name`` is, as the catalog spells it."""
+    return next((alias for alias in aliases() if _key(alias) == _key(name)), None)
 
 
 def _key(name: str) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._op import Op, Storage, StorageKind
+from perfguard.graph._polynomials import LARGEST
 from perfguard.graph._quick_replay import reserved_bytes_of
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[Any]
 """int64, or Python's integers where these would not fit."""
-LARGEST = 2**62
-"""Sizes, and their sums, from which on Python's own integers are used."""
 _NUM_COSTS = 3
 """FLOPs, bytes read and bytes written: what every operator has before its other sizes."""
 _ONE, _ZERO = -1, -2
@@ -76,14 +75,14 @@ def _value_with_sizes(value: Any, rest: Iterator[int]) -> Any:
 def skeleton_key(graph: OpGraph) -> Hashable:
     """All of ``graph`` but its sizes: equal for graphs that can be in one batch."""
     ops = tuple(
-        (op.name, op.kind, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, attributes_key(op.attributes))
+        (op.name, op.kind, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, _attributes_key(op.attributes))
         for op in graph.ops
     )
     settings = graph.mode, graph.precision, graph.layout, graph.options, graph.unmodelled
     return ops, tuple(storage[1:] for storage in graph.storages), settings
 
 
-def attributes_key(attributes: Mapping[str, Any]) -> Hashable:
+def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
     """All of the attributes but their sizes."""
     lengths = {key: len(sizes_in(value)) for key, value in attributes.items()}
     return tuple((key, "sizes", lengths[key]) if lengths[key] else (key, type(value), value) for key, value in attributes.items())

@@ -29,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
-from perfguard.graph._graph_batch import LARGEST, GraphBatch, SizeLayout, filled, sizes_of
+from perfguard.graph._graph_batch import GraphBatch, SizeLayout, filled, sizes_of
 from perfguard.graph._op import Op, Phase, Storage, StorageKind
+from perfguard.graph._polynomials import LARGEST
 
 if TYPE_CHECKING:
     import os

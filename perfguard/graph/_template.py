@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph._graph_batch import attributes_key
+from perfguard.graph._graph_batch import skeleton_key
 from perfguard.graph._polynomials import Polynomials, distinct, monomials
 from perfguard.graph._schema import OpGraph
 
@@ -49,12 +49,7 @@ class Sample:
     @cached_property
     def form(self) -> Hashable:
         """All of the step but its numbers."""
-        graph = self.graph
-        ops = tuple(
-            (op.name, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, attributes_key(op.attributes))
-            for op in graph.ops
-        )
-        return ops, tuple(storage[1:] for storage in graph.storages), graph.unmodelled
+        return skeleton_key(self.graph)
 
 
 def templates_through(samples: Mapping[Sizes, Sample]) -> list[Template]:

@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from perfguard.learning.config import DEFAULT_CONFIG, AssessmentConfig
-from perfguard.learning.residuals import NOUNS, SIGMA_OF_MAD, residual_of
-from perfguard.predictor import Observation, Target
+from perfguard.learning.residuals import NOUNS, residual_of
+from perfguard.predictor import SIGMA_OF_MAD, Observation, Target
 from perfguard.quantities import format_bytes
 
 

@@ -27,8 +27,8 @@ from collections.abc import Collection, Hashable, Sequence
 
 from perfguard.learning.change_point import Shift
 from perfguard.learning.config import DEFAULT_CONFIG, AssessmentConfig
-from perfguard.learning.residuals import SIGMA_OF_MAD, residual_of, step_type, unwidened_log_sigma
-from perfguard.predictor import COVERAGE, HALF_INTERVAL, MOST_WIDENED, Observation, Target, widened_log_sigma
+from perfguard.learning.residuals import residual_of, step_type, unwidened_log_sigma
+from perfguard.predictor import COVERAGE, HALF_INTERVAL, MOST_WIDENED, SIGMA_OF_MAD, Observation, Target, widened_log_sigma
 
 
 class AdaptiveConformal:

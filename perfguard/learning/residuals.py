@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from perfguard.graph import OpGraph
 
 NOUNS: dict[Target, str] = {"memory": "peaks of memory", "time": "step times"}
-SIGMA_OF_MAD = 1.4826
-"""Standard deviation of a normal variable, in median distances from its median."""
 
 
 def residual_of(observation: Observation, target: Target) -> float | None:
