@@ -534,6 +534,8 @@ class Guard:
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
         reasons = {misfit.reason for misfit in after.misfits}
         for found in after.quarantined:
+            if self.device.kind == "cpu" and found.target == "memory":
+                continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
             if found.observation.decision_id not in refused and found.reason not in reasons:
                 message = (
                     f"A reading is not believed and not learnt (said once): {found.reason}. Check that `build` describes what "

@@ -23,7 +23,7 @@ from torch import nn
 
 from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
-from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer
+from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer, assess_log
 from perfguard.store import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
@@ -225,6 +225,23 @@ def test_guard_warns_of_drift_and_quarantine() -> None:
         launch("torch 2.14", 1.0)
     with pytest.warns(MeasurementWarning, match="not believed"):
         launch("torch 2.14", 5000.0)
+    guard.log.close()
+
+
+@pytest.mark.filterwarnings("error::perfguard.exceptions.MeasurementWarning")
+def test_small_reading_on_cpu_is_quarantined_quietly() -> None:
+    """An allocator that reuses what the process holds reads too little in honest runs, too."""
+    guard = Guard(CPU, log=False)
+    workload = Workload(nn.Linear(1024, 1024), (64, 1024), loss=torch.mean, optimizer=torch.optim.Adam)
+    for memory in (2**24, 2**19):  # gradients and states are 12 MiB
+        decision = guard.decide(lambda: workload)
+        prediction = decision.verdict.prediction
+        assert isinstance(prediction, Prediction)
+        guard.learn(decision, measurement(memory, prediction.step_time.median, "torch 2.13"))
+    found = assess_log(guard.log.observations("cpu")).quarantined
+    assert [(quarantined.target, quarantined.observation.measurement.peak_memory_bytes) for quarantined in found] == [
+        ("memory", 2**19)
+    ]
     guard.log.close()
 
 
