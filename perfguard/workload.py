@@ -134,12 +134,13 @@ class Workload:
 
 def _tf32_switches() -> Tf32:
     """What PyTorch's switches say now. Reading an old one raises where a new one was set, so the new ones come first."""
-    from torch import backends
+    import torch
 
+    cudnn: Any = torch.backends.cudnn
     try:
-        products, convolutions = backends.cuda.matmul.fp32_precision == "tf32", backends.cudnn.conv.fp32_precision == "tf32"
+        products, convolutions = torch.backends.cuda.matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
     except AttributeError:  # before PyTorch 2.9
-        products, convolutions = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        products, convolutions = torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32
     return "on" if products else "default" if convolutions else "off"
 
 
