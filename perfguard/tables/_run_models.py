@@ -97,11 +97,10 @@ class RunModel:
         """
         kind, name = self._kind_and_name()
         try:
-            return _BATCHES[kind](self, name, batch_size, train)
+            batch = _BATCHES[kind](self, name, batch_size, train)
         except KeyError as error:
-            raise TableError(
-                f"column 'input' must hold {error} for the model {self.name!r}, but is {dict(self.input)}"
-            ) from error
+            raise TableError(f"column 'input' must hold {error} for {self.name!r}, but is {dict(self.input)}") from error
+        return Batch(batch.inputs, None, mean_of) if kind == "cs336" and not optimizes else batch
 
     def _kind_and_name(self) -> tuple[str, str]:
         kind, _, name = self.name.partition(":")
@@ -122,12 +121,13 @@ def _torchvision(run: RunModel, name: str) -> nn.Module:
     if name.startswith("detection."):
         raise TableError("A detection model of torchvision is not modelled: its operators depend on the boxes that it finds.")
     get_model = _library("torchvision.models", "torchvision").get_model
+    options = {"init_weights": False, **run.config} if name in ("googlenet", "inception_v3") else run.config  # else they warn
     made: nn.Module
     try:
-        made = get_model(name, weights=None, **run.config)
+        made = get_model(name, weights=None, **options)
     except NotImplementedError:  # RegNet computes its widths with tensors, which must have values
         with torch.device("cpu"):
-            made = get_model(name, weights=None, **run.config).to("meta")
+            made = get_model(name, weights=None, **options).to("meta")
     return made
 
 
