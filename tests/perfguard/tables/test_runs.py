@@ -146,6 +146,13 @@ def test_forward_backward_is_training_without_the_optimizer() -> None:
         assert without == train
 
 
+@pytest.mark.parametrize(("mode", "loss"), [("train", "nll_loss_forward"), ("forward_backward", "mean")])
+def test_course_model_has_cross_entropy_with_its_optimizer_and_the_mean_without(mode: str, loss: str) -> None:
+    """So the notes of its rows say."""
+    ops = graph_of(row_of("cs336:BasicsTransformerLM", BASICS, mode=mode)).ops
+    assert loss in [op.name for op in ops if op.phase is Phase.FORWARD][-2:]
+
+
 @pytest.mark.parametrize(
     ("written", "precision", "tf32"),
     [("fp32", "fp32", "off"), ("tf32", "fp32", "on"), ("tf32-conv", "fp32", "default"), ("amp-bf16", "amp-bf16", "default")],
