@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Mode = Literal["train", "infer"]
 Precision = Literal["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
 Layout = Literal["nchw", "nhwc"]
+Tf32 = Literal["default", "on", "off"]
+"""Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,14 @@ class Workload:
     """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, and no trial time is predicted."""
     steps_per_epoch: int | None = None
     """Optimizer steps of an epoch. None: unknown, and no time of an epoch is predicted."""
+    tf32: Tf32 | None = None
+    """Where fp32 is computed in TF32, on GPUs that have it. "default": in convolutions and recurrent layers, as PyTorch begins.
+    "on": in matrix products too. "off": nowhere. None: as PyTorch's own switches are set when the workload is made."""
 
     def __post_init__(self) -> None:
-        for name, literal in (("mode", Mode), ("precision", Precision), ("layout", Layout)):
+        if self.tf32 is None:
+            object.__setattr__(self, "tf32", _tf32_switches())
+        for name, literal in (("mode", Mode), ("precision", Precision), ("tf32", Tf32), ("layout", Layout)):
             if getattr(self, name) not in get_args(literal):
                 allowed = ", ".join(get_args(literal))
                 raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {getattr(self, name)!r}.")
@@ -118,8 +125,23 @@ class Workload:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the switches that are on, of those that change the cost of a step."""
-        return tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
+        """Names of the switches that are on, of those that change the cost of a step; "tf32" or "no-tf32" beside them."""
+        switches = tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
+        if self.precision != "fp32" or self.tf32 == "default":
+            return switches
+        return (*switches, "tf32" if self.tf32 == "on" else "no-tf32")
+
+
+def _tf32_switches() -> Tf32:
+    """What PyTorch's switches say now. Reading an old one raises where a new one was set, so the new ones come first."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    try:
+        products, convolutions = torch.backends.cuda.matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    except AttributeError:  # before PyTorch 2.9
+        products, convolutions = torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32
+    return "on" if products else "default" if convolutions else "off"
 
 
 Build = Callable[[Mapping[str, Any]], Workload]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perfguard._predict import graph_of, most_energy
-from perfguard.devices import Device, mig_instance, mig_profiles, mps_share, resolve_device, smallest_profile
+from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import BuildError, ConfigurationError
 from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
 from perfguard.measure import Measurement
@@ -96,11 +96,7 @@ def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
         return mps_share(device, arguments.mps)
     if arguments.mig in (None, "auto"):
         return device
-    profiles = {profile.name: profile for profile in mig_profiles(device)}
-    if arguments.mig not in profiles:
-        known = ", ".join(profiles) or "none"
-        raise ConfigurationError(f"{device.name} has no MIG profile {arguments.mig!r}. It has: {known}.")
-    return mig_instance(device, profiles[arguments.mig])
+    return mig_instance(device, mig_profile(device, arguments.mig))
 
 
 def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:

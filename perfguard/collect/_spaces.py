@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from perfguard.tables._networks import ARCHITECTURES, EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
-from perfguard.tables._recipe import Recipe, Space, Tf32
-from perfguard.workload import Layout, Mode, Precision
+from perfguard.tables._recipe import Recipe, Space
+from perfguard.workload import Layout, Mode, Precision, Tf32
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from perfguard.devices._catalog import catalog
 from perfguard.devices._cpu import cpu, cpu_name
 from perfguard.devices._detect import detect_gpu, resolve_device, visible_gpu
-from perfguard.devices._mig import MigProfile, mig_profiles, smallest_profile
+from perfguard.devices._mig import MigProfile, mig_profile, mig_profiles, smallest_profile
 from perfguard.devices._partition import mig_instance, mps_share
 from perfguard.devices._spec import Device
 
@@ -15,6 +15,7 @@ __all__ = [
     "cpu_name",
     "detect_gpu",
     "mig_instance",
+    "mig_profile",
     "mig_profiles",
     "mps_share",
     "resolve_device",

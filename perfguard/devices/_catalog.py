@@ -11,6 +11,8 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
+from perfguard.devices._mig import mig_profile
+from perfguard.devices._partition import mig_instance
 from perfguard.devices._spec import Device
 from perfguard.exceptions import UnknownDeviceError
 
@@ -45,12 +47,15 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
     """The GPU with this id, alias or NVML name; None if the catalog has none.
 
     Case, spaces, underscores and hyphens do not matter, nor a leading brand: "RTX 3090", "rtx-3090" and "NVIDIA GeForce RTX
-    3090" are the same card.
+    3090" are the same card. "a100-sxm-80gb/3g.40gb" is the MIG instance of that card, as is its id, "a100-sxm-80gb:3g.40gb".
 
     Args:
         name: as people or the driver write it.
         memory_bytes: the card's memory. It tells cards with the same NVML name apart: the RTX 3080 is sold with 10 and 12 GB.
     """
+    card, _, profile = name.replace("/", ":").partition(":")
+    if profile:
+        return _instance(card, profile)
     device = _by_key().get(_key(name))
     if device is None or memory_bytes is None:
         return device
@@ -62,11 +67,14 @@ def find(name: str) -> Device:
     """The GPU with this name, as :func:`look_up` reads it.
 
     Raises:
-        UnknownDeviceError: with the nearest names, if the catalog has none.
+        UnknownDeviceError: with the nearest names, if the catalog has none; with the card's profiles, for one that it lacks.
     """
     device = look_up(name)
     if device is not None:
         return device
+    card, slash, profile = name.partition("/")
+    if slash and (whole := look_up(card)) is not None:
+        mig_profile(whole, profile)  # it raises
     known = {_key(known): known for known in (*catalog(), *aliases(), "auto", "cpu")}
     nearest = [known[key] for key in difflib.get_close_matches(_key(name), known, n=3, cutoff=0.5)]
     suggestion = f" Did you mean {' or '.join(repr(near) for near in nearest)}?" if nearest else ""
@@ -75,6 +83,14 @@ def find(name: str) -> Device:
     raise UnknownDeviceError(
         f"gpu must be a name from the catalog, 'auto' or 'cpu', but got {name!r}.{suggestion} `perfguard gpus` lists all."
     )
+
+
+def _instance(card: str, profile: str) -> Device | None:
+    whole = _by_key().get(_key(card))
+    try:
+        return None if whole is None else mig_instance(whole, mig_profile(whole, profile.strip().lower()))
+    except UnknownDeviceError:
+        return None
 
 
 def is_alias(name: str) -> bool:
@@ -91,7 +107,7 @@ def is_short_for(name: str, device: Device) -> bool:
     if alias is not None and set(alias.split("-")) <= set(re.split("[-:]", device.id)):
         return True
     named, nvml_names = look_up(name), _nvml_names()
-    if named is None or nvml_names.get(device.id) != nvml_names[named.id]:
+    if named is None or named.id not in nvml_names or nvml_names.get(device.id) != nvml_names[named.id]:
         return False
     return alias is not None or _key(name) == _key(nvml_names[named.id])
 

@@ -60,7 +60,7 @@ def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
     Args:
         gpu: a Device (returned as it is), a name from the catalog, "cpu", or "auto". With "auto" it is the first GPU that this
             process may use (``CUDA_VISIBLE_DEVICES``), else the CPU. A short name such as "a100" means the A100 in this machine,
-            or without one the card of the catalog.
+            or without one the card of the catalog. "a100-sxm-80gb/3g.40gb" means that MIG instance of the card.
         nvml: stands in for the module ``pynvml``.
 
     Raises:

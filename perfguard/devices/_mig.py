@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from perfguard.devices._spec import Device
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, UnknownDeviceError
 
 _MEMORY_SLICES = 8
 # An instance has a little less than its eighths: nvidia-smi lists 4.75 GiB for 1g.5gb (39.4 / 8 = 4.92) and 16 GiB for 1g.18gb
@@ -45,10 +45,19 @@ def mig_profiles(device: Device) -> tuple[MigProfile, ...]:
         >>> [profile.name for profile in mig_profiles(catalog()["h200-sxm-141gb"])]
         ['1g.18gb', '2g.35gb', '3g.71gb', '7g.141gb']
     """
-    return tuple(
-        MigProfile(name, compute_slices, memory_slices, _usable_bytes(device, memory_slices))
-        for name, compute_slices, memory_slices in _profiles().get(device.id, ())
-    )
+    return _profiles_of(device, "devices")
+
+
+def mig_profile(device: Device, name: str) -> MigProfile:
+    """The MIG profile of ``device`` called ``name``: one of :func:`mig_profiles`, or 4g, or 1g with two memory slices.
+
+    Raises:
+        UnknownDeviceError: with the profiles that ``device`` has.
+    """
+    known = {profile.name: profile for profile in (*mig_profiles(device), *_profiles_of(device, "others"))}
+    if name not in known:
+        raise UnknownDeviceError(f"{device.name} has no MIG profile {name!r}. It has: {', '.join(known) or 'none'}.")
+    return known[name]
 
 
 def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:
@@ -70,13 +79,20 @@ def smallest_profile(device: Device, num_bytes: float) -> MigProfile | None:
     return next((profile for profile in profiles if num_bytes <= profile.memory_bytes), None)
 
 
+def _profiles_of(device: Device, group: str) -> tuple[MigProfile, ...]:
+    return tuple(
+        MigProfile(name, compute_slices, memory_slices, _usable_bytes(device, memory_slices))
+        for name, compute_slices, memory_slices in _profiles(group).get(device.id, ())
+    )
+
+
 def _usable_bytes(device: Device, memory_slices: int) -> int:
     usable = _USABLE_OF_THE_WHOLE if memory_slices == _MEMORY_SLICES else _USABLE_OF_A_PART
     return int(usable * device.memory_bytes * memory_slices / _MEMORY_SLICES)
 
 
-@functools.lru_cache(maxsize=1)
-def _profiles() -> Mapping[str, list[tuple[str, int, int]]]:
+@functools.lru_cache(maxsize=2)
+def _profiles(group: str = "devices") -> Mapping[str, list[tuple[str, int, int]]]:
     text = resources.files("perfguard.devices").joinpath("mig.json").read_text(encoding="utf-8")
-    devices: Mapping[str, list[tuple[str, int, int]]] = json.loads(text)["devices"]
+    devices: Mapping[str, list[tuple[str, int, int]]] = json.loads(text)[group]
     return devices

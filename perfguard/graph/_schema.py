@@ -58,7 +58,7 @@ class OpGraph:
     precision: str
     layout: str
     options: tuple[str, ...] = field(default=())
-    """What else was switched on: "compiled", "cudnn_benchmark", "ddp", "ema"."""
+    """What else was switched: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere."""
     unmodelled: tuple[str, ...] = field(default=())
     """What the trace could not account for, in words. Never empty in silence."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-_BEFORE_AMPERE = ("pascal", "volta", "turing")
+_BEFORE_AMPERE = ("kepler", "pascal", "volta", "turing")
 
 
 class Target(NamedTuple):

@@ -6,6 +6,7 @@ from perfguard.tables._evaluate import PREDICTED, Evaluated, Score, evaluate, pr
 from perfguard.tables._kinds import kind_of_table, parser_of
 from perfguard.tables._operators import OperatorRow
 from perfguard.tables._rows import MeasuredRow, model_on_meta
+from perfguard.tables._runs import RunRow, run_row
 from perfguard.tables._workloads import COLUMNS, WorkloadRow, workload_row
 from perfguard.tables._zoo import timm_model
 
@@ -16,6 +17,7 @@ __all__ = [
     "Evaluated",
     "MeasuredRow",
     "OperatorRow",
+    "RunRow",
     "Score",
     "WorkloadRow",
     "evaluate",
@@ -25,6 +27,7 @@ __all__ = [
     "predicted_columns",
     "read_table",
     "report",
+    "run_row",
     "timm_model",
     "workload_row",
 ]

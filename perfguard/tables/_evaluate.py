@@ -22,6 +22,7 @@ _TIME = ("pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms")
 _UTILISATION = ("pred_gpu_util", "pred_sm_active")
 _LATENCY = ("pred_latency_ms", "pred_latency_low_ms", "pred_latency_high_ms")
 _PREDICTED = {
+    "run": (*_MEMORY, *_TIME, "error"),
     "workload": (*_MEMORY, *_TIME, "error"),
     "collected": (*_MEMORY, *_TIME, *_UTILISATION, "error"),
     "transformer": (*_MEMORY, *_TIME, "error"),

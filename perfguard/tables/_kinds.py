@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perfguard.exceptions import TableError
-from perfguard.tables import _collected, _mlps, _operators, _transformers, _workloads
+from perfguard.tables import _collected, _mlps, _operators, _runs, _transformers, _workloads
 from perfguard.tables._csv import Row
 from perfguard.tables._rows import MeasuredRow
 
 Parser = Callable[[Row], MeasuredRow]
 _NEEDED = {
     "collected": _collected.COLUMNS,
+    "run": _runs.COLUMNS,
     "workload": _workloads.COLUMNS,
     "operator": _operators.COLUMNS,
     "transformer": _transformers.COLUMNS,
@@ -22,7 +23,7 @@ _NEEDED = {
 
 
 def kind_of_table(columns: Sequence[str]) -> str:
-    """ "collected", "workload", "operator", "transformer" or "perceptron".
+    """ "collected", "run", "workload", "operator", "transformer" or "perceptron".
 
     Raises:
         TableError: if it is none of them, with what the nearest one lacks.
@@ -50,6 +51,7 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
         return functools.partial(_transformers.transformer_row, configurations=configurations)
     parsers: dict[str, Parser] = {
         "collected": _collected.collected_row,
+        "run": _runs.run_row,
         "workload": _workloads.workload_row,
         "operator": _operators.operator_row,
         "perceptron": _mlps.mlp_row,

@@ -201,10 +201,15 @@ def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
     config.use_cache = False
     model: Any = getattr(transformers, sizes["architecture"])(config)
     if checkpointing:
-        name = "activation_checkpointing_enable"  # older versions have only the other name
-        getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
+        enable_checkpointing(model)
     made: nn.Module = model
     return made
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Of a model of Transformers, whichever version."""
+    name = "activation_checkpointing_enable"  # older versions have only the other name
+    getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _tokens(sizes: Sizes, batch_size: int) -> dict[str, TensorSpec]:

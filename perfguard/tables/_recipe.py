@@ -13,11 +13,9 @@ from torch import nn
 
 from perfguard.exceptions import TableError
 from perfguard.tables._networks import KINDS, Sizes, cross_entropy, make_network, mean_of
-from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
+from perfguard.workload import Layout, Mode, Precision, TensorSpec, Tf32, Workload
 
 Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
-Tf32 = Literal["default", "on", "off"]
-"""Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
 SPACES: tuple[Space, ...] = get_args(Space)
 
 OPTIMIZERS: dict[str, Any] = {
@@ -117,6 +115,7 @@ class Recipe:
             optimizer=OPTIMIZERS[cast(str, self.optimizer)] if train else None,
             mode=self.mode,
             precision=self.precision,
+            tf32=self.tf32,
             layout=self.layout,
             cudnn_benchmark=self.cudnn_benchmark,
             compiled=self.compiled,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from perfguard import predict
 from perfguard.exceptions import BuildError, WorkloadError
+from perfguard.graph import trace
 from perfguard.workload import TensorSpec, Workload, build_workload
 
 
@@ -26,6 +30,7 @@ def parameter_of(workload: Workload) -> nn.Parameter:
     [
         ("mode", "training", "Workload.mode must be one of train, infer, but got 'training'"),
         ("precision", "fp8", "Workload.precision must be one of fp32, .* but got 'fp8'"),
+        ("tf32", True, "Workload.tf32 must be one of default, on, off, but got True"),
         ("layout", "NHWC", "Workload.layout must be one of nchw, nhwc, but got 'NHWC'"),
         ("accumulation", 0, "Workload.accumulation must be at least 1, but got 0"),
         ("steps", 0, "Workload.steps must be at least 1 or None, but got 0"),
@@ -35,6 +40,51 @@ def parameter_of(workload: Workload) -> nn.Parameter:
 def test_a_field_that_cannot_be_right_is_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         Workload(nn.Linear(2, 2), (1, 2), **{field: value})
+
+
+SWITCHES = {
+    "pass": "default",
+    "torch.set_float32_matmul_precision('high')": "on",
+    "torch.set_float32_matmul_precision('medium')": "on",
+    "torch.backends.cuda.matmul.allow_tf32 = True": "on",
+    "torch.backends.cudnn.allow_tf32 = False": "off",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "on",
+    "torch.backends.fp32_precision = 'ieee'": "off",
+    "torch.set_float32_matmul_precision('high'); torch.backends.cudnn.conv.fp32_precision = 'ieee'": "on",
+}
+
+
+def test_tf32_is_what_pytorchs_switches_say() -> None:
+    """Each in a process of its own, since a switch that was set cannot be made unset. Some of these read as errors elsewhere."""
+    code = f"""
+import os, torch
+from perfguard import Workload
+for switch in {list(SWITCHES)!r}:
+    if os.fork() == 0:
+        exec(switch)
+        print(Workload(torch.nn.Linear(2, 2), (1, 2)).tf32, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert dict(zip(SWITCHES, done.stdout.split(), strict=True)) == SWITCHES
+
+
+@pytest.mark.parametrize(
+    ("tf32", "precision", "options"),
+    [("default", "fp32", ()), ("on", "fp32", ("tf32",)), ("off", "fp32", ("no-tf32",)), ("on", "amp-bf16", ())],
+)
+def test_tf32_is_an_option_of_the_graph_where_it_is_not_the_default(tf32: Any, precision: Any, options: Any) -> None:
+    workload = Workload(nn.Linear(2, 2), (1, 2), mode="infer", tf32=tf32, precision=precision)
+    assert trace(workload).options == options
+
+
+@pytest.mark.parametrize("tf32", ["on", "off"])
+def test_the_shipped_predictor_does_not_yet_tell_tf32_apart(tf32: Any) -> None:
+    usual, other = (
+        predict(Workload(nn.Linear(64, 64), (32, 64), loss=torch.mean, tf32=setting), gpu="a100") for setting in ("default", tf32)
+    )
+    assert (usual.peak_memory, usual.step_time) == (other.peak_memory, other.step_time)
 
 
 @pytest.mark.parametrize("shape", [(-1, 3), (2.0, 3), (True,)])

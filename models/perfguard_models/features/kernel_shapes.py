@@ -23,8 +23,8 @@ CARD = ("flops", "bandwidth", "l2", "sms", "watts", "launch", "nanometres", "gen
 STREAMING_KINDS = ("activation", "elementwise", "reduction", "copy", "random", "foreach", "loss", "norm_backward", "fill")
 """Kinds that take as long as their bytes do."""
 _PROCESSES = {
-    "Pascal": (16.0, 6.0), "Volta": (12.0, 7.0), "Turing": (12.0, 7.5), "Ampere": (7.0, 8.0), "Ada": (5.0, 8.9),
-    "Hopper": (4.0, 9.0), "Blackwell": (4.0, 10.0),
+    "Kepler": (28.0, 3.7), "Pascal": (16.0, 6.0), "Volta": (12.0, 7.0), "Turing": (12.0, 7.5), "Ampere": (7.0, 8.0),
+    "Ada": (5.0, 8.9), "Hopper": (4.0, 9.0), "Blackwell": (4.0, 10.0),
 }  # fmt: skip
 """Nanometres of the process that NVIDIA's whitepapers name, and the compute capability (CUDA C++ programming guide)."""
 _UNKNOWN_PROCESS = (4.0, 10.0)

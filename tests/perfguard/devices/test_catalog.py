@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from perfguard.cli._gpus import show_gpus
-from perfguard.devices import Device, catalog
+from perfguard.devices import Device, catalog, resolve_device
 from perfguard.devices._catalog import aliases, find, is_short_for, look_up
 from perfguard.exceptions import ConfigurationError, UnknownDeviceError
 
@@ -21,9 +21,9 @@ GPUS = [pytest.param(device, id=device.id) for device in catalog().values()]
 WITH_TENSOR_CORES = [
     pytest.param(device, id=device.id)
     for device in catalog().values()
-    if device.architecture != "Pascal" and not device.id.startswith("gtx16")
+    if device.architecture not in {"Kepler", "Pascal"} and not device.id.startswith("gtx16")
 ]
-FP32_LANES_PER_SM = {"Volta": 64, "Turing": 64}
+FP32_LANES_PER_SM = {"Kepler": 192, "Volta": 64, "Turing": 64}
 DATACENTER_LANES = {"p100": 64, "a100": 64, "a800": 64, "a30": 64}
 
 
@@ -39,7 +39,7 @@ def test_every_figure_is_plausible(device: Device) -> None:
     assert 100e9 <= device.bandwidth_bytes_per_s <= 8e12
     assert 2e12 <= device.peak_flops["fp32"] <= 130e12
     assert 6 <= device.num_sms <= 200
-    assert 1e9 <= device.boost_clock_hz <= 2.7e9
+    assert 0.8e9 <= device.boost_clock_hz <= 2.7e9
     assert 2**20 <= device.l2_bytes <= 128 * 2**20
     assert 60 <= device.tdp_w <= 1000
     assert 250 * 2**20 <= device.context_bytes <= 600 * 2**20
@@ -87,7 +87,7 @@ def test_tensor_rates_exceed_fp32_and_halve_by_width(device: Device) -> None:
 
 
 def test_pascal_has_no_tensor_cores() -> None:
-    assert set(catalog()["p4"].peak_flops) == {"fp32"}
+    assert set(catalog()["k80"].peak_flops) == set(catalog()["p4"].peak_flops) == {"fp32"}
     assert set(catalog()["p100-pcie-16gb"].peak_flops) == {"fp32", "fp16"}
 
 
@@ -151,6 +151,35 @@ def test_aliases_stand_for_cards_and_shadow_none() -> None:
 )
 def test_a_card_goes_by_many_names(name: str, id_: str) -> None:
     assert find(name).id == id_
+
+
+@pytest.mark.parametrize(
+    ("name", "id_", "gib"),
+    [
+        ("a100-sxm-80gb/3g.40gb", "a100-sxm-80gb:3g.40gb", 35.6),
+        ("A100-SXM-80GB/3G.40gb", "a100-sxm-80gb:3g.40gb", 35.6),
+        ("a100-sxm-80gb:3g.40gb", "a100-sxm-80gb:3g.40gb", 35.6),
+        ("a100/1g.5gb", "a100-pcie-40gb:1g.5gb", 4.4),
+        ("a100-sxm-40gb/4g.20gb", "a100-sxm-40gb:4g.20gb", 17.7),
+    ],
+)
+def test_a_mig_slice_goes_by_its_card_and_profile(name: str, id_: str, gib: float) -> None:
+    device = resolve_device(name)
+    assert device.id == id_
+    assert device.memory_bytes / 2**30 == pytest.approx(gib, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a100-sxm-80gb/3g.20gb", "no MIG profile '3g.20gb'. It has: 1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb, 1g.20gb, 4g.40gb"),
+        ("t4/1g.5gb", "Tesla T4 has no MIG profile '1g.5gb'. It has: none"),
+        ("z80/1g.5gb", "gpu must be a name from the catalog"),
+    ],
+)
+def test_a_slice_that_does_not_exist_names_those_that_do(name: str, message: str) -> None:
+    with pytest.raises(UnknownDeviceError, match=re.escape(message)):
+        resolve_device(name)
 
 
 def test_namesakes_are_told_apart_by_their_memory() -> None:

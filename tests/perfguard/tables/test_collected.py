@@ -12,6 +12,7 @@ from perfguard import resolve_device
 from perfguard.collect import COLUMNS, Recipe
 from perfguard.exceptions import TableError
 from perfguard.tables import CollectedRow, kind_of_table, parser_of
+from perfguard.workload import Tf32
 from perfguard_training.dataset import dataset_of
 
 SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": True, "dropout": False, "activation": "relu", "classes": 10}
@@ -38,6 +39,12 @@ def test_collected_row_is_rebuilt_from_its_recipe() -> None:
     assert row.capacity_bytes == 2**31
     workload = row.workload(row.make_model())
     assert (workload.inputs, workload.precision, workload.mode) == ((32, 64), "amp-bf16", "train")
+
+
+@pytest.mark.parametrize("tf32", ["default", "on", "off"])
+def test_a_recipe_says_where_tf32_is_used(tf32: Tf32) -> None:
+    recipe = dataclasses.replace(RECIPE, precision="fp32", tf32=tf32)
+    assert recipe.workload(recipe.make_model()).tf32 == tf32
 
 
 def test_rows_of_other_batch_share_a_structure() -> None:
