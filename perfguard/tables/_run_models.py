@@ -161,6 +161,8 @@ def _huggingface(run: RunModel, name: str) -> nn.Module:
 
 def _diffusers(run: RunModel, name: str) -> nn.Module:
     cls = getattr(_library("diffusers", "diffusers"), name)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TableError(f"diffusers has no network {name!r}.")
     made: nn.Module = cls(**run.config)
     return made
 
