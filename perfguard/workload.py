@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Mode = Literal["train", "infer"]
 Precision = Literal["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
 Layout = Literal["nchw", "nhwc"]
+ZeroGrad = Literal["before-forward", "before-backward", "after-step"]
+Retain = Literal["outputs", "nothing"]
 Tf32 = Literal["default", "on", "off"]
 """Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
 
@@ -91,6 +93,13 @@ class Workload:
     """Forward and backward passes for one optimizer step, each on a micro-batch of ``inputs``."""
     set_to_none: bool = True
     """As in ``zero_grad``. False: gradients are zeroed in place and stay allocated."""
+    zero_grad: ZeroGrad = "before-forward"
+    """Where the script calls ``zero_grad``. "before-backward" keeps the last step's gradients while the forward pass runs. The
+    other two need the same memory."""
+    retain: Retain = "outputs"
+    """What the script keeps of the last step. "outputs": the outputs and the loss, until the next forward pass returns, as a loop
+    with ``outputs = model(batch)`` does. "nothing": the loss is all that the backward pass gets, as in Lightning and
+    Transformers. It is for training without ``step``; elsewhere nothing is kept."""
     ema: bool = False
     """True: a moving average of the parameters is kept on the device."""
     ddp: bool = False
@@ -110,7 +119,15 @@ class Workload:
     def __post_init__(self) -> None:
         if self.tf32 is None:
             object.__setattr__(self, "tf32", _tf32_switches())
-        for name, literal in (("mode", Mode), ("precision", Precision), ("tf32", Tf32), ("layout", Layout)):
+        literals = {
+            "mode": Mode,
+            "precision": Precision,
+            "tf32": Tf32,
+            "layout": Layout,
+            "zero_grad": ZeroGrad,
+            "retain": Retain,
+        }
+        for name, literal in literals.items():
             if getattr(self, name) not in get_args(literal):
                 allowed = ", ".join(get_args(literal))
                 raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {getattr(self, name)!r}.")

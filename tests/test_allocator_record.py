@@ -36,7 +36,7 @@ def script() -> ModuleType:
 @pytest.fixture(scope="module")
 def graph() -> OpGraph:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 30 * 30, 10))
-    workload = Workload(model, inputs=(64, 3, 32, 32), targets=TensorSpec((64,), "int64"), loss=F.cross_entropy)
+    workload = Workload(model, inputs=(64, 3, 32, 32), targets=TensorSpec((64,), "int64"), loss=F.cross_entropy, retain="nothing")
     return trace(workload)
 
 

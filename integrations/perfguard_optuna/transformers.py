@@ -144,6 +144,8 @@ def workload_of(
         optimizer=optimizer or _optimizer_of(args, model),
         precision=_precision_of(args),
         accumulation=accumulation,
+        zero_grad="after-step",
+        retain="nothing",
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         compiled=bool(args.torch_compile),
         steps=steps if steps > 0 else None,

@@ -43,6 +43,12 @@ _SHARES = ("gpu_util", "sm_active")
 UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
 """How far bare physics is from a run that is unlike all that was learnt: the driver's reading is within 10% of replay and
 context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
+_REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA = 0.055, 100 * 2**20
+"""How far the replay is from the memory of a GPU in PyTorch's default settings: a share of it, and bytes that the driver loads
+beside it. The first is from xMem's 112 training runs in float32: 10 networks on three cards, benchmark mode off."""
+_UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
+_REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32"})
+"""With other switches on, the replay was held against no measurements."""
 _CARD_LOG_SIGMA = 0.1
 """Standard deviation of the factor beyond the roofline from the RTX 3090 to the RTX 4090, as a logarithm: 90% lie within 0.17."""
 _CARDS_APART = 0.45
@@ -436,7 +442,9 @@ def by_physics(
             bare = batch_roofline_s(graphs, device) * _UNTRAINED_TIME_FACTOR
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
-        scale = np.where(chosen, UNTRAINED_LOG_SIGMA[target], raw.prior_scale[target])
+        on_gpu = target == "memory" and device.kind == "cuda"
+        unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else UNTRAINED_LOG_SIGMA[target]
+        scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
             op_time_s=op_time_s,
@@ -445,6 +453,16 @@ def by_physics(
             known=raw.known | {target: raw.known[target] & ~chosen},
         )
     return raw
+
+
+def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | float:
+    """How unsure the replay's memory is: a share of it, and a part that does not grow with it. Shape: (C,) → (C,)."""
+    skeleton = graphs.skeleton
+    settings = skeleton.mode, skeleton.precision, skeleton.layout
+    switches = _REPLAYED_OPTIONS.issuperset(skeleton.options)
+    if settings != ("train", "fp32", "nchw") or not switches or skeleton.unmodelled or "rnn" in skeleton.kinds:
+        return UNTRAINED_LOG_SIGMA["memory"]
+    return np.hypot(_REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA / num_bytes)
 
 
 def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
@@ -491,10 +509,12 @@ def _timed_in_float32() -> frozenset[str]:
 
 
 def _knows(target: str, graph: OpGraph) -> bool:
+    """Whether the weights have learnt ``target`` of such steps: memory of perceptrons, and of others in benchmark mode."""
+    if target == "memory":
+        unlike = _UNLIKE_PERCEPTRONS if graph.mode == "train" else CONVOLUTION_KINDS
+        return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
     if graph.kinds.isdisjoint(CONVOLUTION_KINDS):
         return True
-    if target == "memory":
-        return "cudnn_benchmark" in graph.options
     return graph.precision != "fp32" or graph.mode == "infer"
 
 

@@ -40,10 +40,11 @@ def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) ->
     index = graph.peak_index if at is None else at
     totals: dict[str, int] = {}
     for storage in graph.storages:
-        if storage.birth <= index <= storage.death:
+        num_alive = storage.num_alive(index, len(graph.ops))
+        if num_alive:
             path = storage.module.rpartition(".")[0] if storage.kind in _NAMED_BY_PARAMETER else storage.module
             key = ".".join(path.split(".")[:depth])
-            totals[key] = totals.get(key, 0) + storage.num_bytes
+            totals[key] = totals.get(key, 0) + num_alive * storage.num_bytes
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 

@@ -217,8 +217,9 @@ class Program(NamedTuple):
     first: list[int]
     """The first step. Index len(storages) is cuBLAS's workspace."""
     later: list[int]
-    """Any other; indices from len(storages) + 1 are the batch before."""
-    inputs: list[int]
+    """Any other; indices from len(storages) + 1 are what the step before left, in the order of ``carried``."""
+    carried: list[int]
+    """Storages of which the one of the step before is there while the step makes its own: the batch, kept outputs."""
 
 
 _programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
@@ -241,6 +242,7 @@ def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
     inputs: list[int] = []
     state: list[int] = []
     leftover: list[int] = []
+    kept: list[int] = []
     for index, storage in enumerate(storages):
         if storage.birth >= 0:
             births[storage.birth].append(index)
@@ -250,6 +252,8 @@ def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
             (state if storage.kind is StorageKind.OPTIMIZER_STATE else lasting).append(index)
         if 0 <= storage.death < end:
             deaths[storage.death].append(index)
+        elif storage.birth >= 0 and storage.death > end:
+            kept.append(index)
         elif storage.birth >= 0:
             leftover.append(index)
     first_update = next((i for i, op in enumerate(ops) if op.phase is Phase.OPTIMIZER), end)
@@ -265,13 +269,17 @@ def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
 
     first = made(inputs)
     # The next batch is there before the name of the last one is bound to it.
-    later = [*first, *freed(range(number + 1, number + 1 + len(inputs))), *freed(leftover)]
+    slots = range(number + 1, number + 1 + len(inputs) + len(kept))
+    later = [*first, *freed(slots[: len(inputs)]), *freed(leftover)]
+    ends: dict[int, list[int]] = {}
+    for slot, index in zip(slots[len(inputs) :], kept, strict=True):
+        ends.setdefault(storages[index].death - end - 1, []).append(slot)
     for i in range(end):
         both = made(births[i]) + freed(deaths[i])
         first += [number] * (i == first_product) + (made(state) if i == first_update else []) + both
-        later += both
+        later += both + freed(ends.get(i, ()))
     last = made(births[end])
-    return Program(made(lasting), first + last, later + last, inputs)
+    return Program(made(lasting), first + last, later + last, [*inputs, *kept])
 
 
 def replay_allocator(graph: Step, settings: AllocatorSettings | None = None) -> AllocatorReplay:
@@ -287,15 +295,15 @@ def replay_allocator(graph: Step, settings: AllocatorSettings | None = None) -> 
 
 def replay_program(program: Program, storage_bytes: npt.NDArray[Any], settings: AllocatorSettings) -> AllocatorReplay:
     """:func:`replay_allocator` of a step whose storages have ``storage_bytes`` (S,)."""
-    number, inputs = len(storage_bytes), program.inputs
-    sizes = [*rounded(storage_bytes).tolist(), rounded(settings.cublas_workspace_bytes), *[0] * len(inputs)]
+    number, carried = len(storage_bytes), program.carried
+    sizes = [*rounded(storage_bytes).tolist(), rounded(settings.cublas_workspace_bytes), *[0] * len(carried)]
     blocks = [0] * len(sizes)
     allocator = CachingAllocator(settings)
     allocator.run(program.lasting, sizes, blocks)
     allocator.run(program.first, sizes, blocks)
     for _ in range(1, MOST_STEPS):
         before = allocator.reserved_bytes
-        for at, index in enumerate(inputs, number + 1):
+        for at, index in enumerate(carried, number + 1):
             blocks[at], blocks[index] = blocks[index], 0
         allocator.run(program.later, sizes, blocks)
         if allocator.reserved_bytes == before:

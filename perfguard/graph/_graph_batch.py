@@ -228,10 +228,17 @@ class GraphBatch:
 
     def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
         """As :attr:`live_bytes`, of storages of ``kinds`` alone."""
-        of_kinds = np.isin(self.skeleton.lifetimes[0], kinds)
-        (_, births, deaths), num_bytes = self.skeleton.lifetimes[:, of_kinds], self.storage_bytes[:, of_kinds]
+        return self.live_bytes_where(np.isin(self.skeleton.lifetimes[0], kinds))
+
+    def live_bytes_where(self, chosen: npt.NDArray[np.bool_], *, of_last_step: bool = True) -> npt.NDArray[Any]:
+        """As :attr:`live_bytes`, of the ``chosen`` (S,) storages alone, with or without what the step before has left of them."""
         number = len(self.skeleton.ops) + 1
+        (_, births, deaths), num_bytes = self.skeleton.lifetimes[:, chosen], self.storage_bytes[:, chosen]
         live = _summed_up_to(num_bytes, births + 1, number) - _summed_up_to(num_bytes, deaths + 2, number)
+        kept = deaths >= number  # alive until an operator of the next step
+        if of_last_step and kept.any():
+            of_last = num_bytes[:, kept]
+            live = live + of_last.sum(axis=1, keepdims=True) - _summed_up_to(of_last, deaths[kept] - number + 2, number)
         return live.astype(np.float64) if live.dtype == object else live
 
     @cached_property
@@ -245,9 +252,13 @@ class GraphBatch:
         return np.asarray(self.live_bytes.max(axis=1))
 
     def held_bytes(self, index: npt.NDArray[np.int64]) -> Ints:
-        """Bytes of each storage that is alive at operator ``index`` (C,) of its graph, 0 of all others. Shape: (C, S)."""
-        _, births, deaths = self.skeleton.lifetimes
-        return np.asarray(self.storage_bytes * ((births <= index[:, None]) & (index[:, None] <= deaths)))
+        """Bytes of each storage that is alive at operator ``index`` (C,) of its graph, 0 of all others. Shape: (C, S).
+
+        A storage counts twice while the one of the step before is still there.
+        """
+        (_, births, deaths), at, number = self.skeleton.lifetimes, index[:, None], len(self.skeleton.ops) + 1
+        num_alive = ((births <= at) & (at <= deaths)).astype(np.int64) + ((deaths >= number) & (at <= deaths - number))
+        return np.asarray(self.storage_bytes * num_alive)
 
     def bytes_by_kind(self, index: npt.NDArray[np.int64] | None = None) -> Ints:
         """Bytes alive at operator ``index`` (C,), by default at the peak, of each kind. Shape: (C, len(StorageKind))."""

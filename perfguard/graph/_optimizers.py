@@ -39,9 +39,10 @@ class OptimizerOnMeta:
         for group, fused in zip(optimizer.param_groups, self._fused, strict=True):
             if fused:
                 group["fused"] = False
-            # On meta PyTorch picks the for-loop form, on CUDA the foreach form.
+            # On meta PyTorch picks the for-loop form, on CUDA the foreach form; Adafactor the for-loop form, to save memory.
+            by_loop = isinstance(optimizer, torch.optim.Adafactor)
             by_tensor = isinstance(group.get("lr"), torch.Tensor)  # which the foreach form takes only when it is capturable
-            if not target.is_cpu and group.get("foreach", False) is None and not by_tensor:
+            if not target.is_cpu and group.get("foreach", False) is None and not (by_tensor or by_loop):
                 group["foreach"] = True
         self._fill_state()
         optimizer.step = self.step  # type: ignore[method-assign]

@@ -56,10 +56,10 @@ def reserved_bytes_of(skeleton: Step, storage_bytes: npt.NDArray[Any]) -> npt.ND
 
 
 def _wanted(program: Program, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Units of the storages, of cuBLAS's workspace, and of the inputs once more. Shapes: (C, S) → (S + 1 + inputs, C)."""
+    """Units of the storages, of cuBLAS's workspace, and of what is carried once more. Shapes: (C, S) → (S + 1 + carried, C)."""
     units = -(-storage_bytes // MIN_BLOCK)
     workspace = np.full((len(units), 1), AllocatorSettings().cublas_workspace_bytes // MIN_BLOCK)
-    return np.ascontiguousarray(np.concatenate([units, workspace, units[:, program.inputs]], axis=1).T)
+    return np.ascontiguousarray(np.concatenate([units, workspace, units[:, program.carried]], axis=1).T)
 
 
 class _FreeBlocks:
@@ -108,7 +108,7 @@ def _reserved_units(program: Program, sizes: npt.NDArray[Any]) -> npt.NDArray[np
         [event for event in events if not is_nothing[max(event, ~event)]]
         for events in (program.lasting, program.first, program.later)
     )
-    again = len(sizes) - len(program.inputs)
+    again = len(sizes) - len(program.carried)
     number = sizes.shape[1]
     found = np.zeros(number, dtype=np.int64)
     columns = np.arange(number)
@@ -120,7 +120,7 @@ def _reserved_units(program: Program, sizes: npt.NDArray[Any]) -> npt.NDArray[np
     for step, events in enumerate([lasting, first, *[later] * (MOST_STEPS - 1)]):
         before = reserved
         if events is later:
-            held |= {at: held.pop(index) for at, index in enumerate(program.inputs, again) if index in held}
+            held |= {at: held.pop(index) for at, index in enumerate(program.carried, again) if index in held}
         for event in events:
             codes = blocks.codes
             if event < 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):
         self._deaths: list[int | None] = []
         self._names: list[str] = []
         self._birth_phases: list[Phase] = []
+        self._freed_after: int | None = None
 
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
@@ -80,6 +82,15 @@ class Recorder(TorchDispatchMode):
                     index = self._storage_index(parameter.grad)
                     if self._kinds[index] is None:
                         self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+
+    @contextmanager
+    def freeing_in_next_step(self, after: int) -> Iterator[None]:
+        """What is freed inside, at the step's end, is really freed when operator ``after`` of the next step has run."""
+        self._freed_after = after
+        try:
+            yield
+        finally:
+            self._freed_after = None
 
     def forget(self, tensor: Any) -> None:
         """Something that was adopted turned out not to be there."""
@@ -179,7 +190,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _bury(self, address: int, index: int) -> None:
-        self._deaths[index] = len(self.ops) - 1
+        self._deaths[index] = len(self.ops) - 1 if self._freed_after is None else len(self.ops) + 1 + self._freed_after
         if self._index_by_address.get(address) == index:
             del self._index_by_address[address]
         self._references.pop(index, None)

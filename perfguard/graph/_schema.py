@@ -5,7 +5,9 @@ The fields and their legal values, once and for all:
     ops[i]        the i-th kernel launch of the step. Views and other operators that move no data are left out.
     storages[s]   one allocation, in the order in which they were made. `birth` is the index of the operator that allocates it,
                   -1 if it was there before the step. `death` is the index of the last operator before it is freed: the storage
-                  is alive while `ops[death]` runs. `death` is `len(ops)` if the storage outlives the step.
+                  is alive while `ops[death]` runs. `death` is `len(ops)` if the storage outlives the step. It is
+                  `len(ops) + 1 + j` if the storage is freed right after `ops[j]` of the next step: a training loop keeps the
+                  outputs until the next forward pass has returned. Inputs and gradients end with the step, unless they are kept.
     ops[i].inputs / outputs   indices into `storages`. An operator that writes in place has the same index in both.
 
 A study's graphs differ in their sizes alone (bytes, FLOPs, shapes) as long as it changes nothing but sizes. Such a graph is the
@@ -36,7 +38,7 @@ from perfguard.graph._polynomials import LARGEST
 if TYPE_CHECKING:
     import os
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _MAX_SERIALISED_BYTES = 256 * 2**20
 _SETTINGS = ("mode", "precision", "layout", "options", "unmodelled")
 _LASTING = (
@@ -167,14 +169,15 @@ class OpGraph:
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
         """What the step needs at least, whoever hands out the memory, by kind of storage.
 
-        All that is alive at the peak. A trace may be incomplete (:attr:`unmodelled`), and a compiler may keep less. Then only
-        what is alive in any case counts: parameters, buffers, inputs, optimizer states, and the gradients that are alive at
-        once.
+        All that is alive at the peak, without the outputs that a loop may keep. A trace may be incomplete
+        (:attr:`unmodelled`), and a compiler may keep less. Then only what is alive in any case counts: parameters, buffers,
+        inputs, optimizer states, and the gradients that are alive at once.
         """
-        if not self.unmodelled:
-            return self.bytes_by_kind()
-        at = int(np.argmax(self.as_batch().live_bytes_of(*_LASTING)[0])) - 1
-        return {kind: num_bytes for kind, num_bytes in self.bytes_by_kind(at).items() if kind in _LASTING}
+        kinds, births, deaths = self.lifetimes
+        counted = np.isin(kinds, _LASTING) if self.unmodelled else np.isin(kinds, _LASTING) | (deaths <= len(self.ops))
+        at = int(np.argmax(self.as_batch().live_bytes_where(counted, of_last_step=False)[0])) - 1
+        held = self.storage_bytes * (counted & (births <= at) & (at <= deaths))
+        return {kind: int(held[kinds == kind].sum()) for kind in (_LASTING if self.unmodelled else StorageKind)}
 
     @property
     def reserved_bytes(self) -> int:
@@ -260,7 +263,7 @@ class OpGraph:
             )
             known, end = range(len(graph.storages)), len(graph.ops)
             if any(index not in known for op in graph.ops for index in (*op.inputs, *op.outputs)) or any(
-                not (-1 <= storage.birth <= end and -1 <= storage.death <= end) for storage in graph.storages
+                not (-1 <= storage.birth <= end and -1 <= storage.death <= 2 * end) for storage in graph.storages
             ):
                 raise ValueError("an index is out of range")
             return graph

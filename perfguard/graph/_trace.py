@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -182,15 +182,23 @@ class _Tracer:
                 recorder.phase = Phase.OPTIMIZER
                 torch._foreach_zero_([parameter.grad for parameter in trained if parameter.grad is not None])
             scale = torch.empty(()) if self._scales_gradients else None
-            for _ in range(workload.accumulation):
+            keeps = workload.retain == "outputs"
+            returned = computed = -1  # the last operators of the first forward pass, and of its loss
+            for number in range(workload.accumulation):
                 recorder.phase = Phase.FORWARD
                 with self._autocast():
-                    loss = self._loss(self._forward(inputs), targets)
+                    output = self._forward(inputs)
+                    returned = returned if number else len(recorder.ops) - 1
+                    loss = self._loss(output, targets)
+                    computed = computed if number else len(recorder.ops) - 1
+                    if not keeps:
+                        del output
                 if scale is not None:
                     loss = loss * scale
                 recorder.phase = Phase.BACKWARD
                 self._guarded(loss.backward)
-                del loss
+                if not keeps:
+                    del loss
             gradients: list[torch.Tensor] = [parameter.grad for parameter in trained if parameter.grad is not None]
             if buckets:
                 _average_over_processes(buckets)
@@ -202,6 +210,16 @@ class _Tracer:
             if averages:
                 torch._foreach_lerp_(averages, list(trained), 1e-3)
             self._forget_the_untrained(optimizers)
+            if keeps:
+                with recorder.freeing_in_next_step(returned):
+                    del output
+                with recorder.freeing_in_next_step(computed):
+                    del loss
+            if workload.set_to_none and workload.zero_grad != "before-forward":
+                gradients.clear()
+                frees = recorder.freeing_in_next_step(computed) if workload.zero_grad == "before-backward" else nullcontext()
+                with frees:
+                    model.zero_grad(set_to_none=True)
 
     @contextmanager
     def _noting_gradients(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -79,6 +79,7 @@ class MlpRow(MeasuredRow):
             optimizer=_OPTIMIZERS[self.optimizer],
             precision=self.precision,
             cudnn_benchmark=True,
+            retain="nothing",
         )
 
 

@@ -118,6 +118,7 @@ class Recipe:
             tf32=self.tf32,
             layout=self.layout,
             cudnn_benchmark=self.cudnn_benchmark,
+            retain="nothing",
             compiled=self.compiled,
         )
 

@@ -149,7 +149,8 @@ def _huggingface(run: RunModel, name: str) -> nn.Module:
         raise TableError(f"transformers {transformers.__version__} has no model {name!r}.")
     make: Any = cls
     config = make.config_class(**run.config)
-    config.use_cache = False
+    if run.checkpointing:
+        config.use_cache = False
     if run.before_torch2 and "attn_implementation" not in run.config:
         config._attn_implementation = "eager"
     model = make(config)

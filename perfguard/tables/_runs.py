@@ -13,12 +13,13 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
+from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.tables._csv import Row, one_of, positive, scaled, text
 from perfguard.tables._networks import first_output
 from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.tables._run_models import RunModel
-from perfguard.workload import Layout, Precision, Tf32, Workload
+from perfguard.workload import Layout, Precision, Tf32, Workload, ZeroGrad
 
 COLUMNS = ("model", "config", "mode", "gpu", "num_gpus", "parallel", "batch_size", "input", "memory_kind")
 """What a table of runs must have."""
@@ -31,6 +32,7 @@ PRECISIONS: dict[str, tuple[Precision, Tf32]] = {
 """A table says of float32 where TF32 was used."""
 PARALLEL = ("none", "dp", "ddp", "fsdp-full", "fsdp-grad-op", "zero1", "zero2", "zero3")
 MEMORY_KINDS = ("unknown", "driver", "driver-minus-context", "reserved", "allocated")
+_COMPARED = ("driver", "driver-minus-context")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -68,7 +70,7 @@ class RunRow(MeasuredRow):
     memory_kind: str
     other_memory_bytes: float | None = None
     """What was measured where it is not the driver's reading."""
-    zero_grad: str = ""
+    zero_grad: ZeroGrad = "before-forward"
     includes: str = ""
     """What the time holds beside the step."""
     note: str = ""
@@ -116,6 +118,7 @@ class RunRow(MeasuredRow):
             tf32=self.tf32,
             layout=self.layout,
             accumulation=self.accumulation if train and not own_step else 1,
+            zero_grad=self.zero_grad,
             ddp=train and self.parallel == "ddp",
             cudnn_benchmark=self.cudnn_benchmark,
             compiled=self.compiled,
@@ -170,7 +173,7 @@ def run_row(row: Row) -> RunRow:
         status=(row.get("status") or "ok").lower(),
         framework=framework,
         step_time_s=scaled(row, "step_time_ms", 1e-3),
-        peak_memory_bytes=memory_bytes if memory_kind == "driver" else None,
+        peak_memory_bytes=_driver_bytes(memory_bytes, memory_kind, text(row, "gpu")),
         built=RunModel(
             name=name,
             config=_object(row, "config"),
@@ -190,11 +193,18 @@ def run_row(row: Row) -> RunRow:
         num_gpus=positive(row, "num_gpus"),
         method=_method(row.get("note") or ""),
         memory_kind=memory_kind,
-        other_memory_bytes=None if memory_kind == "driver" else memory_bytes,
-        zero_grad=row.get("zero_grad") or "",
+        other_memory_bytes=None if memory_kind in _COMPARED else memory_bytes,
+        zero_grad=one_of(row, "zero_grad", get_args(ZeroGrad), "before-forward"),
         includes=row.get("includes") or "",
         note=row.get("note") or "",
     )
+
+
+def _driver_bytes(memory_bytes: float | None, kind: str, gpu: str) -> float | None:
+    """The driver's reading, with the context of the catalog where the table has left it out. None: it cannot be told."""
+    if memory_bytes is None or kind not in _COMPARED:
+        return None
+    return memory_bytes if kind == "driver" else memory_bytes + resolve_device(gpu).context_bytes
 
 
 def _is_true(row: Row, column: str) -> bool:

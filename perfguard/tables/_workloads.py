@@ -64,6 +64,7 @@ class WorkloadRow(MeasuredRow):
             precision=self.precision,
             layout=self.layout,
             cudnn_benchmark=True,
+            retain="nothing",
             compiled=self.compiled,
         )
 

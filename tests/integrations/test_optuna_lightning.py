@@ -139,7 +139,12 @@ def predicted_bytes(study: optuna.Study) -> float:
 
 def by_hand(guard: OptunaGuard, **fields: Any) -> float:
     """Bytes at the peak of what Net of width SMALL runs, without Lightning."""
-    defaults: dict[str, Any] = {"optimizer": torch.optim.Adam, "targets": TensorSpec((BATCH,), "int64")}
+    defaults: dict[str, Any] = {
+        "optimizer": torch.optim.Adam,
+        "targets": TensorSpec((BATCH,), "int64"),
+        "zero_grad": "before-backward",
+        "retain": "nothing",
+    }
     model = nn.Linear(64, SMALL)
     workload = Workload(model, inputs=(BATCH, 64), loss=nn.functional.cross_entropy, **(defaults | fields))
     return float(guard.trace(workload).peak_live_bytes)

@@ -161,7 +161,7 @@ def test_gp_sampler_learns_from_rejected_proposals() -> None:
 
 def conditional_build(params: Mapping[str, Any]) -> Workload:
     width = params["wide"] if params["kind"] == "wide" else params["narrow"]
-    return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean)
+    return Workload(nn.Linear(64, width), inputs=(32, 64), loss=torch.mean, retain="nothing")
 
 
 def test_conditional_space_is_followed_by_branch() -> None:

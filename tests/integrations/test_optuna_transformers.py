@@ -133,7 +133,8 @@ def predicted_bytes(study: optuna.Study) -> float:
 def by_hand(guard: OptunaGuard, model: nn.Module, **fields: Any) -> float:
     """Bytes at the peak, without the Trainer, by the optimizer that Transformers takes by default."""
     fused = functools.partial(torch.optim.AdamW, fused=True)
-    return float(guard.trace(Workload(model, inputs=SPECS, **({"optimizer": fused} | fields))).peak_live_bytes)
+    defaults: dict[str, Any] = {"optimizer": fused, "zero_grad": "after-step", "retain": "nothing"}
+    return float(guard.trace(Workload(model, inputs=SPECS, **(defaults | fields))).peak_live_bytes)
 
 
 def test_callback_prunes_or_measures_and_learns(folder: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from perfguard.devices import Device
-from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, StorageKind
+from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind
 from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
 from perfguard_models.features.kernel_shapes import STREAMING_KINDS, SUPPORTED_KINDS
 from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
@@ -33,10 +33,16 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _LANES = {"cpu": 16, "cuda": 8}
 
 
+def times_alive(storage: Storage, at: int, graph: OpGraph) -> int:
+    """An operator of this step meets this step's storage, and that of the last one if it dies later than that."""
+    end = len(graph.ops)
+    of_this, of_last = range(storage.birth, storage.death + 1), range(-1, storage.death - end)
+    return (at in of_this) + (storage.death > end and at in of_last)
+
+
 def live_bytes(graph: OpGraph) -> list[int]:
     return [
-        sum(storage.num_bytes for storage in graph.storages if storage.birth <= at <= storage.death)
-        for at in range(-1, len(graph.ops))
+        sum(times_alive(storage, at, graph) * storage.num_bytes for storage in graph.storages) for at in range(-1, len(graph.ops))
     ]
 
 
@@ -47,7 +53,7 @@ def peak_index(graph: OpGraph) -> int:
 
 def bytes_by_kind(graph: OpGraph) -> dict[StorageKind, int]:
     at = peak_index(graph)
-    return {kind: sum(s.num_bytes for s in graph.storages if s.kind == kind and s.birth <= at <= s.death) for kind in StorageKind}
+    return {kind: sum(times_alive(s, at, graph) * s.num_bytes for s in graph.storages if s.kind == kind) for kind in StorageKind}
 
 
 def roofline(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
@@ -513,8 +519,8 @@ def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
     kept = np.zeros(len(graph.ops))
     peak = graph.peak_index
     for storage in graph.storages:
-        if 0 <= storage.birth <= peak <= storage.death:
-            kept[storage.birth] += storage.num_bytes
+        if 0 <= storage.birth < len(kept):
+            kept[storage.birth] += times_alive(storage, peak, graph) * storage.num_bytes
     return kept
 
 
@@ -538,7 +544,7 @@ def _globals(
     total_s = max(float(seconds.sum()), 1e-9)
     num_ops = max(len(graph.ops), 1)
     at = graph.peak_index
-    small = sum(s.num_bytes for s in graph.storages if s.birth <= at <= s.death and s.num_bytes < SMALL_STORAGE_BYTES)
+    small = sum(times_alive(s, at, graph) * s.num_bytes for s in graph.storages if s.num_bytes < SMALL_STORAGE_BYTES)
     churn = sum(s.num_bytes for s in graph.storages)
     return np.array(
         [

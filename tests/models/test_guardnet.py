@@ -551,6 +551,21 @@ def test_bound_below_known_need_teaches_nothing(net: GuardNet) -> None:
     assert after.log_sigma == pytest.approx(before.log_sigma, rel=0.2)
 
 
+def test_memory_in_default_settings_is_the_replay(net: GuardNet) -> None:
+    """Its interval is narrow in float32, where the replay was held against measurements, and wide in other settings."""
+    gpu = resolve_device("a100")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(32_000, 1024), nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    sigma = {}
+    for precision in ("fp32", "amp-bf16"):
+        workload = Workload(model, TensorSpec((64, 512), "int64"), loss=torch.mean, precision=precision)
+        graph = trace(workload)
+        memory = net.predict(graph, gpu).peak_memory
+        assert memory.median == pytest.approx(graph.reserved_bytes + gpu.context_bytes, rel=1e-6)
+        sigma[precision] = memory.log_sigma
+    assert sigma["fp32"] < 0.08 < 0.15 < sigma["amp-bf16"]
+
+
 def test_bound_has_the_scale_of_its_prediction(net: GuardNet) -> None:
     """A bound is as sure beside measured runs as its prediction is."""
     gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)

@@ -57,6 +57,14 @@ def test_state_of_every_optimizer(optimizer: Any, states: float, form: str) -> N
     assert state_bytes(graph) == pytest.approx(states * PARAMETER_BYTES, rel=0.01, abs=8)
 
 
+def test_adafactor_goes_from_parameter_to_parameter() -> None:
+    """Its ``foreach=None`` is the for-loop on every device, to save memory (`torch/optim/_adafactor.py`)."""
+    by_default, loop, foreach = (
+        temporary_bytes(traced(functools.partial(O.Adafactor, foreach=form))) for form in (None, False, True)
+    )
+    assert by_default == loop < foreach
+
+
 def test_foreach_needs_temporaries_of_all_parameters() -> None:
     """The for-loop needs those of one."""
     foreach, loop, fused = (
