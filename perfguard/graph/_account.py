@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph._roofline import roofline_s
@@ -39,8 +40,7 @@ def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) ->
     """
     index = graph.peak_index if at is None else at
     totals: dict[str, int] = {}
-    for storage in graph.storages:
-        num_alive = storage.num_alive(index, len(graph.ops))
+    for storage, num_alive in zip(graph.storages, graph.as_batch().num_alive(np.array([index]))[0].tolist(), strict=True):
         if num_alive:
             path = storage.module.rpartition(".")[0] if storage.kind in _NAMED_BY_PARAMETER else storage.module
             key = ".".join(path.split(".")[:depth])

@@ -252,13 +252,13 @@ class GraphBatch:
         return np.asarray(self.live_bytes.max(axis=1))
 
     def held_bytes(self, index: npt.NDArray[np.int64]) -> Ints:
-        """Bytes of each storage that is alive at operator ``index`` (C,) of its graph, 0 of all others. Shape: (C, S).
+        """Bytes of each storage that is alive at operator ``index`` (C,) of its graph, 0 of all others. Shape: (C, S)."""
+        return np.asarray(self.storage_bytes * self.num_alive(index))
 
-        A storage counts twice while the one of the step before is still there.
-        """
+    def num_alive(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many of each storage are alive at operator ``index`` (C,); 2 while the last step's is there. Shape: (C, S)."""
         (_, births, deaths), at, number = self.skeleton.lifetimes, index[:, None], len(self.skeleton.ops) + 1
-        num_alive = ((births <= at) & (at <= deaths)).astype(np.int64) + ((deaths >= number) & (at <= deaths - number))
-        return np.asarray(self.storage_bytes * num_alive)
+        return np.asarray(((births <= at) & (at <= deaths)).astype(np.int64) + ((deaths >= number) & (at <= deaths - number)))
 
     def bytes_by_kind(self, index: npt.NDArray[np.int64] | None = None) -> Ints:
         """Bytes alive at operator ``index`` (C,), by default at the peak, of each kind. Shape: (C, len(StorageKind))."""

@@ -62,7 +62,3 @@ class Storage(NamedTuple):
     death: int
     module: str
     """Where it was made, or the name of the parameter."""
-
-    def num_alive(self, at: int, num_ops: int) -> int:
-        """How many of it are alive while operator ``at`` of ``num_ops`` runs: 0, 1, or 2 while that of the last step is there."""
-        return (self.birth <= at <= self.death) + (0 <= self.death - num_ops - 1 >= at)

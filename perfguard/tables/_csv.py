@@ -57,6 +57,11 @@ def one_of(row: Row, column: str, allowed: tuple[str, ...], default: str | None 
     return value
 
 
+def is_true(row: Row, column: str) -> bool:
+    """Whether it says so; an empty one does not."""
+    return (row.get(column) or "").lower() in ("true", "1")
+
+
 def number(row: Row, column: str) -> float | None:
     """A positive number; None where it was not measured."""
     written = row.get(column)

@@ -15,7 +15,8 @@ from torch import nn
 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
-from perfguard.tables._csv import Row, one_of, positive, scaled, text
+from perfguard.tables import _workloads
+from perfguard.tables._csv import Row, is_true, one_of, positive, scaled, text
 from perfguard.tables._networks import first_output
 from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.tables._run_models import RunModel
@@ -34,12 +35,8 @@ PARALLEL = ("none", "dp", "ddp", "fsdp-full", "fsdp-grad-op", "zero1", "zero2", 
 MEMORY_KINDS = ("unknown", "driver", "driver-minus-context", "reserved", "allocated")
 _COMPARED = ("driver", "driver-minus-context")
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
+    **_workloads.OPTIMIZERS,
     "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
     "adafactor": torch.optim.Adafactor,
     "fused-adam": functools.partial(torch.optim.Adam, fused=True),
     "none": None,
@@ -179,16 +176,16 @@ def run_row(row: Row) -> RunRow:
             config=_object(row, "config"),
             family=family,
             input=_object(row, "input"),
-            checkpointing=_is_true(row, "checkpointing"),
+            checkpointing=is_true(row, "checkpointing"),
             before_torch2=_BEFORE_TORCH2.search(framework) is not None,
         ),
         precision=precision,
         tf32=tf32,
         layout=one_of(row, "layout", get_args(Layout), "nchw"),
-        compiled=_is_true(row, "compiled"),
+        compiled=is_true(row, "compiled"),
         optimizer=(row.get("optimizer") or "sgd-momentum") if mode == "train" else "none",
         accumulation=positive(row, "accumulation") if row.get("accumulation") else 1,
-        cudnn_benchmark=_is_true(row, "cudnn_benchmark"),
+        cudnn_benchmark=is_true(row, "cudnn_benchmark"),
         parallel=one_of(row, "parallel", PARALLEL, "none"),
         num_gpus=positive(row, "num_gpus"),
         method=_method(row.get("note") or ""),
@@ -205,10 +202,6 @@ def _driver_bytes(memory_bytes: float | None, kind: str, gpu: str) -> float | No
     if memory_bytes is None or kind not in _COMPARED:
         return None
     return memory_bytes if kind == "driver" else memory_bytes + resolve_device(gpu).context_bytes
-
-
-def _is_true(row: Row, column: str) -> bool:
-    return (row.get(column) or "").lower() in ("true", "1")
 
 
 def _object(row: Row, column: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from torch import nn
 
 from perfguard.exceptions import TableError
-from perfguard.tables._csv import Row, one_of, positive, scaled, text
+from perfguard.tables._csv import Row, is_true, one_of, positive, scaled, text
 from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Mode, Precision, TensorSpec, Workload
 
@@ -78,7 +78,7 @@ def transformer_row(row: Row, configurations: Mapping[str, Any]) -> TransformerR
         mode=one_of(row, "mode", get_args(Mode)),
         gpu=text(row, "gpu"),
         precision=one_of(row, "precision", get_args(Precision), "fp32"),
-        compiled=(row.get("compiled") or "").lower() in ("true", "1"),
+        compiled=is_true(row, "compiled"),
         batch_size=positive(row, "batch_size"),
         seq_len=positive(row, "seq_len"),
         configuration=configurations[name],

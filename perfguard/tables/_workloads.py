@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perfguard.tables._csv import Row, one_of, positive, scaled, text
+from perfguard.tables._csv import Row, is_true, one_of, positive, scaled, text
 from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.tables._zoo import timm_model
 from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "img_size")
 """What a workload table must have."""
-_OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
     "adam": torch.optim.Adam,
@@ -53,7 +53,7 @@ class WorkloadRow(MeasuredRow):
     def workload(self, model: nn.Module) -> Workload:
         """Forward, cross-entropy, backward and the optimizer's step, or forward alone."""
         train = self.mode == "train"
-        optimizer = functools.partial(_OPTIMIZERS[self.optimizer], foreach=not self.before_torch2)
+        optimizer = functools.partial(OPTIMIZERS[self.optimizer], foreach=not self.before_torch2)
         return Workload(
             model,
             inputs=(self.batch_size, 3, self.img_size, self.img_size),
@@ -83,10 +83,10 @@ def workload_row(row: Row) -> WorkloadRow:
         gpu=text(row, "gpu"),
         precision=one_of(row, "precision", get_args(Precision), "fp32"),
         layout=one_of(row, "layout", get_args(Layout), "nchw"),
-        compiled=(row.get("compiled") or "").lower() in ("true", "1"),
+        compiled=is_true(row, "compiled"),
         framework=row.get("framework") or "",
         before_torch2=(row.get("framework") or "").startswith(("torch0.", "torch1.")),
-        optimizer=one_of(row, "optimizer", tuple(_OPTIMIZERS), "sgd-momentum"),
+        optimizer=one_of(row, "optimizer", tuple(OPTIMIZERS), "sgd-momentum"),
         batch_size=positive(row, "batch_size"),
         img_size=positive(row, "img_size"),
         step_time_s=scaled(row, "step_time_ms", 1e-3),
