@@ -41,21 +41,21 @@ TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
 UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
-"""How far bare physics is from a run that is unlike all that was learnt: the driver's reading is within 10% of replay and
-context on average, but convolution workspaces can double it; a step takes one to four times its roofline."""
+"""Standard deviation of log(measured / physics) for a run unlike all training rows. The driver's reading is within 10% of replay
+and context on average, but convolution workspaces can double it. A step takes one to four times its roofline."""
 _REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA = 0.055, 100 * 2**20
 """How far the replay is from the memory of a GPU in PyTorch's default settings: a share of it, and bytes that the driver loads
 beside it. The first is from xMem's 112 training runs in float32: 10 networks on three cards, benchmark mode off."""
 _UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32"})
-"""With other switches on, the replay was held against no measurements."""
+"""With other switches on, the replay was never compared with measurements."""
 _CARD_LOG_SIGMA = 0.1
 """Standard deviation of the factor beyond the roofline from the RTX 3090 to the RTX 4090, as a logarithm: 90% lie within 0.17."""
 _CARDS_APART = 0.45
 """How far these two are apart by the roofline; the standard deviation grows with the distance."""
 _UNTRAINED_TIME_FACTOR = 2.0
-_LEARNT_HALF = "amp-fp16"
-"""The half precision that measured runs had."""
+_TRAINED_HALF = "amp-fp16"
+"""The half precision of the measured runs."""
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
@@ -66,7 +66,7 @@ _TRUST, _MOST_TRUST = 3.0, 0.5
 _TRUST_IN_MEMBERS, _FARTHEST_MEMBER = 1 / 3, 1.0
 """The same of the networks alone, or the trees alone, in shares of that of physics; and how far from the value they count."""
 _SURER = 2.0
-"""So many times surer than of the runs that were measured, a prediction is moved less by what these teach."""
+"""The correction is reduced for a prediction whose sigma is smaller than that of the measured runs by more than this factor."""
 _NUM_MEMBERS = 2
 _OF_THE_STEP = 0.9
 """Networks that were measured twice in the tables, under two names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
@@ -78,25 +78,25 @@ _EMBEDDED = (
     ("conv_pointwise", 0.25, 0.25), ("conv_depthwise", 0.1, 0.2), ("time_matmul", 0.3, 0.4),
     ("train", 0.5, 0.5), ("half", 0.5, 0.5),
 )  # fmt: skip
-"""Sums that the residual process sees: name, middle and width."""
+"""Step features in the embedding of the residual process: name, middle and width."""
 _EMBEDDED_INDEX = [STEP_FEATURES.index(name) for name, _, _ in _EMBEDDED]
-_SPENT = (
+_TIME_SHARES = (
     *(name for name in STEP_FEATURES if name.startswith(("time_", "name_", "product_"))),
     *(name for name in STEP_FEATURES if name.startswith("conv_") and not name.startswith("conv_log_")),
     "nhwc", "compiled", "launch_share", "traffic_share",
 )  # fmt: skip
-"""Shares of the roofline, and flags, by which the process tells neighbours."""
-_SPENT_INDEX = [STEP_FEATURES.index(name) for name in _SPENT]
-_CONVOLVED = [index for index, name in enumerate(_SPENT) if name.startswith("conv_")]
-_SWITCHES = [_SPENT.index(name) for name in ("nhwc", "compiled")]
+"""Shares of the roofline, and flags, from which the process computes similarity."""
+_TIME_SHARES_INDEX = [STEP_FEATURES.index(name) for name in _TIME_SHARES]
+_CONVOLVED = [index for index, name in enumerate(_TIME_SHARES) if name.startswith("conv_")]
+_SWITCHES = [_TIME_SHARES.index(name) for name in ("nhwc", "compiled")]
 _APART = 0.15
-"""How far two shares are apart that make a difference."""
+"""Length scale of the shares."""
 
 
 class RawPrediction(NamedTuple):
-    """What weights predict of each of C graphs with one skeleton on a device, before anything is learnt there.
+    """The weights' prediction for C graphs with one skeleton on a device, before any run there.
 
-    By target: "memory" in log bytes, "time" in log seconds of a step.
+    Targets are "memory" in log bytes and "time" in log seconds of a step.
     """
 
     log_value: dict[str, Floats]  # shapes: (C,)
@@ -104,20 +104,20 @@ class RawPrediction(NamedTuple):
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     time_shares: torch.Tensor  # shape: (C, f), see `time_shares_of`
     members: dict[str, Floats]
-    """What the networks alone and the trees alone predict; NaN where they cannot. Shapes: (C, 2), or (C, 0): there are none."""
+    """Predictions of the networks alone and of the trees alone; NaN where there is none. Shapes: (C, 2), or (C, 0)."""
     alternatives: dict[str, torch.Tensor]
-    """How far physics and the members are from the value. Shapes: (C, e)"""
+    """Distances of physics and of the members from the value. Shapes: (C, e)"""
     prior: dict[str, ResidualPrior]
-    """What is left unexplained before anything was measured on the device, at a scale of 1."""
+    """Prior of the residual on the device, at a scale of 1."""
     prior_scale: dict[str, Floats]
-    """What its standard deviations are multiplied by. Shapes: (C,)"""
+    """Factors on the prior's standard deviations. Shapes: (C,)"""
     shares: dict[str, Floats]
-    """"gpu_util" and "sm_active", 0 to 1, NaN where the weights cannot say. Shapes: (C,)"""
+    """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
     known: dict[str, npt.NDArray[np.bool_]]
-    """Whether the like was learnt from. Where it was not, the value and its prior are those of physics: far outside its data a
-    network invents. Shapes: (C,)"""
+    """Whether the training rows contain similar steps. Where they do not, the value and its prior are those of physics, because a
+    network does not extrapolate. Shapes: (C,)"""
     step_features: npt.NDArray[np.float32] | None
-    """None: nobody computed them. Shape: (C, len(STEP_FEATURES))"""
+    """None: they were not computed. Shape: (C, len(STEP_FEATURES))"""
 
     def prior_at(self, target: str, row: int) -> ResidualPrior:
         """The prior of one of the graphs."""
@@ -130,22 +130,22 @@ class Backend(Protocol):
     """Weights for one kind of device."""
 
     version: str
-    """Of the weights: another one for any other tensors or calibration."""
+    """Version of the weights. It differs for other tensors or another calibration."""
 
     def trained_on(self, device: Device) -> bool:
-        """Whether runs on this very device were learnt from."""
+        """Whether the training rows include runs on this very device."""
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        """What the weights predict of each of ``graphs``."""
+        """The weights' prediction for each of ``graphs``."""
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        """Whether the weights have learnt from measured runs what compiling saves of such a graph, whatever its sizes."""
+        """Whether the weights were trained on compiled runs of such graphs, whatever their sizes."""
 
     def interval_scale(self, target: str) -> float:
-        """By how much intervals are widened so that they hold."""
+        """Factor on the intervals of ``target`` that makes them hold."""
 
     def summary(self, device: Device, target: str) -> Summary:
-        """Steps on the device of which the weights know the ``target``, for them that learn more; empty: there is none."""
+        """Steps on the device that the weights' ``target`` was fitted to, a reference for online learning. It may be empty."""
 
 
 class CpuBackend:
@@ -236,25 +236,25 @@ class GpuBackend:
         )
 
     def _references(self, skeleton: OpGraph, device: Device) -> list[Device]:
-        """The GPUs whose time for ``skeleton`` was learnt in this setting. Empty: this GPU's time was learnt, or no GPU's.
+        """The GPUs with training rows for the time of ``skeleton``. Empty: this GPU has such rows, or no GPU has.
 
         A network's factor over its roofline transfers between cards. It transfers better than predictions of networks and trees
         from a card's data sheet. 1,165 networks were measured on the RTX 3090 and the RTX 4090. From the RTX 3090's factor
         alone, the error of the RTX 4090's inference time is 8.5%. From networks and trees that have not seen that card, it is
         14%.
         """
-        if skeleton.precision == "fp32" or self._learnt_as(skeleton, device) is not None:
+        if skeleton.precision == "fp32" or self._trained_group(skeleton, device) is not None:
             return []
         known = [resolve_device(name) for name in self._trained.card["trained_devices"]]
-        return [other for other in known if other.kind == "cuda" and self._learnt_as(skeleton, other) is not None]
+        return [other for other in known if other.kind == "cuda" and self._trained_group(skeleton, other) is not None]
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         if graph.precision == "fp32":
             return False
-        return self._learnt_as(graph, device) is not None or bool(self._references(graph, device))
+        return self._trained_group(graph, device) is not None or bool(self._references(graph, device))
 
-    def _learnt_as(self, skeleton: OpGraph, device: Device) -> str | None:
-        """The group of runs from which the time of ``skeleton`` on ``device`` was learnt. None: it was not learnt.
+    def _trained_group(self, skeleton: OpGraph, device: Device) -> str | None:
+        """The group of training rows for the time of ``skeleton`` on ``device``. None: there are no such rows.
 
         The weights treat both half precisions as one. Their training networks with convolutions include transformers. The
         roofline has the rates and casts in which these differ.
@@ -262,33 +262,35 @@ class GpuBackend:
         own = Setting.of(skeleton, device)
         candidates = [own]
         if own.precision != "fp32":
-            candidates.append(dataclasses.replace(own, precision=_LEARNT_HALF))
+            candidates.append(dataclasses.replace(own, precision=_TRAINED_HALF))
             if own.is_perceptron:
-                candidates.append(dataclasses.replace(own, precision=_LEARNT_HALF, has_convolutions=True))
+                candidates.append(dataclasses.replace(own, precision=_TRAINED_HALF, has_convolutions=True))
         scales = self._trained.calibration.scale
         return next((setting.group for setting in candidates if f"time/{setting.group}" in scales), None)
 
     def _carried_over(
         self, own: RawPrediction, graphs: GraphBatch, device: Device, references: Sequence[Device]
     ) -> RawPrediction:
-        """``own``, which has the memory, with the time of the reference nearest by the roofline, times the ratio of both
-        rooflines.
+        """Complete ``own``, which has the memory, with a time carried over from a reference GPU.
+
+        It is the time on the reference nearest by the roofline, times the ratio of both rooflines.
         """
         roofline = batch_roofline_s(graphs, device)
         totals = np.array([np.maximum(batch_roofline_s(graphs, other).sum(axis=1), 1e-12) for other in references])
         apart = np.abs(np.log(np.maximum(roofline.sum(axis=1), 1e-12) / totals))  # shape: (references, C)
         nearest, number = apart.argmin(axis=0), len(graphs)
-        theirs, sigma, members = np.empty(number), np.empty(number), np.empty((number, _NUM_MEMBERS))
+        reference_log_s, sigma, members = np.empty(number), np.empty(number), np.empty((number, _NUM_MEMBERS))
         for at in np.unique(nearest).tolist():
             rows = np.flatnonzero(nearest == at)
-            found = self._of_weights(_some(graphs, rows), references[at], ["time"])
-            theirs[rows], sigma[rows], members[rows] = found.log_value["time"], found.prior_scale["time"], found.members["time"]
+            found = self._of_weights(_subset(graphs, rows), references[at], ["time"])
+            reference_log_s[rows], sigma[rows] = found.log_value["time"], found.prior_scale["time"]
+            members[rows] = found.members["time"]
         rows = np.arange(number)
-        factor = np.exp(theirs) / totals[nearest, rows]
+        factor = np.exp(reference_log_s) / totals[nearest, rows]
         sigma = np.hypot(sigma, _CARD_LOG_SIGMA * np.maximum(1.0, apart[nearest, rows] / _CARDS_APART))
         value = np.log(np.maximum(roofline.sum(axis=1) * factor, 1e-12))
         unsure = sigma > UNTRAINED_LOG_SIGMA["time"]
-        moved = members + (value - theirs)[:, None]
+        moved = members + (value - reference_log_s)[:, None]
         raw = own._replace(
             log_value=own.log_value | {"time": value},
             members=own.members | {"time": np.where(unsure[:, None], own.members["time"], moved)},
@@ -298,21 +300,23 @@ class GpuBackend:
         )
         return by_physics(raw, graphs, device, {"time": unsure})
 
-    def _of_weights(self, graphs: GraphBatch, device: Device, wanted: Sequence[str]) -> RawPrediction:
-        """What networks and trees predict of ``wanted`` targets; what is predicted of the other one is worth nothing."""
+    def _of_weights(self, graphs: GraphBatch, device: Device, targets: Sequence[str]) -> RawPrediction:
+        """Prediction of networks and trees for ``targets``. The values of another target are meaningless."""
         skeleton, number = graphs.skeleton, len(graphs)
-        setting, known_gpu, learnt_as = Setting.of(skeleton, device), self.trained_on(device), self._learnt_as(skeleton, device)
-        unknown = {target: np.full(number, not _knows(target, skeleton)) for target in TARGETS}
+        setting, known_gpu = Setting.of(skeleton, device), self.trained_on(device)
+        trained_group = self._trained_group(skeleton, device)
+        unknown = {target: np.full(number, not _covers(target, skeleton)) for target in TARGETS}
         value = {target: np.zeros(number) for target in TARGETS}
         sigma = {target: np.full(number, UNTRAINED_LOG_SIGMA[target]) for target in TARGETS}
         members = dict.fromkeys(TARGETS, np.full((number, _NUM_MEMBERS), np.nan))
         shares: dict[str, Floats] = {}
-        if any(_knows(target, skeleton) for target in TARGETS):
+        if any(_covers(target, skeleton) for target in TARGETS):
             steps = steps_of(self._trained.learner, graphs, device)
             features = np.stack([step.view["sums"] for step in steps])
-            asked = [*(target for target in wanted if _knows(target, skeleton)), *(_SHARES if setting.is_perceptron else ())]
-            predicted, spread, members = _ask(self._trained.learner, asked, steps)
-            calibration, group = self._trained.calibration, learnt_as or setting.group
+            requested = [target for target in targets if _covers(target, skeleton)]
+            requested += _SHARES if setting.is_perceptron else ()
+            predicted, spread, members = _predict_with_members(self._trained.learner, requested, steps)
+            calibration, group = self._trained.calibration, trained_group or setting.group
             for target in TARGETS:
                 unknown[target] |= ~np.isfinite(predicted[target])
                 value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0.0)
@@ -321,9 +325,9 @@ class GpuBackend:
                 )
             if setting.is_perceptron:
                 shares = {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
-            # On a card much faster than any that was learnt from, networks and trees took a B200 for slower than a P4, and said
-            # that they were not sure. In a setting that they never saw, physics answers where it is surer.
-            if not known_gpu or learnt_as is None:
+            # On cards much faster than all training rows, networks and trees predict badly (a B200 slower than a P4), and their
+            # sigma is large. Without training rows for the setting, the prediction with the smaller sigma is used.
+            if not known_gpu or trained_group is None:
                 unknown["time"] |= sigma["time"] > UNTRAINED_LOG_SIGMA["time"]
         else:
             features = step_features(graphs, device)
@@ -351,18 +355,18 @@ class GpuBackend:
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
-    """By how much what is learnt from runs moves a step whose prediction is so sure beside theirs."""
+    """Share of the process's correction that applies to a step with this sigma, beside the sigma of the measured runs."""
     return min(1.0, _SURER * log_sigma / of_the_process)
 
 
-def place_of(summary: Summary, target: str) -> GPInputs:
-    """Where the residual process sees the steps of a summary, of which there is at least one; all at a scale of 1."""
+def inputs_of_summary(summary: Summary, target: str) -> GPInputs:
+    """Inputs of the residual process for the steps of a summary with at least one step, at a scale of 1."""
     sums = summary.sums
     alternatives = alternatives_of(target, sums, summary.log_value[target], summary.members[target])
-    return as_shipped(placed(embedding_of(sums), time_shares_of(sums), alternatives))
+    return as_shipped(gp_inputs(embedding_of(sums), time_shares_of(sums), alternatives))
 
 
-def placed(
+def gp_inputs(
     x: torch.Tensor,
     time_shares: torch.Tensor,
     alternatives: torch.Tensor,
@@ -371,13 +375,13 @@ def placed(
     scale: torch.Tensor | float = 1.0,
     setting: torch.Tensor | float = 0.0,
 ) -> GPInputs:
-    """Where the residual process sees C steps; what is one number is the same for all of them."""
+    """Inputs of the residual process for C steps. A single number holds for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
     return GPInputs(x, time_shares, kernels_of(time_shares), alternatives, *columns)
 
 
-def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
-    """``learner`` without the forests that would answer for other targets than ``targets``: they are most of its time."""
+def _restricted(learner: Learner, targets: Sequence[str]) -> Learner:
+    """``learner`` without the forests of other targets, which take most of its time."""
     if not isinstance(learner, GuardEnsemble):
         return learner
     names = {*targets, *(["limit"] if "memory" in targets else [])}
@@ -386,50 +390,52 @@ def _asked_for(learner: Learner, targets: Sequence[str]) -> Learner:
     return few
 
 
-class _Heard(NamedTuple):
-    """An ensemble whose members have spoken."""
+class _CachedEnsemble(NamedTuple):
+    """An ensemble with the members' predictions already computed."""
 
     learner: Ensemble
-    members: list[Predicted]
+    predictions: list[Predicted]
 
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        return self.members
+        return self.predictions
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         return self.learner.combine(parts, runs)
 
 
-def _ask(
+def _predict_with_members(
     learner: Learner, targets: Sequence[str], runs: Sequence[Example]
 ) -> tuple[Predicted, Predicted, dict[str, npt.NDArray[np.float64]]]:
-    """The cost of ``runs`` and the spread of the members for ``targets``.
+    """Predict the requested ``targets`` of ``runs``.
 
-    Also the predictions of networks and trees alone. Shapes: (n, 2).
+    Returns:
+        The ensemble's predictions, the standard deviations between its members, and by target the predictions of networks and
+        trees alone, shape (n, 2).
     """
-    asked = _asked_for(learner, targets)
-    silent = np.full(len(runs), np.nan)
-    alone = dict.fromkeys(TARGETS, np.stack([silent] * _NUM_MEMBERS, 1))
-    if not isinstance(asked, GuardEnsemble):
-        return *predict_with_spread(asked, runs), alone
-    parts, number = asked.parts(runs), asked.settings["networks"]
+    restricted = _restricted(learner, targets)
+    missing = np.full(len(runs), np.nan)
+    alone = dict.fromkeys(TARGETS, np.stack([missing] * _NUM_MEMBERS, 1))
+    if not isinstance(restricted, GuardEnsemble):
+        return *predict_with_spread(restricted, runs), alone
+    parts, number = restricted.parts(runs), restricted.settings["networks"]
     of_kind = (parts[:number], parts[number:])
     for target in set(TARGETS).intersection(targets):
-        alone[target] = np.stack([np.mean([part[target] for part in some] or [silent], axis=0) for some in of_kind], 1)
-    heard: Any = _Heard(asked, parts)  # as much of a learner as is asked for
-    return *predict_with_spread(heard, runs), alone
+        alone[target] = np.stack([np.mean([part[target] for part in some] or [missing], axis=0) for some in of_kind], 1)
+    cached: Any = _CachedEnsemble(restricted, parts)  # all of the Learner protocol that is needed here
+    return *predict_with_spread(cached, runs), alone
 
 
-def _some(graphs: GraphBatch, rows: npt.NDArray[np.int64]) -> GraphBatch:
-    """The graphs of ``rows``; where these are all, the batch itself, which has computed much of what is asked next."""
+def _subset(graphs: GraphBatch, rows: npt.NDArray[np.int64]) -> GraphBatch:
+    """The graphs of ``rows``; the batch itself if these are all, because it caches intermediate results."""
     return graphs if len(rows) == len(graphs) else graphs[rows]
 
 
 def by_physics(
     raw: RawPrediction, graphs: GraphBatch, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
 ) -> RawPrediction:
-    """``raw`` with the values of some ``rows`` (C,) of a target from replay and roofline, and as unsure as those are.
+    """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma.
 
-    All rows, unless all of their priors are guessed.
+    The prior of a target changes for all rows, so it must be the guessed one or all rows must be chosen.
     """
     for target, chosen in rows.items():
         if not chosen.any():
@@ -456,7 +462,7 @@ def by_physics(
 
 
 def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | float:
-    """How unsure the replay's memory is: a share of it, and a part that does not grow with it. Shape: (C,) → (C,)."""
+    """Standard deviation of the replay's memory, as a logarithm: a relative and a constant part. Shape: (C,) → (C,)."""
     skeleton = graphs.skeleton
     settings = skeleton.mode, skeleton.precision, skeleton.layout
     switches = _REPLAYED_OPTIONS.issuperset(skeleton.options)
@@ -468,7 +474,7 @@ def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) ->
 def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
     """``raw`` with the time from trees on single operators, for GPUs without a measured float32 step.
 
-    Where most of the roofline is in operators that the trees have not learnt (convolutions, recurrent cells), the time stays.
+    Where most of the roofline is in operators without training rows (convolutions, recurrent cells), the time stays.
     The interval is that of single operators on a left-out GPU, because too few whole steps were measured for a calibration. The
     errors of a sum are smaller than that.
     """
@@ -478,11 +484,11 @@ def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawP
     if not len(rows):
         return raw
     forest = _operator_forest()
-    predicted, spread = predict_with_spread(forest.learner, steps_of(forest.learner, _some(graphs, rows), device))
+    predicted, spread = predict_with_spread(forest.learner, steps_of(forest.learner, _subset(graphs, rows), device))
     sigma = [forest.calibration.log_sigma("time", OPERATOR, one, known_gpu=False) for one in spread["time"].tolist()]
     value, scale, op_time_s = raw.log_value["time"].copy(), raw.prior_scale["time"].copy(), raw.op_time_s.copy()
     value[rows] = predicted["time"]
-    scale[rows] = np.minimum(sigma, UNTRAINED_LOG_SIGMA["time"])  # members apart do not make it less sure than bare physics is
+    scale[rows] = np.minimum(sigma, UNTRAINED_LOG_SIGMA["time"])  # no larger than the sigma of bare physics
     op_time_s[rows] = roofline[rows] * (np.exp(value[rows]) / np.maximum(total_s[rows], 1e-12))[:, None]
     known = raw.known["time"].copy()
     known[rows] = True
@@ -496,20 +502,20 @@ def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawP
 
 @functools.cache
 def _operator_forest() -> FittedModel:
-    """The weights that come with the package."""
+    """The shipped weights for single operators."""
     folder = files("perfguard_models") / "weights"
     return read_trained(folder / "operator-forest.safetensors", folder / "operator-forest.json", "operator-forest")
 
 
 @functools.cache
 def _timed_in_float32() -> frozenset[str]:
-    """GPUs whose float32 operators were measured. Of others in the tables there are convolutions or half precision alone."""
+    """GPUs whose float32 operators were measured. For others, the tables have only convolutions or half precision."""
     floors = _operator_forest().learner.state()[1]["floors"]
     return frozenset(gpu for key in floors if (gpu := key.partition(" ")[2]))
 
 
-def _knows(target: str, graph: OpGraph) -> bool:
-    """Whether the weights have learnt ``target`` of such steps: memory of perceptrons, and of others in benchmark mode."""
+def _covers(target: str, graph: OpGraph) -> bool:
+    """Whether training rows cover ``target`` of such steps: memory of perceptrons, and of others in benchmark mode."""
     if target == "memory":
         unlike = _UNLIKE_PERCEPTRONS if graph.mode == "train" else CONVOLUTION_KINDS
         return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
@@ -529,23 +535,25 @@ _GUESSED_PRIOR = ResidualPrior(
     of_the_step=_OF_THE_STEP,
     guessed=True,
 )
-"""A residual of standard deviation 1, most of which runs on one machine have in common."""
+"""A residual of standard deviation 1. Most of it is common to the runs of one machine."""
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """What a study varies, each roughly within ±1, of C steps' ``sums`` (C, len(STEP_FEATURES)). Shape: (C, len(_EMBEDDED))."""
+    """Embedding of C steps from their step features ``sums``, each number roughly within ±1. Shape: (C, len(_EMBEDDED))."""
     middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
     return torch.from_numpy((sums[:, _EMBEDDED_INDEX].astype(np.float64) - middles) / widths)
 
 
 def time_shares_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """What each of C steps spends its time on, in steps that make a difference. Shape: (C, len(_SPENT))."""
-    return torch.from_numpy(sums[:, _SPENT_INDEX].astype(np.float64)) / _APART
+    """Shares of time of each of C steps, in units of the length scale. Shape: (C, len(_TIME_SHARES))."""
+    return torch.from_numpy(sums[:, _TIME_SHARES_INDEX].astype(np.float64)) / _APART
 
 
 def kernels_of(time_shares: torch.Tensor) -> torch.Tensor:
-    """Of :func:`time_shares_of`, the shares of each kind of convolution, in columns of their own for each layout and for compiled
-    steps. Shape: (C, 4 * len(_CONVOLVED)); (C, 0) where nothing is known."""
+    """The shares of each kind of convolution, in separate columns for each layout and for compiled steps.
+
+    ``time_shares`` is from :func:`time_shares_of`. Shape: (C, 4 * len(_CONVOLVED)); (C, 0) without shares.
+    """
     if not time_shares.shape[1]:
         return time_shares
     shares, flags = _APART * time_shares[:, _CONVOLVED], time_shares[:, _SWITCHES] > 0
@@ -557,16 +565,16 @@ def kernels_of(time_shares: torch.Tensor) -> torch.Tensor:
 def alternatives_of(
     target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64], members: npt.NDArray[np.float64]
 ) -> torch.Tensor:
-    """How far physics and the ``members`` (C, 2) are from ``log_value`` (C,). Shape: (C, e)."""
+    """Distances of physics and of the ``members`` (C, 2) from ``log_value`` (C,). Shape: (C, e)."""
     apart = np.clip(np.nan_to_num(members - log_value[:, None]), -_FARTHEST_MEMBER, _FARTHEST_MEMBER) * _TRUST_IN_MEMBERS
     return torch.from_numpy(np.concatenate([physics_of(target, sums, log_value), apart], axis=1))
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What physics says less ``log_value`` (C,); of memory also what a constant gibibyte would add. Shape: (C, 3) or (C, 1)."""
+    """Physics minus ``log_value`` (C,), and for memory the share of a constant gibibyte. Shape: (C, 3) or (C, 1)."""
     by_name = ("log_reserved", "log_live") if target == "memory" else ("log_roofline",)
-    said = sums[:, [STEP_FEATURES.index(name) for name in by_name]].astype(np.float64)
-    columns = [np.clip(said - log_value[:, None], -_FARTHEST, _FARTHEST)]
+    physics = sums[:, [STEP_FEATURES.index(name) for name in by_name]].astype(np.float64)
+    columns = [np.clip(physics - log_value[:, None], -_FARTHEST, _FARTHEST)]
     if target == "memory":
-        columns.append(np.minimum(2**30 / np.exp(said[:, :1]), _MOST_OF_A_CONSTANT))
+        columns.append(np.minimum(2**30 / np.exp(physics[:, :1]), _MOST_OF_A_CONSTANT))
     return np.concatenate(columns, axis=1)

@@ -1,8 +1,8 @@
-"""GuardNet for GPUs: the operator network and boosted trees on the sums, averaged.
+"""GuardNet for GPUs: the operator network and boosted trees on step features, averaged.
 
 Both use the same physics in different ways. The network sums over operators and also knows single operators. The trees use
 features of the whole step and the replay's peaks under each of cuDNN's algorithms. Their errors differ, so their mean is better
-than either. Where they disagree, the prediction is less sure.
+than either. Where they disagree, the interval is wider.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _HALF_GPUS = "half_gpus"
 LIMIT = "limit"
-"""Forests of memory that have heard only what fitted a card and what did not."""
+"""Forests of memory, fitted only to whether a step fitted a card or ran out of memory."""
 _WEIGHT = {"time": 2 / 3}
-"""Of the networks. A sum over operators carries over to other networks better than what trees see of the whole; of memory it is
-the other way round."""
+"""Weight of the networks. For time, a sum over operators generalises better to other architectures than trees on features of the
+whole step. For memory, the trees generalise better."""
 
 
 class GuardEnsemble:
@@ -65,7 +65,7 @@ class GuardEnsemble:
         """GPUs whose steps in half precision were timed."""
 
     def start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
-        """What the trees correct."""
+        """The baseline that the trees correct, as a logarithm."""
         if target == LIMIT:
             return np.log(np.exp(column(runs, "log_live")) + self.constant)
         if target == "memory":
@@ -81,18 +81,18 @@ class GuardEnsemble:
             for target in TARGETS:
                 part[target] = self._forest(target, index, runs) + self.start(runs, target)
             limited = self._forest(LIMIT, index, runs) + self.start(runs, LIMIT)
-            # Where memory was measured it was in float32; half precision was only ever bracketed.
+            # Where memory was measured it was in float32; for half precision there are only bounds.
             use = (half & ~np.isnan(limited)) | np.isnan(part["memory"])
             found.append(part | {"memory": np.where(use, limited, part["memory"])})
         return found
 
     def _forest(self, name: str, index: int, runs: Sequence[Example]) -> npt.NDArray[np.float64]:
-        """NaN for single operators: the forests have seen whole steps alone."""
-        said = np.full(len(runs), np.nan)
+        """The correction by one forest; NaN for single operators, because forests are fitted to whole steps. Shape: (n,)"""
+        found = np.full(len(runs), np.nan)
         whole = [at for at, run in enumerate(runs) if not run.is_single]
         if name in self.forests and whole:
-            said[whole] = self.forests[name][index].predict(sums_table([runs[at] for at in whole]))
-        return said
+            found[whole] = self.forests[name][index].predict(sums_table([runs[at] for at in whole]))
+        return found
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
         """See :class:`perfguard_models.learner.Learner`."""
@@ -101,8 +101,8 @@ class GuardEnsemble:
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         """The weighted mean of networks and forests.
 
-        For single operators and float32 only the networks know the time. For half precision on a GPU that was not timed, only
-        the forests do. From two cards a network learns the cards themselves, not the meaning of their figures.
+        The networks alone predict the time of single operators and of float32. The forests alone predict it for half precision
+        on a GPU that was not timed: from two cards a network learns the cards themselves, not the meaning of their figures.
         """
         number = len(self.networks)
         alone = np.array([run.is_single for run in runs]) | (column(runs, "half") == 0)

@@ -33,16 +33,16 @@ from perfguard_models.backends import (
     CpuBackend,
     GpuBackend,
     RawPrediction,
+    gp_inputs,
+    inputs_of_summary,
     physics_of,
-    place_of,
-    placed,
     scale_of,
     time_shares_of,
 )
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.fusion import Compiled, as_compiled
-from perfguard_models.refinement import FineTuneRow, ResidualForest, refined, rows_of
-from perfguard_models.residual import Bounds, GPInputs, ResidualAverage, ResidualPrior, learnt
+from perfguard_models.refinement import ResidualForest, ResidualRows, fit_residual_forest, rows_of
+from perfguard_models.residual import Bounds, GPInputs, ResidualAverage, ResidualPrior, condition_average
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
 from perfguard_models.torch_isolation import undisturbed
@@ -59,12 +59,12 @@ _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
 _OVERHEAD_FEW, _OVERHEAD_MOST_OF_FEW = 3, math.log(3.0)
-_SUREST = {"memory": 0.005, "time": 0.01}
-"""No prediction is surer, however often its step was read: the driver tells memory in blocks of 2 MiB, and clocks wander."""
+_LEAST_LOG_SIGMA = {"memory": 0.005, "time": 0.01}
+"""Least standard deviation of a prediction, as a logarithm, however often its step was read. The driver reports memory in blocks
+of 2 MiB, and clocks vary."""
 _POWER_PRIOR_ROWS = 3.0
 _POWER_LOG_SIGMA = 0.3
-"""How far the powers of two workloads on one card are apart, before a few were measured: from waiting to its limit is a factor of
-three."""
+"""Prior standard deviation of log power between workloads on one card. From idle to its limit is a factor of three."""
 
 
 @undisturbed
@@ -85,7 +85,7 @@ def load(path: str | Path | None = None) -> GuardNet:
 
 
 def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Backend]:
-    """The kind of device, and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
+    """The kind of device and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
     if "format" in document:
         folder = files("perfguard_models") / "weights"
@@ -115,13 +115,13 @@ class GuardNet:
 
     @property
     def lineage(self) -> str:
-        """Of its shipped weights: name and a hash of them. A refinement is good for these alone."""
+        """Name and hash of the shipped weights. A refinement is valid for these alone."""
         versions = repr(sorted((kind, backend.version) for kind, backend in self._backends.items()))
         return f"guardnet-{hashlib.sha256(versions.encode()).hexdigest()[:8]}"
 
     @property
     def name(self) -> str:
-        """The lineage; "+" says that it is refined."""
+        """The lineage, with "+" if a refinement is in use."""
         return self.lineage if self._refinement is None else f"{self.lineage}+"
 
     @undisturbed
@@ -143,7 +143,7 @@ class GuardNet:
     def _predictions(
         self, graphs: GraphBatch, launched: GraphBatch, raw: RawPrediction, device: Device, steps: int | None = None
     ) -> list[Prediction]:
-        """The prediction of each of ``graphs``, of which ``launched`` is what really runs."""
+        """The prediction of each of ``graphs``. ``launched`` has the operators that really run."""
         if self._refinement is not None:
             raw = _with_step_features(raw, graphs, device)
         memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
@@ -181,8 +181,8 @@ class GuardNet:
         """Condition the residual processes on ``observations``, all that there are for their device.
 
         A run that was out of memory needed more than was measured. It counts as a reading with the same information, given the
-        others (a censored observation, Tobin 1958). Of the step itself nothing below what it had is said again, unless a run has
-        shown since that it fits.
+        others (a censored observation, Tobin 1958). The prediction for the step itself stays above the memory that it had, unless
+        a later run fits.
         """
         by_device: dict[str, list[Observation]] = {}
         for observation in observations:
@@ -214,39 +214,43 @@ class GuardNet:
     @property
     def shift_on_reference(self) -> float:
         """See :class:`perfguard.predictor.Refinable`."""
-        return 0.0 if self._refinement is None else self._refinement.strays
+        return 0.0 if self._refinement is None else self._refinement.shift_on_reference
 
     @undisturbed
     def refine(self, observations: Sequence[Observation], *, seed: int = 0) -> bytes | None:
-        """See :class:`perfguard.predictor.Refinable`. The trees learn what the process, left alone, does not explain."""
-        lessons: dict[Target, list[FineTuneRow]] = {target: [] for target in TARGETS}
+        """See :class:`perfguard.predictor.Refinable`. The trees are fitted to the leave-one-out residuals of the process."""
+        training_rows: dict[Target, list[ResidualRows]] = {target: [] for target in TARGETS}
         known = [row for row in observations if row.measurement.status == "ok" and row.decision_id]
         for device_id in sorted({row.device.id for row in known}):
             for target in TARGETS:
                 rows = [row for row in known if row.device.id == device_id and row.measured(target) is not None]
                 if rows:
-                    lessons[target].append(self._lesson(device_id, target, rows))
-        return None if (made := refined(self.lineage, _pooled(lessons), seed=seed)) is None else made.to_bytes()
+                    training_rows[target].append(self._residual_rows(device_id, target, rows))
+        forest = fit_residual_forest(self.lineage, _pooled(training_rows), seed=seed)
+        return None if forest is None else forest.to_bytes()
 
-    def _lesson(self, device_id: str, target: Target, rows: Sequence[Observation]) -> FineTuneRow:
+    def _residual_rows(self, device_id: str, target: Target, rows: Sequence[Observation]) -> ResidualRows:
         raws = [self._raw(row.graph, row.device, with_step_features=True) for row in rows]
         residuals = _residuals_of(rows, raws, target)
         shipped = self._shipped(rows[0].device, target, residuals.prior)
-        posterior = learnt(residuals.prior, residuals.at, residuals.y, shipped)
+        posterior = condition_average(residuals.prior, residuals.at, residuals.y, shipped)
         summary = self._backends[rows[0].device.kind].summary(rows[0].device, target)
         sums, values = _features_and_values(target, raws)
-        x = _seen_by_trees(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value[target]]))
+        x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value[target]]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
-        return FineTuneRow(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
+        return ResidualRows(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
     def _corrections(self, target: Target, raws: Sequence[RawPrediction], device: Device) -> npt.NDArray[np.float64]:
         """What the refinement adds to each graph of ``raws``. Shape: (n,)."""
         if self._refinement is None:
             return np.zeros(sum(len(raw.log_value[target]) for raw in raws))
-        return self._refinement.corrections(target, device.id, _seen_by_trees(target, *_features_and_values(target, raws)))
+        return self._refinement.corrections(target, device.id, _tree_inputs(target, *_features_and_values(target, raws)))
 
     def _residuals(self, rows: Sequence[Observation], target: Target, prior: ResidualPrior | None = None) -> _Residuals | None:
-        """Of the rows whose ``target`` was measured, for a process of this ``prior``, or of their own; None: of none."""
+        """Residuals of the rows with a measured ``target``; None: there is no such row.
+
+        They are scaled for a process with this ``prior``, or with the rows' own one.
+        """
         known = [row for row in rows if row.measured(target) is not None]
         if not known:
             return None
@@ -262,12 +266,12 @@ class GuardNet:
         return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
 
     def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> GPInputs | None:
-        """Where a process of this ``prior`` sees the weights' summary for the device; None: there is none."""
+        """Inputs of the weights' summary for the device, for a process with this ``prior``; None: there is no summary."""
         summary, key = self._backends[device.kind].summary(device, target), (device.id, target)
         if not len(summary.sums):
             return None
-        if key not in self._summaries:  # a lesson after every run asks for it
-            self._summaries[key] = place_of(summary, target)
+        if key not in self._summaries:  # needed after every run
+            self._summaries[key] = inputs_of_summary(summary, target)
         scale = [scale_of(log_sigma, prior.total) for log_sigma in summary.log_sigma[target].tolist()]
         return self._summaries[key]._replace(scale=torch.tensor(scale, dtype=torch.float64))
 
@@ -279,7 +283,7 @@ class GuardNet:
         bounds: _Residuals | None,
         is_refuted: Sequence[bool],  # of the bounds
     ) -> None:
-        """Replace what was learnt of the device, at once: other threads may be predicting."""
+        """Replace the device's posterior in one assignment, because other threads may be predicting."""
         key, known = (device.id, target), measured if measured is not None else bounds
         if known is None or (measured is None and all(is_refuted)):
             self._posteriors.pop(key, None)
@@ -289,7 +293,7 @@ class GuardNet:
         if bounds is not None:
             limits = Bounds(bounds.at, torch.where(torch.tensor(is_refuted), -math.inf, bounds.y))
         at, y = (GPInputs(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
-        self._posteriors[key] = learnt(known.prior, at, y, shipped, limits)
+        self._posteriors[key] = condition_average(known.prior, at, y, shipped, limits)
 
     def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
         x, prior, prior_scale = raw.embedding[target], raw.prior[target], raw.prior_scale[target]
@@ -299,20 +303,20 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
-            place = placed(
+            inputs = gp_inputs(
                 x, raw.time_shares, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton)
             )
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             before = torch.from_numpy(prior.total * prior_scale)
-            means, log_sigmas = posterior.at(place, times=before / of_the_process / scale)
-            means, log_sigmas = posterior.above_bounds(place, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
+            means, log_sigmas = posterior.at(inputs, times=before / of_the_process / scale)
+            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), _SUREST[target])
+        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), _LEAST_LOG_SIGMA[target])
         median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
     def _raw(self, graph: OpGraph, device: Device, *, with_step_features: bool = False) -> RawPrediction:
-        """What the weights predict of ``graph``: a batch of one, kept as long as the graph is."""
+        """The weights' prediction for ``graph``, as a batch of one. It is cached for the life of the graph."""
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
@@ -325,14 +329,14 @@ class GuardNet:
         return of_graph[key]
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
-        """What is launched for a compiled graph; None: it is not compiled, or the weights know what compiling saves."""
+        """The kernels of a compiled graph; None: it is not compiled, or the weights were trained on compiled runs like it."""
         if "compiled" not in graph.options or self._backends[device.kind].knows_compiled(graph, device):
             return None
         return as_compiled(graph, device)
 
 
 def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
-    """``raw`` in the middle of what the opaque operators of ``graphs`` allow, and as unsure; measured runs narrow it again."""
+    """Move ``raw`` to the middle of the range that the opaque operators of ``graphs`` allow, and widen its prior to it."""
     opaque = list(unknown_operators(graphs.skeleton))
     if not opaque:
         return raw
@@ -353,7 +357,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
 
 
 def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
-    """What was predicted of the eager graph, for the kernels that are launched instead."""
+    """Convert the prediction for the eager graph to the kernels of the compiled one."""
     op_time_s = raw.op_time_s * compiled.time_shares(device)
     saved = np.log(np.maximum(op_time_s.sum(axis=1), 1e-12) / np.maximum(raw.op_time_s.sum(axis=1), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
@@ -378,18 +382,18 @@ def _features_and_values(
     return np.concatenate(features), np.concatenate([raw.log_value[target] for raw in raws])
 
 
-def _seen_by_trees(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Of C steps; physics of every device, unlike what its process may look at. Shape: (C, columns)."""
+def _tree_inputs(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Input of the trees for C steps. Shape: (C, columns)."""
     return rows_of(sums, physics_of(target, sums, log_value), log_value)
 
 
 def _setting_of(graph: OpGraph) -> float:
-    """Another number for other switches."""
+    """A number that identifies the switches of ``graph``."""
     return float(zlib.crc32(repr((graph.mode, graph.precision, graph.layout, graph.options)).encode()))
 
 
 class _Residuals(NamedTuple):
-    """What was measured beyond what was predicted, as logarithms, for n runs."""
+    """log(measured / predicted) of n runs, with their inputs."""
 
     prior: ResidualPrior
     at: GPInputs
@@ -399,14 +403,17 @@ class _Residuals(NamedTuple):
 def _residuals_of(
     rows: Sequence[Observation], raws: Sequence[RawPrediction], target: Target, prior: ResidualPrior | None = None
 ) -> _Residuals:
-    """Beyond ``raws``, batches of one for at least one row, all with ``target`` measured, for a process of this ``prior``; None:
-    the middle one of the rows."""
+    """Residuals of ``rows`` from their predictions ``raws``, which are batches of one.
+
+    There is at least one row, and all have a measured ``target``. ``prior`` is the prior of the process; None: the median of
+    the rows' priors.
+    """
     predicted = torch.from_numpy(np.concatenate([raw.log_value[target] for raw in raws]))
     measured = torch.tensor([math.log(value) for row in rows if (value := row.measured(target))], dtype=torch.float64)
     priors = [raw.prior_at(target, 0) for raw in raws]
     if prior is None:
         prior = sorted(priors, key=lambda one: one.total)[len(priors) // 2]
-    place = placed(
+    inputs = gp_inputs(
         torch.cat([raw.embedding[target] for raw in raws]),
         torch.cat([raw.time_shares for raw in raws]),
         torch.cat([raw.alternatives[target] for raw in raws]),
@@ -414,11 +421,14 @@ def _residuals_of(
         scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
         setting=torch.tensor([_setting_of(row.graph) for row in rows], dtype=torch.float64),
     )
-    return _Residuals(prior, place, measured - predicted)
+    return _Residuals(prior, inputs, measured - predicted)
 
 
 def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observation]) -> list[bool]:
-    """Whether the same step ended well later, or having needed as much; ``rows`` are from the oldest to the newest."""
+    """Whether a successful run of the same step refutes each out-of-memory run.
+
+    It does so if it is later, or if it needed as much memory. ``rows`` are from the oldest to the newest.
+    """
     last_ok: dict[str, int] = {}
     most_bytes: dict[str, float] = {}
     position = {id(row): index for index, row in enumerate(rows)}
@@ -433,28 +443,28 @@ def _are_refuted(rows: Sequence[Observation], out_of_memory: Sequence[Observatio
     ]
 
 
-def _pooled(lessons: dict[Target, list[FineTuneRow]]) -> dict[Target, FineTuneRow]:
-    """The lessons of all devices as one, for each target that has any."""
+def _pooled(training_rows: dict[Target, list[ResidualRows]]) -> dict[Target, ResidualRows]:
+    """Concatenate the training rows of all devices, for each target that has any."""
     return {
-        target: FineTuneRow(
-            [decision_id for lesson in found for decision_id in lesson.decision_ids],
-            [device_id for lesson in found for device_id in lesson.devices],
-            np.concatenate([lesson.x for lesson in found]),
-            np.concatenate([lesson.y for lesson in found]),
+        target: ResidualRows(
+            [decision_id for rows in found for decision_id in rows.decision_ids],
+            [device_id for rows in found for device_id in rows.devices],
+            np.concatenate([rows.x for rows in found]),
+            np.concatenate([rows.y for rows in found]),
         )
-        for target, found in lessons.items()
+        for target, found in training_rows.items()
         if found
     }
 
 
 def _middle_of(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and the standard deviation by the median distance from it: one odd trial does not count."""
+    """Median, and a robust standard deviation from the median absolute deviation."""
     median = statistics.median(values)
     return median, SIGMA_OF_MAD * statistics.median(abs(value - median) for value in values)
 
 
 def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
-    """Mean and standard deviation of the logarithm of the watts that the newest runs drew; None: nobody measured energy."""
+    """Mean and standard deviation of the log power of the newest runs, in watts; None: no run has its energy."""
     powers = [
         math.log(energy_j / row.measurement.total_time_s)
         for row in rows
@@ -470,11 +480,11 @@ def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
 
 
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
-    """What a trial takes beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
+    """Overhead of a trial beyond its steps (setting up, validating): mean and standard deviation of log(trial / steps).
 
     It is the median over the last few trials, shrunk towards no overhead. The median ignores one interrupted trial. Only trials
     with at least half as many steps as the longest of them count, because a trial that stops early is mostly setup. Until there
-    are three, the least of them counts, and no more than a factor of three: a suspended machine makes hours of minutes.
+    are three, the least of them counts, and no more than a factor of three. A suspended machine turns minutes into hours.
     """
     most_steps = max((row.measurement.num_steps for row in rows[-_OVERHEAD_ROWS:]), default=0)
     ratios = [

@@ -1,10 +1,10 @@
-"""Refinement from a log beyond the Gaussian process: trees on the sums of a step, fitted to the runs of all devices.
+"""Refinement from a log beyond the Gaussian process: trees on the features of a step, fitted to the runs of all devices.
 
 The process adapts after the first runs, but its input has only eleven numbers per step. With many runs, extremely randomized
-trees (Geurts et al. 2006) learn its residuals from all the sums. Each tree is grown on a bootstrap sample. So the prediction of
-the other trees for a run needs no second fit (out of bag, Breiman 2001). The process is conditioned on the residuals of those
-predictions. On a few hundred runs, trees were as good as all other models tried. They take a tenth of a second, and do not
-extrapolate.
+trees (Geurts et al. 2006) learn its residuals from all step features. Each tree is grown on a bootstrap sample. So the
+prediction of the other trees for a run needs no second fit (out of bag, Breiman 2001). The process is conditioned on the
+residuals of those predictions. On a few hundred runs, trees were as good as all other models tried. They take a tenth of a
+second, and do not extrapolate.
 
 On disk a refinement is one safetensors file. Its header records what it was made for. It does not change predictions for a
 device without runs.
@@ -30,20 +30,20 @@ from perfguard_models.trees import Forest, forest_of_bagging
 
 FORMAT = 2
 FEWEST_ROWS = 30
-"""Fewer runs teach no trees."""
+"""With fewer runs no trees are fitted."""
 _TREES = 100
 _LEAF = 2
 _SHARE_OF_COLUMNS = 0.3
 _ROWS_FOR_HALF = 300
-"""So many runs it takes until half of what trees say is believed. All of what they say of 100 runs is worse than nothing."""
+"""With this many runs, half of the trees' prediction is applied. Fitted to 100 runs, the whole of it is worse than none."""
 _WEIGHT_OF_SUMMARY = 0.5
-"""Of a step of the summary, of which the weights are said to be right, beside that of a measured run."""
+"""Sample weight of a step of the summary; a measured run has 1. The residual of a summary step is 0."""
 _LARGEST_BYTES = 64 * 2**20
 _PHYSICS_COLUMNS = {"memory": 3, "time": 1}
 
 
-class FineTuneRow(NamedTuple):
-    """What trees learn from: n runs, and of each what nothing else explains. Steps of the weights' own summary have no id."""
+class ResidualRows(NamedTuple):
+    """Training rows of the trees: n runs with the process's residuals. Steps of the weights' own summary have an empty id."""
 
     decision_ids: Sequence[str]
     devices: Sequence[str]
@@ -52,26 +52,26 @@ class FineTuneRow(NamedTuple):
 
 
 class ResidualForest:
-    """Corrections of a predictor, as logarithms. Built by :func:`refined` or :meth:`from_bytes`."""
+    """Corrections of a predictor, as logarithms. Built by :func:`fit_residual_forest` or :meth:`from_bytes`."""
 
     def __init__(self, made_for: str, parts: Mapping[str, _Part]) -> None:
         self.made_for = made_for
         self._parts = parts
 
     def corrections(self, target: str, device_id: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """To be added to the predictor's logarithms; 0 where nothing was learnt. From (C, columns) to (C,)."""
+        """Corrections to add to the predictor's logarithms; 0 on a device without training rows. From (C, columns) to (C,)."""
         part = self._parts.get(target)
         return np.zeros(len(x)) if part is None or device_id not in part.devices else part.forest.predict(x)
 
     def held_out(self, target: str, decision_id: str) -> float | None:
-        """What the trees say of a run that they learnt from which did not see it; None if they did not learn from it."""
+        """The out-of-bag prediction for a training run; None if the run is not a training row."""
         part = self._parts.get(target)
         return None if part is None else part.held_out.get(decision_id)
 
     @property
-    def strays(self) -> float:
-        """How far it is from nothing on steps of the summary that its trees had not seen: mean |logarithm|, the worse target."""
-        return max((part.strays for part in self._parts.values()), default=0.0)
+    def shift_on_reference(self) -> float:
+        """Mean |correction| on steps of the summary, out of bag, as a logarithm; the larger one of the targets."""
+        return max((part.shift for part in self._parts.values()), default=0.0)
 
     def to_bytes(self) -> bytes:
         """A safetensors file."""
@@ -86,7 +86,7 @@ class ResidualForest:
             "made_for": self.made_for,
             "columns": _fingerprint(),
             "devices": {target: sorted(part.devices) for target, part in self._parts.items()},
-            "strays": {target: part.strays for target, part in self._parts.items()},
+            "strays": {target: part.shift for target, part in self._parts.items()},
         }
         return save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"perfguard": json.dumps(header)})
 
@@ -122,11 +122,11 @@ class _Part(NamedTuple):
     forest: Forest
     devices: frozenset[str]
     held_out: Mapping[str, float]
-    strays: float
+    shift: float
 
 
 def columns_of(target: str) -> int:
-    """How many numbers the trees see of a run."""
+    """Number of input columns of the trees."""
     return len(STEP_FEATURES) + _PHYSICS_COLUMNS[target] + 1
 
 
@@ -141,27 +141,27 @@ def rows_of(
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 
-def refined(made_for: str, lessons: Mapping[Target, FineTuneRow], *, seed: int = 0) -> ResidualForest | None:
-    """Trees on ``lessons``, by target, on one core; None if there are fewer than FEWEST_ROWS runs of each."""
+def fit_residual_forest(made_for: str, rows: Mapping[Target, ResidualRows], *, seed: int = 0) -> ResidualForest | None:
+    """Fit trees to ``rows`` by target, on one core; None if each target has fewer than FEWEST_ROWS runs."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     parts: dict[str, _Part] = {}
-    for target, lesson in lessons.items():
-        is_measured = np.array([decision_id != "" for decision_id in lesson.decision_ids])
+    for target, own in rows.items():
+        is_measured = np.array([decision_id != "" for decision_id in own.decision_ids])
         if is_measured.sum() < FEWEST_ROWS:
             continue
         model = ExtraTreesRegressor(
             _TREES, min_samples_leaf=_LEAF, max_features=_SHARE_OF_COLUMNS, bootstrap=True, oob_score=True, random_state=seed
         )
         share = is_measured.sum() / (is_measured.sum() + _ROWS_FOR_HALF)
-        model.fit(lesson.x, share * lesson.y, sample_weight=np.where(is_measured, 1.0, _WEIGHT_OF_SUMMARY))
+        model.fit(own.x, share * own.y, sample_weight=np.where(is_measured, 1.0, _WEIGHT_OF_SUMMARY))
         out_of_bag = np.nan_to_num(np.asarray(model.oob_prediction_, dtype=np.float64))
-        strays = float(np.abs(out_of_bag[~is_measured]).mean()) if not is_measured.all() else 0.0
-        held_out = {key: said for key, said in zip(lesson.decision_ids, out_of_bag.tolist(), strict=True) if key}
-        parts[target] = _Part(forest_of_bagging(model), frozenset(lesson.devices), held_out, strays)
+        shift = float(np.abs(out_of_bag[~is_measured]).mean()) if not is_measured.all() else 0.0
+        held_out = {key: predicted for key, predicted in zip(own.decision_ids, out_of_bag.tolist(), strict=True) if key}
+        parts[target] = _Part(forest_of_bagging(model), frozenset(own.devices), held_out, shift)
     return ResidualForest(made_for, parts) if parts else None
 
 
 def _fingerprint() -> str:
-    """Of the columns' names and their order: trees for others would read nonsense."""
+    """Hash of the columns' names and order. Trees must not read other columns."""
     return hashlib.sha256(repr((STEP_FEATURES, sorted(_PHYSICS_COLUMNS.items()))).encode()).hexdigest()[:16]

@@ -4,7 +4,7 @@ Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelih
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
     Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
     V  (n, g)  shares of kernels of each kind, that differ by layout and compiling
-    P  (n, e)  how far other experts are from the prediction: physics, the networks alone, the trees alone
+    P  (n, e)  distances of alternative predictions from the prediction: physics, the networks alone, the trees alone
     q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
     K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
          + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
@@ -15,8 +15,8 @@ The terms describe how a new setting differs. The term bias² is a constant fact
 variance belongs to these conditions alone (another driver). The term linear² is a trend (wider networks are slower). The term
 local² is for neighbours, which are alike in size and composition (the sampler returns to a region). The term kind² is a factor
 of each kind of network, whatever its size. The term kernels² is a factor of each kind of kernel (grouped convolutions in
-channels-last). It moves a network by its share of such kernels. The term trust² is for another expert that is right where the
-prediction is not (physics far outside of the data).
+channels-last). It moves a network by its share of such kernels. The term trust² moves the
+prediction towards an alternative that is right where the prediction is not (physics far outside of the data).
 
 A share o of the noise's variance belongs to a step and not to its readings. After k readings of a step under these conditions,
 the fraction w = o / (o + (1 - o) / k) of its own deviation is known. If its readings scatter by more than the rest of the noise
@@ -38,8 +38,8 @@ of unknown width, m is their mean absolute value, and π is the prior plausibili
     p ∝ π m^-n
 Five similar runs can be explained by an absurd factor of the machine as well as by any other term. So on a known GPU, a
 hypothesis is less likely the further it moves the machine as a whole, in standard deviations. Its weight is multiplied by
-exp(-αᵀ M α / 2). Here M is the part of K from the constant factor and the experts, and α = (K + W)^-1 y. A few runs can outweigh
-this factor, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
+exp(-αᵀ M α / 2). Here M is the part of K from the constant factor and the alternatives, and α = (K + W)^-1 y. A few runs can
+outweigh this factor, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
 """
 
 from __future__ import annotations
@@ -56,104 +56,105 @@ from perfguard.predictor import SIGMA_OF_MAD
 _DEGREES_OF_FREEDOM = 4.0
 _REWEIGHTINGS = 3
 _SWEEPS, _SWEEP = 6, 0.5
-"""Over the bounds, and how far each of them changes what they say. Of one bound a single sweep tells all."""
+"""Number of sweeps over the bounds, and the damping of each update. A single bound needs a single sweep."""
 _MOST_UNLIKELY = 15.0
-"""Nats that moving a known machine costs at the most; a run that it explains brings three or four."""
+"""The largest penalty for moving a known machine, in nats. A run that the move explains contributes three or four."""
 _MOST_OF_A_BOUND = 4.0
-"""Nats that one of them may count."""
+"""The largest contribution of one bound, in nats."""
 _OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
-"""Share of the constant factor's variance that a change of conditions draws anew; on a GPU that the predictor was fitted to, less
-is left to the machine."""
+"""Share of the constant factor's variance that a change of conditions draws anew. The share is smaller on a GPU that the
+predictor was fitted to."""
 _FROM_SHIPPED = 0.75
-"""How much of a change of conditions it is from those under which the predictor was fitted."""
+"""Share of a full change of conditions between the predictor's training data and a measured run."""
 _NEARER = 0.5
-"""How far neighbours reach where a setting is more particular than the prior says."""
+"""Factor on the length scale for a setting that is more particular than the prior."""
 _PLAUSIBLE = 0.01
-"""That each kind of network has a factor of its own: five runs of a kind agree by chance."""
+"""Prior plausibility of a factor for each kind of network. It is low because five runs of a kind can agree by chance."""
 _SAME = 1e-5
-"""Nearer than that, two places are those of one step."""
+"""Runs that are nearer than that are runs of one step."""
 _JITTER = 1e-9
 _NOTHING_BELOW = -30.0
 _LARGEST_ERROR = 1.0
 _ERROR_BEFORE, _ROWS_BEFORE = 0.3, 2.0
-"""What a hypothesis is expected to err by before it was tried, in standard deviations of the residual, and what that weighs."""
+"""Prior error of a hypothesis, in standard deviations of the residual, and its weight in runs."""
 _SHIPPED = -1.0
-"""The regime of what the predictor was fitted to."""
+"""The regime of the predictor's training data."""
 _IN_COMMON = 0.9
-"""With less of it, more of what was known of a GPU is forgotten; with all of it, a world that changed is learnt more slowly."""
+"""Correlation between training data and measured runs. Smaller: the shipped knowledge of a GPU is lost sooner. Larger: the
+process adapts to a change more slowly."""
 _JUDGED = 200
-"""The newest readings by which hypotheses are judged."""
+"""Number of newest readings that score the hypotheses."""
 _UNLIKELY = 0.01
 
 
 class GPInputs(NamedTuple):
-    """Where n runs are in the process."""
+    """Inputs of the process for n runs."""
 
     x: torch.Tensor  # shape: (n, d)
     z: torch.Tensor  # shape: (n, f)
     kernels: torch.Tensor  # shape: (n, g)
-    experts: torch.Tensor  # shape: (n, e)
+    alternatives: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
     scale: torch.Tensor  # shape: (n,)
     setting: torch.Tensor
-    """Other switches (cuDNN's benchmark mode, a precision), which the rest may not show, have other numbers. Shape: (n,)"""
+    """A number for each combination of switches (cuDNN's benchmark mode, a precision), for those without a column. Shape: (n,)"""
     memorised: torch.Tensor
-    """How much more is predicted of a run's step by what has learnt from the run than by what has not, where the residual is from
-    the latter. Shape: (n,)"""
+    """Prediction with the run in the training rows minus the prediction without it, if the residual is from the latter.
+    Shape: (n,)"""
 
 
-def joined(places: list[GPInputs]) -> GPInputs:
-    """All of them, in order."""
-    return GPInputs(*(torch.cat(column) for column in zip(*places, strict=True)))
+def joined(parts: list[GPInputs]) -> GPInputs:
+    """Concatenate ``parts`` along the runs."""
+    return GPInputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def as_shipped(place: GPInputs) -> GPInputs:
-    """Steps that the predictor was fitted to."""
-    return place._replace(regime=torch.full_like(place.regime, _SHIPPED))
+def as_shipped(inputs: GPInputs) -> GPInputs:
+    """Return ``inputs`` in the regime of the predictor's training data."""
+    return inputs._replace(regime=torch.full_like(inputs.regime, _SHIPPED))
 
 
 def under_equal_conditions(x: torch.Tensor) -> GPInputs:
-    """Runs at ``x`` (n, d) of one regime, of which nothing else is known."""
+    """Inputs of runs at ``x`` (n, d) in one regime, without other features."""
     nothing, zero = x.new_zeros((len(x), 0)), x.new_zeros(len(x))
     return GPInputs(x, nothing, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
 
 
 class Pairs(NamedTuple):
-    """Each of m runs beside each of n others, as every hypothesis sees them. Shapes: (m, n)"""
+    """Products and distances between m runs and n others. All hypotheses share them. Shapes: (m, n)"""
 
     changed: torch.Tensor
     """0: the same conditions; 1: others"""
     in_common: torch.Tensor
-    """What all terms but the constant factor are multiplied by."""
+    """Factor on all terms of the kernel but the constant one."""
     linear: torch.Tensor
     kernels: torch.Tensor
-    experts: torch.Tensor
+    alternatives: torch.Tensor
     apart2: torch.Tensor
     """‖x - x'‖² / d"""
     apart_in_kind2: torch.Tensor
     """‖z - z'‖² / f"""
     same_step: torch.Tensor
-    """Whether they are runs of one step."""
+    """Whether both are runs of one step."""
 
     @property
     def are_same(self) -> torch.Tensor:
-        """Whether they are runs of one step under the same conditions."""
+        """Whether both are runs of one step under the same conditions."""
         return self.same_step & (self.changed == 0)
 
 
 def beside(a: GPInputs, b: GPInputs) -> Pairs:
-    """Each run of ``a`` beside each of ``b``."""
+    """Compare each run of ``a`` with each run of ``b``."""
     width, shares = a.x.shape[1], max(a.z.shape[1], 1)
     one_is_shipped = ((a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]).to(a.x.dtype)
     other_regime = (a.regime[:, None] != b.regime[None, :]).to(a.x.dtype)
     x2, z2 = torch.cdist(a.x, b.x).square(), torch.cdist(a.z, b.z).square()
-    apart = x2 + z2 + torch.cdist(a.experts, b.experts).square()
+    apart = x2 + z2 + torch.cdist(a.alternatives, b.alternatives).square()
     return Pairs(
         other_regime * (1 - (1 - _FROM_SHIPPED) * one_is_shipped),
         (1 - (1 - _IN_COMMON) * one_is_shipped) * a.scale[:, None] * b.scale[None, :],
         (a.x @ b.x.T) / width,
         a.kernels @ b.kernels.T,
-        a.experts @ b.experts.T,
+        a.alternatives @ b.alternatives.T,
         x2 / width,
         z2 / shares,
         (apart < _SAME**2) & (a.setting[:, None] == b.setting[None, :]),
@@ -162,7 +163,7 @@ def beside(a: GPInputs, b: GPInputs) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class ResidualPrior:
-    """Standard deviations of the terms, in logarithms, and how far neighbours reach.
+    """Standard deviations of the kernel's terms, in logarithms, and length scales.
 
     Attributes:
         plausible: its prior plausibility among the hypotheses.
@@ -190,7 +191,7 @@ class ResidualPrior:
         return self.of_the_machine(pairs) + self.of_networks(pairs)
 
     def of_networks(self, pairs: Pairs) -> torch.Tensor:
-        """The part of it by which networks differ from each other. Shape: (m, n)."""
+        """The part of the kernel that differs between networks. Shape: (m, n)."""
         in_kind2 = pairs.apart_in_kind2 / (2 * self.reach**2)
         smooth = self.linear**2 * pairs.linear + self.kernels**2 * pairs.kernels
         smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
@@ -199,19 +200,19 @@ class ResidualPrior:
         return pairs.in_common * smooth
 
     def of_the_machine(self, pairs: Pairs) -> torch.Tensor:
-        """The part of it that spares no network: a constant factor, and whether other experts are right. Shape: (m, n)."""
+        """The part of the kernel that all networks share: the constant factor and the alternatives. Shape: (m, n)."""
         constant = self.bias**2 * (1 - self.of_the_regime * pairs.changed)
-        return constant + pairs.in_common * self.trust**2 * pairs.experts
+        return constant + pairs.in_common * self.trust**2 * pairs.alternatives
 
     def variance(self, at: GPInputs) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
         linear = self.linear**2 * at.x.square().mean(1) + self.kernels**2 * at.kernels.square().sum(1)
-        smooth = linear + self.trust**2 * at.experts.square().sum(1) + self.local**2 + self.kind**2
+        smooth = linear + self.trust**2 * at.alternatives.square().sum(1) + self.local**2 + self.kind**2
         return self.bias**2 + at.scale.square() * smooth
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Prior variance of the residual of n runs, noise included, while nothing was measured: what the held-out runs had, whose
-        network was trusted. Shape: (n,)."""
+        """Prior variance of the residual of n runs, noise included. The terms for alternatives and kernels are left out, as for
+        the held-out runs that the prior was fitted to. Shape: (n,)."""
         return self.bias**2 + self.linear**2 * x.square().mean(1) + self.local**2 + self.noise**2
 
     @property
@@ -226,13 +227,13 @@ class ResidualPosterior:
 
     prior: ResidualPrior
     num_shipped: int
-    """Of the n, the first ones."""
+    """Number of shipped steps. They come first."""
     num_bounds: int
-    """Of the n, the last ones: steps that were not read."""
+    """Number of steps with a bound instead of a reading. They come last."""
     seen: GPInputs
     y: torch.Tensor  # shape: (n,)
-    believed: torch.Tensor
-    """How far each reading is believed beside others of the same step. Shape: (n,)"""
+    reading_weights: torch.Tensor
+    """Weight of each reading among the readings of its step. Shape: (n,)"""
     own2: torch.Tensor
     """Diagonal of W. Shape: (n,)"""
     cholesky: torch.Tensor  # shape: (n, n)
@@ -242,72 +243,74 @@ class ResidualPosterior:
     noise: float
     """Noise level, at a scale of 1, after seeing how well the observations agree."""
     moved2: float
-    """How far the machine as a whole was moved, in squared standard deviations."""
+    """Squared shift of the whole machine, in prior standard deviations."""
 
     @property
     def regime(self) -> torch.Tensor:
-        """Of the runs that come next. Shape: ()."""
+        """Regime of the next runs. Shape: ()."""
         return self.seen.regime.max()
 
-    def at(self, place: GPInputs, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, inputs: GPInputs, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,).
 
         Args:
-            place: where they are.
-            pairs: they beside what was seen, if that is known already.
+            inputs: inputs of the measurements.
+            pairs: the inputs compared with the observations, if that is computed already.
         """
-        pairs = beside(place, self.seen) if pairs is None else pairs
+        pairs = beside(inputs, self.seen) if pairs is None else pairs
         cross = self.prior.kernel(pairs)  # shape: (m, n)
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
-        mean, variance = cross @ self.alpha, self.prior.variance(place) - half.square().sum(0)
+        mean, variance = cross @ self.alpha, self.prior.variance(inputs) - half.square().sum(0)
         same = pairs.are_same.to(self.y.dtype)
         same[:, len(self.y) - self.num_bounds :] = 0
-        same = same * self.believed
+        same = same * self.reading_weights
         number = same.sum(1)
         share = self.prior.of_the_step
-        told = number * share / (number * share + 1 - share)
+        known_share = number * share / (number * share + 1 - share)
         own = self.y - self.seen.memorised
         read = same @ own / number.clamp_min(1)
-        noise2 = self.noise**2 * place.scale.square()
+        noise2 = self.noise**2 * inputs.scale.square()
         apart2 = (same @ own.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
         more = (number - 1).clamp_min(0)
         of_readings2 = (_DEGREES_OF_FREEDOM * (1 - share) * noise2 + apart2) / (_DEGREES_OF_FREEDOM + more)
-        beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (told > 0)
-        smooth2 = variance.clamp_min(0) * (1 - told).square()
-        return mean + told * (read - mean), (smooth2 + (1 - share * told) * noise2 + beyond2).sqrt()
+        beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (known_share > 0)
+        smooth2 = variance.clamp_min(0) * (1 - known_share).square()
+        return mean + known_share * (read - mean), (smooth2 + (1 - share * known_share) * noise2 + beyond2).sqrt()
 
     def left_out(self) -> torch.Tensor:
-        """What each observation is beyond what all others say of it: leave-one-out (Rasmussen and Williams 2006, eq. 5.12).
+        """Leave-one-out residual of each measured run (Rasmussen and Williams 2006, eq. 5.12).
 
         Returns:
-            Of those that were measured. Shape: (n - num_shipped - num_bounds,).
+            Observation minus the prediction from all others. Shape: (n - num_shipped - num_bounds,).
         """
         return (self.alpha / self.precision)[self.num_shipped : len(self.y) - self.num_bounds]
 
     def likelihood_of_bounds(self, least: torch.Tensor) -> float:
-        """Logarithm of how likely it was that each of the bounded steps needs the ``least`` (b,), given all others."""
+        """Log probability that each bounded step needs at least ``least`` (b,), given all others."""
         mean, sigma = self.of_bounds()
         return float(torch.special.log_ndtr((mean - least) / sigma).clamp_min(-_MOST_OF_A_BOUND).sum())
 
     def of_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of a reading of each of the steps that were only bounded, without that bound. Shapes: (b,),
-        (b,)."""
+        """Mean and standard deviation of a reading of each bounded step, without its bound. Shapes: (b,), (b,)."""
         some, noise2 = slice(len(self.y) - self.num_bounds, None), (self.prior.noise * self.seen.scale).square()
         return _by_others(self.y[some], self.alpha[some], self.precision[some], self.own2[some], noise2[some])
 
 
 class Bounds(NamedTuple):
-    """Of b runs that were out of memory, how much they needed at the least."""
+    """Lower bounds on the memory of b runs that ran out of memory."""
 
     at: GPInputs
     least: torch.Tensor  # shape: (b,)
-    """As residuals; -inf where another run has shown that it was not so."""
+    """Bounds as residuals; -inf where another run has refuted the bound."""
 
 
 def condition(
     prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
 ) -> ResidualPosterior:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, in double precision, a summary, and bounds of other runs."""
+    """Condition the process on residuals ``y`` (n,) of the runs ``seen``, on a summary, and on bounds of other runs.
+
+    All tensors are in double precision.
+    """
     posteriors = _read([prior], seen, y, shipped)
     return (posteriors if bounds is None else _bounded(posteriors, bounds))[0]
 
@@ -323,25 +326,25 @@ def _read(priors: Sequence[ResidualPrior], seen: GPInputs, y: torch.Tensor, ship
 
 
 def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[ResidualPosterior]:
-    """What they are given ``bounds``, too. All have seen the same readings, and no bounds."""
+    """Condition ``posteriors`` on ``bounds``, too. All have the same readings, and no bounds yet."""
     if not (stands := bounds.least > -math.inf).any():
         return posteriors
     out, least = GPInputs(*(column[stands] for column in bounds.at)), bounds.least[stands]
     before = posteriors[0]
     to_seen, among = beside(out, before.seen), beside(out, out)
-    told = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
+    readings = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
     seen, none = joined([before.seen, out]), torch.zeros_like(before.y)
     pairs = beside(seen, seen)
     return [
         _conditioned(each.prior, seen, pairs, torch.cat([each.y, read]), torch.cat([none, noise2]), each.num_shipped, len(least))
-        for each, (read, noise2) in zip(posteriors, told, strict=True)
+        for each, (read, noise2) in zip(posteriors, readings, strict=True)
     ]
 
 
 def _as_readings_of_all(
     posterior: ResidualPosterior, out: GPInputs, to_seen: Pairs, among: Pairs, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The information in b steps that need at least ``least`` (b,), as readings and their variances.
+    """Approximate b lower bounds ``least`` (b,) by Gaussian readings: their values and variances.
 
     Each reading gives its step the mean and the variance that follow from its bound and from all others. This is expectation
     propagation (Minka 2001). It updates all bounds at once, and is damped because they are much alike. Where many bounds agree,
@@ -352,15 +355,15 @@ def _as_readings_of_all(
     half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
     mean, covariance = cross @ posterior.alpha, prior.kernel(among) - half.T @ half
     noise2, alike = (prior.noise * out.scale).square(), 1 + prior.of_the_step * (among.are_same.sum(1) - 1)
-    said = mean, (covariance.diagonal() + noise2).sqrt()
-    told = torch.zeros(2, len(least)).to(mean)  # precision, and that times the reading
+    cavity = mean, (covariance.diagonal() + noise2).sqrt()
+    natural = torch.zeros(2, len(least)).to(mean)  # natural parameters: the precision, and precision times reading
     for change in [_SWEEP] * _SWEEPS if len(least) > 1 else [1.0]:
-        read, more_noise2 = as_readings(least, *said)
-        told = (1 - change) * told + change * torch.stack([1 / more_noise2, read / more_noise2])
-        read, more_noise2 = told[1] / told[0], 1 / told[0]
+        read, more_noise2 = as_readings(least, *cavity)
+        natural = (1 - change) * natural + change * torch.stack([1 / more_noise2, read / more_noise2])
+        read, more_noise2 = natural[1] / natural[0], 1 / natural[0]
         own2 = (noise2 + more_noise2) * alike + _JITTER
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + torch.diag(own2)))
-        said = _by_others(read, inverse @ (read - mean), inverse.diagonal(), own2, noise2)
+        cavity = _by_others(read, inverse @ (read - mean), inverse.diagonal(), own2, noise2)
     return read, more_noise2
 
 
@@ -385,7 +388,7 @@ def _conditioned(
 ) -> ResidualPosterior:
     same, is_read = pairs.are_same, torch.arange(len(y)) < len(y) - num_bounds
     same = same & (is_read[:, None] == is_read[None, :])
-    alike = 1 + prior.of_the_step * (same.sum(1) - 1)  # k readings of a step say of others what one says
+    alike = 1 + prior.of_the_step * (same.sum(1) - 1)  # for other steps, k readings count as one
     machine = prior.of_the_machine(pairs)
     covariance, noise2_of = machine + prior.of_networks(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
@@ -403,25 +406,27 @@ def _conditioned(
     of_noise = (weights / alike)[read]
     noise2 = _DEGREES_OF_FREEDOM * prior.noise**2 + (of_noise * (error / seen.scale)[read].square()).sum()
     noise = max(float((noise2 / (_DEGREES_OF_FREEDOM + of_noise.sum())).sqrt()), 0.5 * prior.noise)
-    believed = _believed(y - seen.memorised, same, (1 - prior.of_the_step) * noise**2 * seen.scale.square())
+    reading_weights = _reading_weights(y - seen.memorised, same, (1 - prior.of_the_step) * noise**2 * seen.scale.square())
     moved2 = float(alpha @ machine @ alpha)
-    return ResidualPosterior(prior, num_shipped, num_bounds, seen, y, believed, own2, cholesky, alpha, precision, noise, moved2)
+    return ResidualPosterior(
+        prior, num_shipped, num_bounds, seen, y, reading_weights, own2, cholesky, alpha, precision, noise, moved2
+    )
 
 
-def _believed(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
+def _reading_weights(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
     """The weight of each reading among the readings of its step, by its distance from their median.
 
     If three readings agree and one is absurd, the three count. Shapes: (n,), (n, n), (n,) to (n,).
     """
-    believed = torch.ones_like(own)
-    several = same.sum(1) > 2  # of two, nobody knows which is wrong
+    reading_weights = torch.ones_like(own)
+    several = same.sum(1) > 2  # of two readings, either may be wrong
     if several.any():
         readings = torch.where(same[several], own, math.nan)
         median = readings.nanquantile(0.5, dim=1, keepdim=True)
         scatter = SIGMA_OF_MAD * (readings - median).abs().nanquantile(0.5, dim=1)
         apart2 = (own[several] - median[:, 0]).square() / torch.maximum(noise2[several], scatter.square())
-        believed[several] = ((_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + apart2)).clamp_max(1.0)
-    return believed
+        reading_weights[several] = ((_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + apart2)).clamp_max(1.0)
+    return reading_weights
 
 
 def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPrior, ...]:
@@ -458,20 +463,20 @@ class ResidualAverage:
 
     @property
     def regime(self) -> torch.Tensor:
-        """Of the runs that come next. Shape: ()."""
+        """Regime of the next runs. Shape: ()."""
         return self.posteriors[0].regime
 
-    def at(self, place: GPInputs, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, inputs: GPInputs, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,).
 
         Args:
-            place: where they are.
+            inputs: inputs of the measurements.
             times: factor on the standard deviation of each hypothesis. It is for steps that are harder or easier than those that
                 the process was made for. The distance between hypotheses does not change.
         """
-        pairs = beside(place, self.posteriors[0].seen)  # all have seen the same
-        found = [posterior.at(place, pairs) for posterior in self.posteriors]
-        mean, square = torch.zeros(len(place.x)).double(), torch.zeros(len(place.x)).double()
+        pairs = beside(inputs, self.posteriors[0].seen)  # all have the same observations
+        found = [posterior.at(inputs, pairs) for posterior in self.posteriors]
+        mean, square = torch.zeros(len(inputs.x)).double(), torch.zeros(len(inputs.x)).double()
         for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
             mean = mean + weight * own_mean
             square = square + weight * ((times * own_sigma).square() + own_mean.square())
@@ -479,20 +484,20 @@ class ResidualAverage:
 
     def above_bounds(
         self,
-        place: GPInputs,
+        inputs: GPInputs,
         mean: torch.Tensor,  # shape: (m,)
         sigma: torch.Tensor,  # shape: (m,)
         before: torch.Tensor,  # shape: (m,)
         refuted: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``mean`` and ``sigma`` of m new measurements, given that steps that ran out of memory need more than they had.
+        """Raise ``mean`` and ``sigma`` of m new measurements by the bounds of steps that ran out of memory.
 
         The excess was never measured, so its standard deviation is at least the one ``before`` any run. Where they had more than
         expected, it is at least ``refuted``, too. Shapes: (m,), (m,)
         """
         if self.bounds is None:
             return mean, sigma
-        least = torch.where(beside(place, self.bounds.at).same_step, self.bounds.least, -math.inf).amax(1)
+        least = torch.where(beside(inputs, self.bounds.at).same_step, self.bounds.least, -math.inf).amax(1)
         before = torch.where(least > mean, before.clamp_min(refuted), before)
         mean = torch.maximum(mean, least)
         above = expected_above(least, mean, torch.maximum(sigma, before))
@@ -504,13 +509,15 @@ class ResidualAverage:
         return torch.stack(parts).sum(0)
 
 
-def learnt(
+def condition_average(
     prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
 ) -> ResidualAverage:
-    """The process given residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest, in double precision.
+    """Condition an average over hypotheses on residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest.
+
+    All tensors are in double precision.
 
     Args:
-        prior: the prior. It holds before any measurement.
+        prior: the prior before any measurement.
         seen: the runs.
         y: their residuals.
         shipped: steps of the predictor's training data. Their residuals are 0.
@@ -518,7 +525,7 @@ def learnt(
     """
     begin = max(0, len(y) - _JUDGED)
     tried, newest = hypotheses(prior, knows=shipped is not None), GPInputs(*(column[begin:] for column in seen))
-    if not len(y):  # no hypothesis, and no expert, is known to be better
+    if not len(y):  # no hypothesis and no alternative is known to be better
         tried = (replace(tried[0], trust=0.0, kernels=0.0),)
     posteriors = _read(tried, newest, y[begin:], shipped)
     number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
@@ -544,8 +551,10 @@ def learnt(
 
 
 def as_readings(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Readings, and their variances, that leave a normal variable with the mean and variance that it has above ``bound``. All
-    shapes: (n,)."""
+    """Readings and variances that are equivalent to a lower ``bound`` on a normal variable.
+
+    Conditioned on them, the variable has the mean and variance that it has above the bound. All shapes: (n,).
+    """
     z = ((bound - mean) / sigma).clamp_min(_NOTHING_BELOW)
     ratio = _mills(z)
     narrowed = (ratio * (ratio - z)).clamp(_JITTER, 1 - _JITTER)  # share of the variance that the bound takes away

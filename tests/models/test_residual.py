@@ -22,9 +22,9 @@ from perfguard_models.residual import (
     as_shipped,
     beside,
     condition,
+    condition_average,
     hypotheses,
     joined,
-    learnt,
     under_equal_conditions,
 )
 
@@ -71,7 +71,7 @@ def slow_kernel(prior: ResidualPrior, a: GPInputs, b: GPInputs) -> npt.NDArray[n
             distance = sum((p - q) ** 2 for p, q in zip(x, y, strict=True)) / width / prior.length**2
             spent = sum(float(p - q) ** 2 for p, q in zip(a.z[i], b.z[j], strict=True)) / a.z.shape[1] / prior.reach**2
             local = prior.local**2 * math.exp(-(distance + spent) / 2)
-            physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.experts[i], b.experts[j], strict=True))
+            physics = prior.trust**2 * sum(float(p * q) for p, q in zip(a.alternatives[i], b.alternatives[j], strict=True))
             one_is_shipped = (a.regime[i] == -1) != (b.regime[j] == -1)
             changed = 0.75 if one_is_shipped else float(a.regime[i] != b.regime[j])
             bias = prior.bias**2 * (1 - prior.of_the_regime * changed)
@@ -232,9 +232,9 @@ def test_posterior_learns_new_regime_from_three_runs() -> None:
 def test_posterior_believes_confirmed_physics() -> None:
     prior = ResidualPrior(bias=0.1, linear=1e-6, local=1e-6, length=0.5, noise=0.05, trust=0.5)
     x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
-    posterior = condition(prior, under_equal_conditions(x)._replace(experts=gap), gap[:, 0])
+    posterior = condition(prior, under_equal_conditions(x)._replace(alternatives=gap), gap[:, 0])
     new = torch.tensor([[0.8]], dtype=torch.float64)
-    assert posterior.at(under_equal_conditions(x[:1])._replace(experts=new))[0].item() == pytest.approx(0.8, abs=0.05)
+    assert posterior.at(under_equal_conditions(x[:1])._replace(alternatives=new))[0].item() == pytest.approx(0.8, abs=0.05)
 
 
 def test_repeat_reading_counts_as_far_as_steps_differ() -> None:
@@ -320,7 +320,7 @@ def test_bound_has_moments_of_a_truncated_normal(least: float) -> None:
 def test_bound_that_says_nothing_keeps_the_prior() -> None:
     out, new = places(3, 0), places(5, 1)
     prior = replace(GUESS, trust=0.5, kernels=0.3)
-    found = learnt(prior, NOWHERE_OF_PLACES, NOWHERE.scale, bounds=Bounds(out, torch.full((3,), -20.0).double()))
+    found = condition_average(prior, NOWHERE_OF_PLACES, NOWHERE.scale, bounds=Bounds(out, torch.full((3,), -20.0).double()))
     mean, sigma = found.at(new._replace(scale=torch.ones(5).double()))
     torch.testing.assert_close(mean, torch.zeros(5).double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(sigma, prior.before(new.x).sqrt(), rtol=1e-4, atol=0)
@@ -363,7 +363,7 @@ def test_repeated_failure_says_little_more_of_others() -> None:
 def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> None:
     x, new = places(num_points, seed), places(5, seed + 1)
     y = 0.3 * torch.randn(num_points, generator=torch.Generator().manual_seed(seed)).double()
-    average = learnt(GUESS, x, y)
+    average = condition_average(GUESS, x, y)
     means = torch.stack([condition(each, x, y).at(new)[0] for each in hypotheses(GUESS)])
     assert sum(average.weights) == pytest.approx(1.0)
     assert (average.at(new)[0] >= means.amin(0) - 1e-9).all()
@@ -375,7 +375,7 @@ def test_an_average_lies_within_its_hypotheses(seed: int, num_points: int) -> No
 def test_hypothesis_spread_ignores_step_difficulty() -> None:
     """A harder step has wider noise, but its hypotheses are no further apart."""
     x, new = under_equal_conditions(embeddings(1, 0)), under_equal_conditions(embeddings(3, 1))
-    average = learnt(GUESS, x, torch.full((1,), 2.0).double())  # by no hypothesis to be expected
+    average = condition_average(GUESS, x, torch.full((1,), 2.0).double())  # by no hypothesis to be expected
     of_each = [posterior.at(new) for posterior in average.posteriors]
     within = sum(weight * sigma.square() for weight, (_, sigma) in zip(average.weights, of_each, strict=True))
     (mean, sigma), (same_mean, harder) = average.at(new), average.at(new, times=10.0)
@@ -390,7 +390,7 @@ def test_average_moves_less_than_prior_on_few_runs() -> None:
     average, alone = 0.0, 0.0
     for seed in range(20):
         x, y = under_equal_conditions(embeddings(5, seed)), 0.4 * torch.randn(5, generator=generator).double()
-        average += float(learnt(GUESS, x, y).at(new)[0].abs().mean())
+        average += float(condition_average(GUESS, x, y).at(new)[0].abs().mean())
         alone += float(condition(GUESS, x, y).at(new)[0].abs().mean())
     assert average < 0.8 * alone
 
@@ -399,14 +399,14 @@ def test_average_learns_what_many_runs_agree_on() -> None:
     """The average learns it as well as the one hypothesis that fits would."""
     x, new = under_equal_conditions(embeddings(40, 0)), under_equal_conditions(embeddings(20, 1))
     y = torch.full((40,), 0.4).double()
-    assert (learnt(GUESS, x, y).at(new)[0] - 0.4).abs().max() < 0.01
-    assert (learnt(GUESS, x, y).left_out()).abs().max() < 0.02
+    assert (condition_average(GUESS, x, y).at(new)[0] - 0.4).abs().max() < 0.01
+    assert (condition_average(GUESS, x, y).left_out()).abs().max() < 0.02
 
 
 def test_a_prior_that_was_fitted_stands_alone() -> None:
     x, new = places(8, 0), places(3, 1)
     y = torch.sin(x.x.sum(1))
-    torch.testing.assert_close(learnt(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))
+    torch.testing.assert_close(condition_average(PRIOR, x, y).at(new), condition(PRIOR, x, y).at(new))
 
 
 @settings(max_examples=20)
@@ -414,7 +414,9 @@ def test_a_prior_that_was_fitted_stands_alone() -> None:
 def test_oom_step_is_expected_above_its_bound(seed: int, num_bounds: int, least: float) -> None:
     at, number = under_equal_conditions(embeddings(8 + num_bounds, seed)), torch.full((num_bounds,), least).double()
     out = GPInputs(*(column[8:] for column in at))
-    average = learnt(GUESS, GPInputs(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number))
+    average = condition_average(
+        GUESS, GPInputs(*(column[:8] for column in at)), torch.zeros(8).double(), bounds=Bounds(out, number)
+    )
     mean, sigma = average.at(at)
     before = torch.full_like(mean, 0.4)
     above, own_sigma = average.above_bounds(at, mean, sigma, before, 0.5)
@@ -433,7 +435,7 @@ def test_a_bound_holds_under_other_conditions_too() -> None:
     at = under_equal_conditions(embeddings(9, 0))
     readings, out = (GPInputs(*(column[part] for column in at)) for part in (slice(8), slice(8, 9)))
     later = readings._replace(regime=readings.regime + 1)
-    average = learnt(GUESS, later, torch.zeros(8).double(), bounds=Bounds(out, torch.ones(1).double()))
+    average = condition_average(GUESS, later, torch.zeros(8).double(), bounds=Bounds(out, torch.ones(1).double()))
     mean, sigma = average.at(at._replace(regime=at.regime + 1))
     assert average.above_bounds(at._replace(regime=at.regime + 1), mean, sigma, sigma, 0.5)[0][8] > 1
 
@@ -446,11 +448,11 @@ def test_failures_of_a_kind_are_not_averaged_away() -> None:
     read, out, like = (GPInputs(*(column[part] for column in at)) for part in (slice(30), slice(30, 45), slice(45, 50)))
     sure = replace(GUESS, bias=0.05, linear=0.02, local=0.04, noise=0.02)
     bounds = Bounds(out, torch.full((15,), 0.3).double())
-    found = learnt(sure, read, 0.02 * torch.sin(9 * x.x[:30, 0]), as_shipped(first(read, 10)), bounds)
+    found = condition_average(sure, read, 0.02 * torch.sin(9 * x.x[:30, 0]), as_shipped(first(read, 10)), bounds)
     assert sum(found.weights) == pytest.approx(1.0)
     assert found.at(like)[0].min() > 0.25
     assert found.at(read)[0].abs().max() < 0.05
-    nothing_read = learnt(GUESS, NOWHERE_OF_KINDS, NOWHERE.scale, bounds=Bounds(out, torch.zeros(15).double()))
+    nothing_read = condition_average(GUESS, NOWHERE_OF_KINDS, NOWHERE.scale, bounds=Bounds(out, torch.zeros(15).double()))
     assert (nothing_read.at(out)[0] > 0).all()
 
 
@@ -469,7 +471,7 @@ def test_slow_kernel_counts_by_its_share_of_a_network() -> None:
     x, shares = embeddings(40, 0), (embeddings(40, 1, width=4) + 1) / 4
     at = under_equal_conditions(x)._replace(kernels=shares)
     new = GPInputs(*(column[:2] for column in at))._replace(x=embeddings(2, 2) + 3, kernels=torch.eye(4).double()[:2])
-    mean, _ = learnt(replace(GUESS, kernels=1.0, linear=0.03), at, 0.8 * shares[:, 0]).at(new)
+    mean, _ = condition_average(replace(GUESS, kernels=1.0, linear=0.03), at, 0.8 * shares[:, 0]).at(new)
     assert mean[0].item() == pytest.approx(0.8, abs=0.15)
     assert abs(mean[1].item()) < 0.1
 
@@ -489,7 +491,7 @@ def test_known_steps_stay_while_others_are_learnt() -> None:
     shipped = fitted_to(known[:20])
     at, new = under_equal_conditions(measured), under_equal_conditions(known[20:])
     y = 0.4 * measured[:, 0]
-    forgetful, mindful = learnt(GUESS, at, y), learnt(GUESS, at, y, shipped)
+    forgetful, mindful = condition_average(GUESS, at, y), condition_average(GUESS, at, y, shipped)
     assert mindful.at(new)[0].abs().mean() < 0.7 * forgetful.at(new)[0].abs().mean()
     assert (mindful.at(at)[0] - y).abs().max() < 0.05
 
@@ -498,7 +500,7 @@ def test_machine_factor_is_learnt_beside_shipped_steps() -> None:
     measured, known = two_kinds()
     shipped = fitted_to(known[:20])
     some = torch.cat([measured[:20], known[20:25]])
-    posterior = learnt(GUESS, under_equal_conditions(some), torch.full((25,), 0.4).double(), shipped)
+    posterior = condition_average(GUESS, under_equal_conditions(some), torch.full((25,), 0.4).double(), shipped)
     assert (posterior.at(under_equal_conditions(known[25:]))[0] - 0.4).abs().mean() < 0.1
 
 
@@ -509,19 +511,21 @@ def test_factor_by_network_kind_holds_for_every_size() -> None:
     y = torch.tensor([0.3, -0.2, 0.1]).double()[kinds]
     larger = GPInputs(*(column[:3] for column in at))._replace(x=embeddings(3, 1) + 3)
     shipped = fitted_to(x[:20])._replace(z=torch.full((20, 2), 9.0).double())
-    errors = [(learnt(GUESS, at, y, known).at(larger)[0] - y[:3]).abs().max() for known in (shipped, None)]
+    errors = [(condition_average(GUESS, at, y, known).at(larger)[0] - y[:3]).abs().max() for known in (shipped, None)]
     assert errors[0] < 0.1 < errors[1]
 
 
 def test_posterior_resists_five_absurd_runs() -> None:
     """Runs of one corner of the space do not move the rest of a known machine."""
     x, prior = embeddings(40, 0), replace(GUESS, bias=0.03, linear=0.01, local=0.025, noise=0.01, trust=0.1)
-    known = under_equal_conditions(x)._replace(experts=-0.4 + 0.05 * embeddings(40, 1, width=2))
+    known = under_equal_conditions(x)._replace(alternatives=-0.4 + 0.05 * embeddings(40, 1, width=2))
     corner = GPInputs(*(column[:5] for column in known))._replace(x=x[:5] / 10 + 2)
     y, others = torch.tensor([-0.5, -0.7, -0.6, -0.65, -0.55]).double(), GPInputs(*(column[20:] for column in known))
-    moved = [learnt(prior, corner, y, shipped).at(others)[0].abs().max() for shipped in (as_shipped(first(known, 20)), None)]
+    moved = [
+        condition_average(prior, corner, y, shipped).at(others)[0].abs().max() for shipped in (as_shipped(first(known, 20)), None)
+    ]
     assert moved[0] < 0.05 < 0.3 < moved[1]
-    plausible = learnt(prior, corner, y / 10, as_shipped(first(known, 20)))
+    plausible = condition_average(prior, corner, y / 10, as_shipped(first(known, 20)))
     assert plausible.at(others)[0].max() < -0.02  # as a driver moves it
 
 
@@ -535,7 +539,8 @@ def test_posterior_adapts_to_machine_change(shift: float) -> None:
     scatter = 0.003 * torch.randn(20, generator=torch.Generator().manual_seed(0)).double()
     measured = GPInputs(*(column[30:50] for column in at))
     error = [
-        float((learnt(prior, first(measured, n), shift + scatter[:n], known).at(others)[0] - shift).abs().max()) for n in (10, 20)
+        float((condition_average(prior, first(measured, n), shift + scatter[:n], known).at(others)[0] - shift).abs().max())
+        for n in (10, 20)
     ]
     assert max(error) < 0.03
 
@@ -543,7 +548,7 @@ def test_posterior_adapts_to_machine_change(shift: float) -> None:
 def test_measurement_overrides_a_shipped_step() -> None:
     x = embeddings(30, 0)
     y = 0.5 * torch.sign(x[:, 0])
-    posterior = learnt(GUESS, under_equal_conditions(x), y, fitted_to(x))
+    posterior = condition_average(GUESS, under_equal_conditions(x), y, fitted_to(x))
     assert (posterior.at(under_equal_conditions(x))[0] - y).abs().mean() < 0.05
     assert posterior.left_out().shape == (30,)
 
@@ -559,12 +564,12 @@ def test_surer_prediction_is_moved_less_by_others() -> None:
     measured, known = two_kinds()
     at, y = under_equal_conditions(measured), 0.4 * measured[:, 0]
     new, sure = under_equal_conditions(known[20:]), torch.full((20,), 0.2).double()
-    alike = learnt(GUESS, at, y, fitted_to(known[:20])).at(new)
-    surer = learnt(GUESS, at, y, fitted_to(known[:20], scale=0.2)).at(new._replace(scale=sure))
+    alike = condition_average(GUESS, at, y, fitted_to(known[:20])).at(new)
+    surer = condition_average(GUESS, at, y, fitted_to(known[:20], scale=0.2)).at(new._replace(scale=sure))
     assert surer[0].abs().mean() < 0.5 * alike[0].abs().mean()
     assert surer[1].mean() < alike[1].mean()
     constant = torch.full((40,), 0.4).double()
-    of_the_machine = learnt(GUESS, at, constant).at(under_equal_conditions(measured[:20])._replace(scale=sure))
+    of_the_machine = condition_average(GUESS, at, constant).at(under_equal_conditions(measured[:20])._replace(scale=sure))
     assert (of_the_machine[0] - 0.4).abs().max() < 0.1  # a factor of the machine is the same for all
 
 
