@@ -25,6 +25,7 @@ Precision = Literal["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
 Layout = Literal["nchw", "nhwc"]
 ZeroGrad = Literal["before-forward", "before-backward", "after-step"]
 Retain = Literal["outputs", "nothing"]
+BatchOn = Literal["host", "device"]
 Tf32 = Literal["default", "on", "off"]
 """Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
 
@@ -99,7 +100,9 @@ class Workload:
     retain: Retain = "outputs"
     """What the script keeps of the last step. "outputs": the outputs and the loss, until the next forward pass returns, as a loop
     with ``outputs = model(batch)`` does. "nothing": the loss is all that the backward pass gets, as in Lightning and
-    Transformers. It is for training without ``step``; elsewhere nothing is kept."""
+    Transformers. With ``step``, nothing is kept."""
+    batch_on: BatchOn = "host"
+    """Where a step finds its batch. "host": it is copied to the device in each step. "device": it is there already."""
     ema: bool = False
     """True: a moving average of the parameters is kept on the device."""
     ddp: bool = False
@@ -126,6 +129,7 @@ class Workload:
             "layout": Layout,
             "zero_grad": ZeroGrad,
             "retain": Retain,
+            "batch_on": BatchOn,
         }
         for name, literal in literals.items():
             if getattr(self, name) not in get_args(literal):
@@ -144,6 +148,7 @@ class Workload:
     def options(self) -> tuple[str, ...]:
         """Names of the switches that are on, of those that change the cost of a step; "tf32" or "no-tf32" beside them."""
         switches = tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
+        switches += ("batch-on-device",) if self.batch_on == "device" else ()
         if self.precision != "fp32" or self.tf32 == "default":
             return switches
         return (*switches, "tf32" if self.tf32 == "on" else "no-tf32")

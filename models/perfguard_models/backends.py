@@ -47,7 +47,7 @@ _REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA = 0.055, 100 * 2**20
 """How far the replay is from the memory of a GPU in PyTorch's default settings: a share of it, and bytes that the driver loads
 beside it. The first is from xMem's 112 training runs in float32: 10 networks on three cards, benchmark mode off."""
 _UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
-_REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32"})
+_REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
 """With other switches on, the replay was never compared with measurements."""
 _CARD_LOG_SIGMA = 0.1
 """Standard deviation of the factor beyond the roofline from the RTX 3090 to the RTX 4090, as a logarithm: 90% lie within 0.17."""

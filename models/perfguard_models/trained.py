@@ -14,10 +14,11 @@ from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, GraphBatch
 from perfguard_models.calibration import Calibration
 from perfguard_models.ensemble import GuardEnsemble
-from perfguard_models.features import kernel_shapes, operators, step
+from perfguard_models.features import kernel_shapes, launches, operators, step
 from perfguard_models.learner import Arrays, Learner, Step
 from perfguard_models.operator_forest import OperatorForest
 from perfguard_models.operator_network import OperatorNetwork
+from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ FEATURE_SETS: Mapping[str, FeatureSet] = {
     "kernel_shapes": FeatureSet(
         (kernel_shapes.SUPPORTED_KINDS, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes, kernel_shapes.__name__
     ),
+    "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches, launches.__name__),
     "operators": FeatureSet(
         (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), operators.operator_features, operators.__name__
     ),
@@ -51,7 +53,9 @@ FEATURE_SETS: Mapping[str, FeatureSet] = {
     ),
 }
 """By name: those that GuardNet's learners read."""
-LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest)}
+LEARNERS: Mapping[str, type[Learner]] = {
+    learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest, TwoClocks)
+}
 """GuardNet's learners, by name."""
 
 

@@ -31,7 +31,7 @@ from perfguard_models.trained import FeatureSet
 from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
 
 WORKLOADS = ("workload", "collected")
-ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected")
+ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected", "run")
 """Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")
 
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     """One measured run, as a predictor meets it: a :class:`perfguard_models.learner.Example` with what was measured."""
 
     table: str
-    """Kind of the table: "workload", "operator", "transformer", "perceptron" or "collected"."""
+    """Kind of the table: "workload", "operator", "transformer", "perceptron", "collected" or "run"."""
     source: str
     family: str
     model: str
@@ -232,9 +232,10 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
             return view
         arrays |= {name: value.numpy() for name, value in view.items()}
     fits = row.status == "ok"
+    alone = getattr(row, "num_gpus", 1) == 1  # communication between GPUs is not modelled
     labels = {
         "memory": _log(row.peak_memory_bytes),
-        "time": _log(row.step_time_s),
+        "time": _log(row.step_time_s) if alone else None,
         "gpu_util": _logit(row.gpu_util),
         "sm_active": _logit(row.sm_active),
     }
@@ -257,6 +258,8 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
 
 def _variant(row: MeasuredRow) -> str:
     words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
+    if words[0] == "fp32" and getattr(row, "tf32", "default") != "default":
+        words[0] = {"on": "tf32", "off": "no-tf32"}[row.tf32]
     return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
 
 

@@ -19,6 +19,7 @@ _RUNS = "perfguard_training.dataset"
 _WHERE = {
     "guardnet": ("perfguard_training.ensemble", "TrainableEnsemble"),
     "guardnet-network": ("perfguard_training.operator_network", "TrainableNetwork"),
+    "two-clocks": ("perfguard_training.two_clocks", "TrainableClocks"),
     "operator-forest": ("perfguard_training.operator_forest", "TrainableForest"),
     "trees": ("perfguard_papers.baselines", "Trees"),
     "trees-no-replay": ("perfguard_papers.baselines", "TreesWithoutReplay"),

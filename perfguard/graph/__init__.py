@@ -11,7 +11,7 @@ from perfguard.graph._graph_batch import GraphBatch, summed_by
 from perfguard.graph._op import Op, Phase, Storage, StorageKind
 from perfguard.graph._opaque import opaque
 from perfguard.graph._parametric import ParametricGraph
-from perfguard.graph._roofline import batch_roofline_s, channel_padding, roofline_s
+from perfguard.graph._roofline import batch_roofline_s, batch_work_s, channel_padding, kinds_in_tf32, roofline_s
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
@@ -35,9 +35,11 @@ __all__ = [
     "StorageKind",
     "TraceCache",
     "batch_roofline_s",
+    "batch_work_s",
     "bytes_by_module",
     "channel_padding",
     "cost_by_operator",
+    "kinds_in_tf32",
     "opaque",
     "replay_allocator",
     "roofline_s",

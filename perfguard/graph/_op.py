@@ -49,8 +49,9 @@ class Op(NamedTuple):
     """Shape of the first output; empty for a scalar."""
     dtype: str
     attributes: Mapping[str, Any]
-    """Hyperparameters that decide the kernel: of a convolution its shapes, stride, padding, dilation, groups,
-    transposed, and whether the algorithms "winograd" and "fft" are possible; of a matrix product "product", (batch, m, n, k)."""
+    """Hyperparameters that decide the kernel. Of a convolution: its shapes, stride, padding, dilation, groups, transposed, and
+    whether the algorithms "winograd" and "fft" are possible. Of a matrix product: "product", (batch, m, n, k). Of any operator:
+    "views", the number of views made since the operator before. A view launches no kernel, but takes the host's time."""
 
 
 class Storage(NamedTuple):

@@ -56,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase | None = None
         """None: found out, from whether autograd is running."""
         self.ops: list[Op] = []
+        self._views = 0
         self._modules = modules
         self._module_of_node: dict[int, str] = {}
         self._index_by_address: dict[int, int] = {}
@@ -127,6 +128,7 @@ class Recorder(TorchDispatchMode):
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
         out = outputs_of(func, args, kwargs)
         if operator.is_view:
+            self._views += 1
             return out
         inputs, outputs = _meta_tensors((args, kwargs)), _meta_tensors(out)
         if not inputs and not outputs:
@@ -151,9 +153,10 @@ class Recorder(TorchDispatchMode):
                 module=module,
                 shape=tuple(outputs[0].shape) if outputs else (),
                 dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
-                attributes=attributes_of(operator.name, operator.kind, args),
+                attributes=attributes_of(operator.name, operator.kind, args) | ({"views": self._views} if self._views else {}),
             )
         )
+        self._views = 0
         return out
 
     def _where(self) -> tuple[Phase, str]:

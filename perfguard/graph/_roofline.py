@@ -22,7 +22,7 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _MATRIX_KINDS = frozenset({*_CONVOLUTIONS, "matmul", "attention", "rnn"})
 _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 _CUDNN_KINDS = frozenset({*_CONVOLUTIONS, "rnn"})
-"""In float32 these take TF32 where there is any (`torch.backends.cudnn.allow_tf32`); matrix products do not, by default."""
+"""By default these compute float32 in TF32; matrix products do not."""
 _LANES = {"cpu": 16, "cuda": 8}
 """Channels that a convolution kernel takes at once: the floats of an AVX-512 register, the multiple that tensor cores want."""
 _WITHOUT_BLOCKS = 4
@@ -61,19 +61,24 @@ def _kept(
     return computed
 
 
-def _computed(graphs: GraphBatch, device: Device) -> _Floats:
+def batch_work_s(graphs: GraphBatch, device: Device) -> tuple[_Floats, _Floats]:
+    """Return the seconds of each operator's arithmetic and of its traffic at the device's peak rates. Shapes: (C, N)."""
     flops, num_bytes = graphs.costs[0].astype(np.float64), (graphs.costs[1] + graphs.costs[2]).astype(np.float64)
     if device.kind == "cpu":
         flops = flops * np.sqrt(np.prod(channel_padding(graphs, device), axis=0))
-    slower = np.maximum(flops / _rates(graphs.skeleton, device), num_bytes / device.bandwidth_bytes_per_s)
-    return np.asarray(np.maximum(slower, device.launch_overhead_s), dtype=np.float64)
+    return flops / _rates(graphs.skeleton, device), num_bytes / device.bandwidth_bytes_per_s
+
+
+def _computed(graphs: GraphBatch, device: Device) -> _Floats:
+    return np.asarray(np.maximum(np.maximum(*batch_work_s(graphs, device)), device.launch_overhead_s), dtype=np.float64)
 
 
 def _rates(skeleton: OpGraph, device: Device) -> _Floats:
     """Peak FLOPs a second of each operator. Shape: (N,)."""
 
     def rates() -> _Floats:
-        return np.array([_rate(op.kind, op.dtype, device) for op in skeleton.ops], dtype=np.float64)
+        in_tf32 = kinds_in_tf32(skeleton)
+        return np.array([_rate(op.kind, op.dtype, device, in_tf32) for op in skeleton.ops], dtype=np.float64)
 
     return _kept(_known_rates, skeleton, device, rates)
 
@@ -96,7 +101,14 @@ def channel_padding(graphs: GraphBatch, device: Device) -> _Floats:
     return padding
 
 
-def _rate(kind: str, dtype: str, device: Device) -> float:
+def kinds_in_tf32(skeleton: OpGraph) -> frozenset[str]:
+    """Return the kinds of operators that compute float32 in TF32 on GPUs that have it (`torch.backends.cudnn.allow_tf32`)."""
+    if "no-tf32" in skeleton.options:
+        return frozenset()
+    return _MATRIX_KINDS if "tf32" in skeleton.options else _CUDNN_KINDS
+
+
+def _rate(kind: str, dtype: str, device: Device, in_tf32: frozenset[str]) -> float:
     if kind not in _MATRIX_KINDS:
         return device.flops_per_s("fp32")
-    return device.flops_per_s(_ARITHMETIC_BY_DTYPE.get(dtype, "tf32" if kind in _CUDNN_KINDS else "fp32"))
+    return device.flops_per_s(_ARITHMETIC_BY_DTYPE.get(dtype, "tf32" if kind in in_tf32 else "fp32"))

@@ -1,7 +1,8 @@
 """The inference of a `nn.Sequential` from traces of its parts, each distinct part traced once.
 
 Candidates of a search are stacks of blocks, most of them equal to one another and to blocks of earlier candidates. What happens
-in a block does not depend on its neighbours: only the storage that it is given is somebody else's output.
+in a block does not depend on its neighbours: only the storage that it is given is somebody else's output. Views that end a block
+are not counted.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class _Keeper(nn.Module):
 def _traced(module: nn.Module, given: TensorSpec, target: Device | Literal["cuda", "cpu"]) -> _Part | None:
     """None if what goes out is not one tensor of its own, or the input itself."""
     keeper = _Keeper(module)
-    graph = trace(Workload(keeper, given, mode="infer"), target=target)
+    graph = trace(Workload(keeper, given, mode="infer", retain="nothing"), target=target)
     out = keeper.kept[0] if len(keeper.kept) == 1 else None
     lasting = [index for index, storage in enumerate(graph.storages) if storage.birth >= 0 and storage.death == len(graph.ops)]
     inputs = [index for index, storage in enumerate(graph.storages) if storage.kind is StorageKind.INPUT]
@@ -179,6 +180,8 @@ class _Stack:
         """All of it."""
         end = len(self._ops)
         storages = [storage._replace(death=end) if storage.birth < 0 else storage for storage in self._storages]
+        if storages[self._value].birth >= 0:  # the output is kept until the next forward pass returns
+            storages[self._value] = storages[self._value]._replace(death=2 * end)
         return OpGraph(tuple(self._ops), tuple(storages), "infer", "fp32", "nchw", (), tuple(self._unmodelled))
 
 

@@ -154,7 +154,10 @@ class _Tracer:
         inputs, _ = self._batch()
         self._recorder.phase = Phase.FORWARD
         with self._recorded(), torch.no_grad(), self._autocast():
-            self._forward(inputs)
+            output = self._forward(inputs)
+            if self._workload.retain == "outputs":
+                with self._recorder.freeing_in_next_step(len(self._recorder.ops) - 1):
+                    del output
 
     def _training_step(self) -> None:
         workload, model, recorder = self._workload, self._model, self._recorder

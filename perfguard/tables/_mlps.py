@@ -80,6 +80,7 @@ class MlpRow(MeasuredRow):
             precision=self.precision,
             cudnn_benchmark=True,
             retain="nothing",
+            batch_on="device",
         )
 
 

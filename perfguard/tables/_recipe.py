@@ -119,6 +119,7 @@ class Recipe:
             layout=self.layout,
             cudnn_benchmark=self.cudnn_benchmark,
             retain="nothing",
+            batch_on="device",
             compiled=self.compiled,
         )
 

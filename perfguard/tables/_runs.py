@@ -116,6 +116,7 @@ class RunRow(MeasuredRow):
             layout=self.layout,
             accumulation=self.accumulation if train and not own_step else 1,
             zero_grad=self.zero_grad,
+            batch_on="host" if "h2d" in self.includes else "device",
             ddp=train and self.parallel == "ddp",
             cudnn_benchmark=self.cudnn_benchmark,
             compiled=self.compiled,

@@ -59,7 +59,15 @@ class TransformerRow(MeasuredRow):
             inputs["decoder_input_ids"] = tokens
         if self.mode == "train":
             inputs["labels"] = tokens
-        return Workload(model, inputs=inputs, mode=self.mode, precision=self.precision, compiled=self.compiled, retain="nothing")
+        return Workload(
+            model,
+            inputs=inputs,
+            mode=self.mode,
+            precision=self.precision,
+            compiled=self.compiled,
+            retain="nothing",
+            batch_on="device",
+        )
 
 
 def transformer_row(row: Row, configurations: Mapping[str, Any]) -> TransformerRow:

@@ -65,6 +65,7 @@ class WorkloadRow(MeasuredRow):
             layout=self.layout,
             cudnn_benchmark=True,
             retain="nothing",
+            batch_on="device",
             compiled=self.compiled,
         )
 

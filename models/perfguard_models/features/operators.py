@@ -11,6 +11,7 @@ Shapes: C graphs of a batch, N operators, R rows of all graphs together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -71,7 +72,8 @@ def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.
     number, num_ops = len(graphs), len(graphs.skeleton.ops)
     roofline, fixed = batch_roofline_s(graphs, device), _fixed_of(graphs.skeleton)
     base = graphs.reserved_bytes + device.context_bytes
-    sizes, flags = _varying(graphs, roofline, device, fixed)
+    compute_s = graphs.costs[0].astype(np.float64) / device.flops_per_s("fp16")
+    sizes, flags = _varying(graphs, compute_s, roofline, device, fixed)
     order, starts, count = _grouped(_hashed(sizes, flags, fixed.group))
     of_graph = starts // max(num_ops, 1)
     first = order.ravel()[starts] + of_graph * num_ops  # of each row, its first operator among all operators of all graphs
@@ -108,6 +110,7 @@ class _Fixed:
         self.convolutions = convolutions_in(skeleton)
         self.products = np.array([at for at, op in enumerate(ops) if "product" in op.attributes], dtype=np.int64)
         kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
+        self.kind = kinds.astype(np.uint64)  # shape: (N,)
         phases = np.array([op.phase for op in ops], dtype=np.int64)
         reader, source = _reads(skeleton)
         num_inputs = np.bincount(reader, minlength=number)
@@ -177,14 +180,40 @@ def _surroundings(
     return np.asarray(around / np.maximum(totals, 1))
 
 
+def columns_in_order(
+    graphs: GraphBatch, device: Device, compute_s: Floats, roofline: Floats
+) -> tuple[Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.float16]], npt.NDArray[np.uint64]]:
+    """Return the columns of every operator in launch order, with times of ``compute_s`` and ``roofline``, both (C, N).
+
+    Returns: A function that gives the columns of some operators of one graph, shape (n, len(COLUMNS)). A number for each
+        operator that is equal where the columns, the name and the kind are equal. Shape: (C, N).
+    """
+    fixed = _fixed_of(graphs.skeleton)
+    sizes, flags = _varying(graphs, compute_s, roofline, device, fixed)
+
+    def columns(graph: int, ops: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
+        x = fixed.columns[ops]
+        x[:, :_NUM_SIZES] = sizes[graph, ops]
+        for at, name in enumerate(_VARYING):
+            x[:, _PLACE[name]] = (flags[graph, ops] >> at) & 1
+        return x
+
+    return columns, _hashed(sizes, flags, fixed.group * np.uint64(len(OP_KINDS)) + fixed.kind)
+
+
+def names_of(skeleton: OpGraph) -> npt.NDArray[np.int16]:
+    """Return the name of each operator as an index into NAMES, or len(NAMES). Shape: (N,)."""
+    return _fixed_of(skeleton).name
+
+
 def _varying(
-    graphs: GraphBatch, roofline: Floats, device: Device, fixed: _Fixed
+    graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device, fixed: _Fixed
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.uint64]]:
     """The columns SIZES, and the flags _VARYING as bits from the lowest on. Shapes: (C, N, len(SIZES)), (C, N)."""
     c, some = Convolutions(graphs, fixed.convolutions), fixed.convolutions
     products = graphs.attribute("product", ops=fixed.products, length=4)
     x = np.zeros((*roofline.shape, _NUM_SIZES), dtype=np.float16)
-    for name, values in _logs(graphs, roofline, device).items():
+    for name, values in _logs(graphs, compute_s, roofline, device).items():
         x[..., _PLACE[name]] = values
     of_convolutions = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
     x[..., _PLACE["log_groups"]] = np.log1p(1.0)
@@ -209,14 +238,14 @@ def _varying(
     return x, bits
 
 
-def _logs(graphs: GraphBatch, roofline: Floats, device: Device) -> dict[str, Floats]:
+def _logs(graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device) -> dict[str, Floats]:
     """Those of SIZES that every operator has. Shapes: (C, N)."""
     shape = graphs.attribute("shape", length=3)
     flops, read, written = graphs.costs.astype(np.float64)
     batch, channels = shape[..., 0].astype(np.float64), shape[..., 1].astype(np.float64)
     rest, moved = shape[..., 2:].prod(axis=-1).astype(np.float64), read + written
     derived = {
-        "log_compute_s": flops / device.flops_per_s("fp16") * 1e6,
+        "log_compute_s": compute_s * 1e6,
         "log_traffic_s": moved / device.bandwidth_bytes_per_s * 1e6,
         "log_roofline_s": roofline * 1e6,
         "log_over_l2": moved / max(device.l2_bytes, 1),

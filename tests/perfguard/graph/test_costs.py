@@ -159,7 +159,7 @@ def test_a_convolution_keeps_what_decides_its_kernel() -> None:
     graph = traced(nn.Sequential(Scale(), nn.Conv2d(8, 16, (3, 1), stride=(2, 1), groups=4)), (2, 8, 9, 9))
     by_kind = {op.kind: op for op in graph.ops}
     for kind in ("conv", "conv_backward"):
-        assert by_kind[kind].attributes == {
+        assert {name: value for name, value in by_kind[kind].attributes.items() if name != "views"} == {
             "in_shape": (2, 8, 9, 9),
             "weight_shape": (16, 2, 3, 1),
             "stride": (2, 1),

@@ -1,0 +1,111 @@
+"""Features of a step's operators in launch order: what the host launches and what the device computes.
+
+Equal operators are one row. `order` has the row of each launch, because the time of a step depends on the order of its launches.
+
+Shapes: C graphs of a batch, N operators, d different operators of one graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_work_s, kinds_in_tf32
+from perfguard_models.features import operators
+from perfguard_models.features.convolutions import HALF_DTYPES
+from perfguard_models.features.exact import Floats
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+COLUMNS = (*operators.COLUMNS, "tf32", "bf16", "benchmark")
+"""Columns of ``x``. The first are those of `operators`, with times at the rates of the arithmetic that is used."""
+NAMES = operators.NAMES
+DEVICE_COLUMNS = (
+    "log_half_over_float", "log_float_over_bandwidth", "log_l2", "log_sms", "log_clock", "log_tf32_over_float",
+)  # fmt: skip
+"""The device's figures, as natural logarithms, each roughly within ±2."""
+HOST_KINDS = len(OP_KINDS) * len(Phase)
+"""Classes of host cost: the kind of the operator in each phase."""
+_SHORTEST_S = 1e-7
+
+
+class _Fixed:
+    """What is the same for all graphs with one skeleton."""
+
+    def __init__(self, skeleton: OpGraph) -> None:
+        ops, in_tf32 = skeleton.ops, kinds_in_tf32(skeleton)
+        self.host = np.array([KIND_INDEX[op.kind] * len(Phase) + op.phase for op in ops], dtype=np.int16)
+        tried = "cudnn_benchmark" in skeleton.options
+        flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in ops]
+        self.flags = np.array(flags, dtype=np.float16).reshape(len(ops), 3)
+        copied = "batch-on-device" not in skeleton.options
+        inputs = [at for at, storage in enumerate(skeleton.storages) if storage.kind is StorageKind.INPUT and copied]
+        self.inputs = np.array(inputs, dtype=np.int64)
+        self.has_views = np.array([at for at, op in enumerate(ops) if "views" in op.attributes], dtype=np.int64)
+
+
+_known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
+
+
+def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return the launches of each of ``graphs`` on ``device``.
+
+    Returns: For each graph: ``x`` (d, len(COLUMNS)); ``name`` (d,), indices into NAMES, or len(NAMES); ``host`` (d,), classes of
+        host cost, below HOST_KINDS; ``roofline`` (d,), seconds of one such operator on the device without a launch; ``live``
+        (d,), the most bytes alive at one of them over the replay's reserved bytes; ``order`` (N,), the row of each launch;
+        ``views`` (N,), views before each launch; ``device`` (len(DEVICE_COLUMNS),); ``totals`` (2,), log bytes of the replay
+        with the context, and the bytes of the batch that the host copies.
+    """
+    skeleton, number = graphs.skeleton, len(graphs)
+    fixed = _known_fixed.get(skeleton)
+    if fixed is None:
+        fixed = _known_fixed[skeleton] = _Fixed(skeleton)
+    compute_s, traffic_s = batch_work_s(graphs, device)
+    roofline = np.maximum(np.maximum(compute_s, traffic_s), _SHORTEST_S)
+    base = graphs.reserved_bytes + device.context_bytes
+    live = graphs.live_bytes[:, 1:] / base[:, None]
+    columns, group = operators.columns_in_order(graphs, device, compute_s, roofline)
+    views = np.zeros((number, len(skeleton.ops)), dtype=np.int16)
+    views[:, fixed.has_views] = graphs.attribute("views", ops=fixed.has_views, length=1, default=0)[..., 0]
+    input_bytes = graphs.storage_bytes[:, fixed.inputs].astype(np.float64).sum(axis=1)
+    of_device = device_features(device)
+    found = []
+    for at in range(number):
+        _, first, order = np.unique(group[at], return_index=True, return_inverse=True)
+        most_live = np.zeros(len(first))
+        np.maximum.at(most_live, order, live[at])
+        found.append(
+            {
+                "x": np.concatenate([columns(at, first), fixed.flags[first]], axis=1),
+                "name": operators.names_of(skeleton)[first],
+                "host": fixed.host[first],
+                "roofline": roofline[at, first].astype(np.float32),
+                "live": most_live.astype(np.float32),
+                "order": order.astype(np.int32),
+                "views": views[at],
+                "device": of_device,
+                "totals": np.array([np.log(base[at]), input_bytes[at]]),
+            }
+        )
+    return found
+
+
+def device_features(device: Device) -> npt.NDArray[np.float32]:
+    """The figures of ``device``. Shape: (len(DEVICE_COLUMNS),)."""
+    fp32 = device.flops_per_s("fp32")
+    values = (
+        device.flops_per_s("fp16") / fp32 / 8,
+        fp32 / device.bandwidth_bytes_per_s / 20,
+        device.l2_bytes / 5e6 + 0.1,
+        max(device.num_sms, 1) / 60,
+        max(device.boost_clock_hz, 1e8) / 1.5e9,
+        device.flops_per_s("tf32") / fp32,
+    )
+    return np.log(np.array(values, dtype=np.float32))
+
+
+__all__ = ["COLUMNS", "DEVICE_COLUMNS", "HOST_KINDS", "NAMES", "Floats", "device_features", "launches"]

@@ -1,0 +1,261 @@
+r"""Step time with two clocks: the host launches operators, the device computes them, neither waits without need.
+
+The device starts an operator when it is launched and the one before has ended. The step ends with the last operator, so its time
+is the longest of all paths that follow the host to some launch and the device from there on:
+
+    t = c + m + max over i of ( h_1 + ... + h_i + d_i + ... + d_n )
+
+A device time d_i is the operator's roofline times a learnt inefficiency, plus a latency. A host time h_i is a learnt cost of the
+operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the
+batch to the device. A machine multiplies all host times by one number and all device times
+by another one. This is the critical path of Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model
+Training on GPUs" (arXiv 2201.07821), section IV, in closed form.
+
+Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HOST_KINDS, NAMES
+from perfguard_models.learner import TARGETS, Example, Predicted, State
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LAUNCHES_A_BATCH = 40_000
+_EMBEDDING = 8
+_COMPILED = COLUMNS.index("compiled")
+_FARTHEST = 6.0
+"""Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
+_LOG_INEFFICIENCY = -3.0, 6.0
+_START_S = {"latency": 4e-6, "host": 20e-6, "view": 3e-6, "constant": 200e-6, "copy": 1 / 6e9}
+"""Where learning starts."""
+_SHARPNESS = 0.02
+"""Temperature of the smooth maximum while learning, as a share of the longest path."""
+
+
+class Packed(NamedTuple):
+    """The launches of B steps."""
+
+    x: torch.Tensor  # shape: (R, len(COLUMNS) + len(DEVICE_COLUMNS)), standardised
+    name: torch.Tensor  # shape: (R,)
+    host: torch.Tensor  # shape: (R,)
+    roofline: torch.Tensor  # shape: (R,), seconds
+    order: torch.Tensor  # shape: (B, N), rows
+    is_launch: torch.Tensor  # shape: (B, N), 0 beyond the end of a step
+    views: torch.Tensor  # shape: (B, N)
+    compiled: torch.Tensor  # shape: (B, 1), 0 or 1
+    copied: torch.Tensor  # shape: (B,), bytes
+    device: torch.Tensor  # shape: (B, len(DEVICE_COLUMNS))
+
+
+class Clocks(NamedTuple):
+    """The times of B steps on a usual machine, in seconds."""
+
+    device_s: torch.Tensor  # shape: (B, N), of each launch
+    host_s: torch.Tensor  # shape: (B, N), of each launch
+    constant_s: torch.Tensor  # shape: (B,), of the host before the first launch
+    copy_s: torch.Tensor  # shape: (B,), of the batch
+
+    def log_step_s(self, is_launch: torch.Tensor, machine: torch.Tensor, *, smooth: bool = False) -> torch.Tensor:
+        """Log seconds of each step on machines whose host and device take exp(``machine``) times as long.
+
+        Args:
+            is_launch: 0 beyond the end of a step. Shape: (B, N).
+            machine: log factors of the host and the device. Shape: (B, 2), or (2,) for all alike.
+            smooth: with a smooth maximum, which has a gradient for every path.
+        """
+        host, device = machine[..., :1].exp(), machine[..., 1:].exp()
+        path = (self.host_s * host).cumsum(1) + (self.device_s * device).flip(1).cumsum(1).flip(1)
+        longest = path.amax(1)
+        if smooth:
+            temperature = _SHARPNESS * longest.detach()[:, None]
+            closed = torch.where(is_launch > 0, path / temperature, -1e9)
+            longest = (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
+        return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
+
+
+class Network(nn.Module):
+    """The weights."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.name = nn.Embedding(len(NAMES) + 1, _EMBEDDING)
+        nn.init.normal_(self.name.weight, std=0.1)
+        self.inefficiency = nn.Sequential(
+            nn.Linear(len(COLUMNS) + len(DEVICE_COLUMNS) + _EMBEDDING, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, 1),
+        )
+        last = self.inefficiency[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, 0.7)
+        self.host = nn.Parameter(torch.full((HOST_KINDS,), math.log(_START_S["host"])))
+        self.view, self.latency, self.constant, self.copy = (
+            nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "constant", "copy")
+        )
+        self.compiled = nn.Parameter(torch.zeros(()))
+        self.usual_host = nn.Linear(len(DEVICE_COLUMNS), 1)
+        nn.init.zeros_(self.usual_host.weight)
+        nn.init.zeros_(self.usual_host.bias)
+
+    def forward(self, packed: Packed) -> Clocks:
+        """The clocks of ``packed``."""
+        inefficiency = self.inefficiency(torch.cat([packed.x, self.name(packed.name)], dim=1))[:, 0].clamp(*_LOG_INEFFICIENCY)
+        device = packed.roofline * inefficiency.exp() + self.latency.exp()
+        host = self.host.exp()[packed.host][packed.order] + packed.views * self.view.exp()
+        usual = self.usual_host(packed.device)  # new cards are in new machines
+        return Clocks(
+            device[packed.order] * packed.is_launch,
+            host * packed.is_launch * (usual + packed.compiled * self.compiled).exp(),
+            (self.constant + usual[:, 0]).exp(),
+            packed.copied * self.copy.exp(),
+        )
+
+
+class TwoClocks:
+    """The learner of step times.
+
+    Args:
+        networks: how many networks. Their seeds differ, and the mean of the log times is the prediction.
+        epochs: how often each run is seen.
+        hidden: width of the network.
+        learning_rate: of AdamW, at its highest.
+        host_sigma: prior standard deviation of a machine's log host factor.
+        device_sigma: prior standard deviation of a machine's log device factor.
+        seed: of weights and order.
+    """
+
+    name: ClassVar[str] = "two-clocks"
+    views: ClassVar[tuple[str, ...]] = ("launches",)
+
+    def __init__(
+        self,
+        *,
+        networks: int = 1,
+        epochs: int = 10,
+        hidden: int = 64,
+        learning_rate: float = 1e-2,
+        host_sigma: float = 0.5,
+        device_sigma: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        self.settings: dict[str, Any] = {
+            "networks": networks, "epochs": epochs, "hidden": hidden, "learning_rate": learning_rate,
+            "host_sigma": host_sigma, "device_sigma": device_sigma, "seed": seed,
+        }  # fmt: skip
+        self.scale = torch.zeros(2, len(COLUMNS) + len(DEVICE_COLUMNS))
+        self.networks: list[Network] = []
+
+    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
+        """The prediction on a usual machine, then with a slower host, a faster one, a slower device, a faster one.
+
+        They differ by as much as machines do, so the spread of these members is what is not known of the machine.
+        """
+        unknown = np.full(len(runs), np.nan)
+        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in range(5)]
+        for indices in batches_of(runs, range(len(runs))):
+            for part, values in zip(found, self.log_step_s([runs[index] for index in indices]), strict=True):
+                part["time"][indices] = values
+        return found
+
+    def log_step_s(self, runs: Sequence[Example]) -> npt.NDArray[np.float64]:
+        """Log seconds of each step on a usual machine, with a slower host, a faster one, a slower device, a faster one.
+
+        Shape: (5, len(runs)).
+        """
+        packed = self.pack(runs)
+        with torch.inference_mode():
+            clocks = [network(packed) for network in self.networks]
+            found = [
+                torch.stack([one.log_step_s(packed.is_launch, machine) for one in clocks]).mean(0) for machine in self._machines()
+            ]
+        return torch.stack(found).double().numpy()
+
+    def _machines(self) -> torch.Tensor:
+        host, device = self.settings["host_sigma"], self.settings["device_sigma"]
+        return torch.tensor([(0.0, 0.0), (host, 0.0), (-host, 0.0), (0.0, device), (0.0, -device)])
+
+    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
+        """The prediction on a usual machine."""
+        return parts[0]
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        return self.combine(self.parts(runs), runs)
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        tensors = {"scale": self.scale}
+        for at, network in enumerate(self.networks):
+            tensors |= {f"network{at}.{name}": value for name, value in network.state_dict().items()}
+        return tensors, self.settings
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        made.scale = tensors["scale"]
+        for at in range(settings["networks"]):
+            network, prefix = Network(settings["hidden"]), f"network{at}."
+            network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            made.networks.append(network.eval())
+        return made
+
+    def pack(self, runs: Sequence[Example]) -> Packed:
+        """What a network reads of ``runs``."""
+        views = [run.view for run in runs]
+        lengths = [len(view["order"]) for view in views]
+        starts = np.cumsum([0, *(len(view["name"]) for view in views)])
+        order = np.zeros((len(runs), max(lengths, default=0)), dtype=np.int64)
+        before, is_launch = np.zeros_like(order, dtype=np.float32), np.zeros_like(order, dtype=np.float32)
+        for at, (view, length) in enumerate(zip(views, lengths, strict=True)):
+            order[at, :length] = view["order"] + starts[at]
+            before[at, :length] = view["views"]
+            is_launch[at, :length] = 1
+        x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
+        joined = {key: torch.from_numpy(np.concatenate([view[key] for view in views])) for key in ("name", "host", "roofline")}
+        compiled = [[float(view["x"][0, _COMPILED]) if len(view["x"]) else 0.0] for view in views]
+        return Packed(
+            x=((x - self.scale[0]) / self.scale[1]).clamp(-_FARTHEST, _FARTHEST),
+            name=joined["name"].long(),
+            host=joined["host"].long(),
+            roofline=joined["roofline"],
+            order=torch.from_numpy(order),
+            is_launch=torch.from_numpy(is_launch),
+            views=torch.from_numpy(before),
+            compiled=torch.tensor(compiled),
+            copied=torch.tensor([float(view["totals"][1]) for view in views]),
+            device=torch.from_numpy(np.stack([view["device"] for view in views])),
+        )
+
+
+def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    """The operators' columns and the device's. Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS))."""
+    x = view["x"].astype(np.float32)
+    return np.concatenate([x, np.broadcast_to(view["device"], (len(x), len(DEVICE_COLUMNS)))], axis=1)
+
+
+def batches_of(runs: Sequence[Example], order: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of runs in batches whose padded launches are not too many; runs of similar length stand together in ``order``."""
+    chosen: list[int] = []
+    longest = 0
+    for index in order:
+        longest = max(longest, len(runs[index].view["order"]))
+        if chosen and longest * (len(chosen) + 1) > _LAUNCHES_A_BATCH:
+            yield chosen
+            chosen, longest = [], len(runs[index].view["order"])
+        chosen.append(index)
+    if chosen:
+        yield chosen

@@ -1,0 +1,144 @@
+"""Training of the two clocks on measured step times.
+
+Sources differ in their machines: another host, another clock. Each pair of source and GPU has a host factor and a device factor
+with a prior around one. They are learnt beside the network and left out when serving.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from perfguard_models.two_clocks import Network, TwoClocks, columns_of
+from perfguard_training.dataset import Run
+from perfguard_training.learner import Epochs, OnEpoch, identity_of
+
+_RUNS_A_BATCH = 16
+_LAUNCHES_A_BATCH = 40_000
+_HUBER = 0.2
+_NOISE = 0.1
+"""Standard deviation of log times beside which the priors of machines are weighed."""
+_MACHINE_RATE = 2e-2
+_WEIGHT_DECAY = 1e-2
+_ROWS_FOR_SCALE = 400
+_LENGTHS_APART = 60
+"""Runs of one batch have about as many launches, so that little is padded. The order within this many launches is random."""
+
+
+class _Machines(nn.Module):
+    """The log factors of machines."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.index = {name: at for at, name in enumerate(names)}
+        self.factor = nn.Parameter(torch.zeros(len(names), 2))
+
+
+class TrainableClocks(TwoClocks):
+    """The two clocks, with `fit`."""
+
+    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run")
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
+        """See :class:`perfguard_training.learner.Trainable`."""
+        timed = [run for run in runs if "time" in run.labels and len(run.view["order"])]
+        sample = random.Random(self.settings["seed"]).sample(timed, min(len(timed), _ROWS_FOR_SCALE))
+        x = np.concatenate([columns_of(run.view) for run in sample])
+        self.scale = torch.from_numpy(np.stack([x.mean(0), x.std(0) + 0.1]))
+        for index in range(self.settings["networks"]):
+            own = None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}{index}")
+            self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch, own))
+
+    def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
+        torch.manual_seed(seed)
+        network, machines = Network(self.settings["hidden"]), _Machines(sorted({_machine_of(run) for run in runs}))
+        constants = [network.host, network.view, network.latency, network.constant, network.copy, network.compiled]
+        constants += [*network.usual_host.parameters()]
+        slow = {id(parameter) for parameter in constants}
+        weights = [parameter for parameter in network.parameters() if id(parameter) not in slow]
+        rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": weights, "weight_decay": _WEIGHT_DECAY},
+                {"params": [*constants, *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
+            ],
+            lr=rate,
+        )
+        weight = _weights_of(runs)
+        steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
+        parts = {"network": network, "machines": machines, "optimizer": optimizer, "schedule": schedule}
+        trained = Epochs(epochs, checkpoint, identity_of(self.name, self.settings | {"seed": seed}, runs), **parts)
+        network.train()
+        for epoch in trained:
+            total = 0.0
+            for batch in _batches(runs, _seed_of(seed, epoch)):
+                some = [runs[index] for index in batch]
+                error = self._errors(network, machines, some)
+                own = weight[batch]
+                loss = (nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none") * own).mean()
+                loss = loss + self._prior(machines) * _NOISE**2 / len(runs)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                total += float(error.detach().abs().mean()) * len(batch)
+            if on_epoch is not None:
+                on_epoch(epoch + 1, epochs, total / len(runs))
+        self.machines = machines
+        return network.eval()
+
+    def _errors(self, network: Network, machines: _Machines, runs: Sequence[Run]) -> torch.Tensor:
+        """log(predicted / measured). Shape: (len(runs),)."""
+        of_run = machines.factor[[machines.index[_machine_of(run)] for run in runs]]
+        packed = self.pack(runs)
+        measured = torch.tensor([run.labels["time"] for run in runs])
+        return network(packed).log_step_s(packed.is_launch, of_run, smooth=True) - measured
+
+    def _prior(self, machines: _Machines) -> torch.Tensor:
+        host, device = machines.factor[:, 0] / self.settings["host_sigma"], machines.factor[:, 1] / self.settings["device_sigma"]
+        return (host.square() + device.square()).sum() / 2
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    """The same whether the epochs before ran in this process or not."""
+    return seed * 1_000_003 + epoch
+
+
+def _machine_of(run: Run) -> str:
+    return f"{run.source} {run.gpu}"
+
+
+def _weights_of(runs: Sequence[Run]) -> torch.Tensor:
+    """Runs of a large group count less, so that small sources are heard. Their mean is 1. Shape: (len(runs),)."""
+    groups = [(run.source, run.gpu, run.mode, run.variant) for run in runs]
+    sizes = Counter(groups)
+    weight = torch.tensor([sizes[group] ** -0.5 for group in groups])
+    return weight / weight.mean()
+
+
+def _batches(runs: Sequence[Run], seed: int) -> list[list[int]]:
+    """Batches of runs of about the same length, in a random order."""
+    random_numbers = np.random.default_rng(seed)
+    lengths = np.array([len(run.view["order"]) for run in runs])
+    batches: list[list[int]] = [[]]
+    longest = 0
+    for index in np.argsort(lengths + random_numbers.normal(size=len(runs)) * _LENGTHS_APART).tolist():
+        longest = max(longest, int(lengths[index]))
+        if len(batches[-1]) == _RUNS_A_BATCH or (batches[-1] and longest * (len(batches[-1]) + 1) > _LAUNCHES_A_BATCH):
+            batches.append([])
+            longest = int(lengths[index])
+        batches[-1].append(index)
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+__all__: list[Any] = ["TrainableClocks"]
