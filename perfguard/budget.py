@@ -248,7 +248,7 @@ class Budget:
 
 
 def quantity_of(sentence: str) -> Quantity:
-    """Return the quantity that :attr:`Limit.sentence` speaks of: the log keeps a verdict's sentence, not its limit."""
+    """Return the quantity of a :attr:`Limit.sentence`. The log stores a verdict's sentence, but not its limit."""
     verb = sentence.partition(" ")[0]
     of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
     named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)

@@ -61,7 +61,7 @@ class TooLargeError(WorkloadError):
     """A tensor of the workload does not fit into any memory, so that the workload cannot even be described.
 
     Args:
-        message: what PyTorch said.
+        message: PyTorch's message.
         num_bytes: what the tensor takes at least.
     """
 
@@ -137,7 +137,7 @@ class UntrainedDeviceWarning(PerfGuardWarning):
 
 
 class BudgetWarning(PerfGuardWarning):
-    """A trial was launched although it is expected to break a budget: the user asked for a warning only."""
+    """A trial was launched although it is expected to break a budget, because only warnings are enabled."""
 
 
 class NothingFeasibleWarning(PerfGuardWarning):

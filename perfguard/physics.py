@@ -63,10 +63,10 @@ _NOUNS = {  # by the name of the StorageKind
     "TEMPORARY": "temporary tensors",
 }
 _MENTIONED = 0.01
-"""Of the whole: smaller parts are not spoken of."""
+"""Smallest share of the whole that a message mentions."""
 HOPELESS = 4
-"""So many times over the budget the bound alone answers. Nearer to it, where searchers learn from how far a proposal is from
-feasible, the predictor gives the numbers, and the bound only overrules a launch."""
+"""From this many times the budget, the bound alone decides. Below that, searchers need the distance from feasibility. So the
+predictor gives the numbers, and the bound only overrules a launch."""
 _LOG_SIGMA, _SIGMAS_ABOVE = 0.2, 3.1
 """The peak is above the bound with probability 0.999, and 1.9 times the bound in the middle. 62 published runs of timm models on
 an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle."""
@@ -164,7 +164,7 @@ class LeastMemory:
         return f"at least {format_bytes(self.num_bytes)} ({self.in_words})"
 
     def prediction(self, device: Device, *, steps: int | None) -> Prediction:
-        """What can be said of a step that needs more than the device has: finite, and surely above the bound."""
+        """Prediction for a step that does not fit the device: finite, and above the bound with near certainty."""
         step_time = Estimate(max(self.step_time_s, 1e-9) * _TIME_FACTOR, _TIME_LOG_SIGMA)
         return Prediction(
             peak_memory=Estimate(self.num_bytes * math.exp(_SIGMAS_ABOVE * _LOG_SIGMA), _LOG_SIGMA),

@@ -23,7 +23,7 @@ Target = Literal["memory", "time"]
 """What is learnt from runs: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 COVERAGE = 0.9
-"""Of the intervals that are spoken of."""
+"""Coverage of reported intervals."""
 HALF_INTERVAL = 1.6448536269514722
 """Half of the width of that central interval, in standard deviations of a normal distribution."""
 SIGMA_OF_MAD = 1.4826

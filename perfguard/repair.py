@@ -71,7 +71,7 @@ def batch_size_of(workload: Workload) -> int:
     """The first dimension that all inputs and targets share.
 
     Raises:
-        WorkloadError: if they share none, so that nobody can tell what the batch is.
+        WorkloadError: if they share none, so that the batch size is unknown.
     """
     leading = {shape[0] for shape in shapes_in((workload.inputs, workload.targets)) if shape}
     if len(leading) != 1:

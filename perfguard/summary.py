@@ -30,7 +30,7 @@ _WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """What PerfGuard knows of one trial. None: not predicted, or not measured."""
+    """Record of one trial. None: not predicted, or not measured."""
 
     number: int
     verdict: str | None

@@ -171,7 +171,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     The user's random numbers are left where they were.
 
     Raises:
-        KeyError: as ``build`` raised it, if it asks for a parameter that ``params`` does not have.
+        KeyError: as ``build`` raised it, if it reads a parameter that ``params`` does not have.
         TooLargeError: if a tensor that it makes does not fit into any memory.
         BuildError: if it raises anything else, or returns something that is not a Workload.
     """
@@ -184,7 +184,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
         except TooLargeError:
             raise
         except Exception as error:
-            if asks_for_missing(error, params):
+            if is_missing_parameter(error, params):
                 raise
             workload = _build_on_the_host(build, params)
     if not isinstance(workload, Workload):
@@ -192,7 +192,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     return workload
 
 
-def asks_for_missing(error: BaseException, params: Mapping[str, Any]) -> bool:
+def is_missing_parameter(error: BaseException, params: Mapping[str, Any]) -> bool:
     """Whether ``error`` means that ``params`` lacks a parameter."""
     return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str) and error.args[0] not in params
 
@@ -204,19 +204,19 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     except WorkloadError:
         raise
     except Exception as error:
-        if asks_for_missing(error, params):
+        if is_missing_parameter(error, params):
             raise
         raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_mend(error, params)}") from error
 
 
 def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
     """A sentence on the parameters that ``build`` reads and the trial lacks, with the nearest that it has."""
-    asked = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
-    return f"build(params) asks for {asked}, which the trial has not suggested"
+    missing = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
+    return f"build(params) reads {missing}, which the trial has not suggested"
 
 
 def _mend(error: Exception, params: Mapping[str, Any]) -> str:
-    """What to write instead of the attribute or the argument that does not exist; empty where nobody can tell."""
+    """A correction for an attribute or argument that does not exist; empty: none is known."""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         if error.obj is params:
             return f" (parameters are items: params[{error.name!r}])" if error.name in params else _nearest(error.name, params)

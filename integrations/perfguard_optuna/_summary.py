@@ -19,7 +19,7 @@ from perfguard_optuna._attributes import record_of
 
 _FIRST, _LAST = 5, 10
 _FACTOR = 10.0
-"""Errors from here on are no percentage that anybody reads."""
+"""Relative errors from this size are printed as a factor instead of a percentage."""
 _CELL_WIDTHS = {"memory": 9, "time": 8}
 _HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
 
@@ -29,11 +29,11 @@ class StudySummary(GuardSummary):
     """The guard's summary of a study. Errors are mean relative errors, |predicted / measured - 1|; None: nothing to compare."""
 
     num_unjudged: int
-    """Launched without a verdict, because PerfGuard was not asked, or could not tell what the trial runs."""
+    """Trials launched without a verdict, because PerfGuard was not called, or did not know their workload."""
     why_unjudged: str
-    """Why the first of those was not judged; empty: there is none, or nobody knows."""
+    """Why the first of those was not judged; empty: there is none, or the reason is unknown."""
     why_not_measured: str
-    """Why a launched trial was not measured; empty: all were, or nobody knows."""
+    """Why a launched trial was not measured; empty: all were, or the reason is unknown."""
     launched_s: float
     """Time that the launched trials took."""
     first_error: float | None

@@ -39,7 +39,7 @@ class PerfGuardCallback(TrainerCallback):
     The trainer calls no callback on an error. So the ``with`` block turns an out-of-memory error into a pruned trial. Everything
     else works without the block.
 
-    The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, ask
+    The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, use
     ``guard.trial(trial, workload_of(args, model, batch))``, see :func:`workload_of`.
 
     What is judged is the model's own loss on one batch, with the trainer's optimizer, precision, accumulation and checkpointing;
@@ -163,7 +163,7 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
     trial runs inside a :class:`PerfGuardCallback`. Trials that do not fit, or that run out of memory, are PRUNED.
 
     Args:
-        trainer: a trainer with a ``model_init``, as the search wants it.
+        trainer: a trainer with a ``model_init``, which the search requires.
         guard: the guard of the search.
         batch: as for :class:`PerfGuardCallback`.
 

@@ -111,7 +111,7 @@ class PerfGuardCallback(Callback):
 def _verbosity() -> int:
     """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
 
-    Tune tells it to none but its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
+    Tune passes it only to its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
     """
     frame = inspect.currentframe()
     while frame is not None:

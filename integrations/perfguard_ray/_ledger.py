@@ -220,7 +220,7 @@ class Ledger:
         if change is not None and _equal(change.config, config):
             self.finish(trial_id, "ok")
             entry = self.entries[trial_id] = change
-        elif entry is not None and not _equal(entry.config, config):  # changed by a scheduler that does not ask the guard
+        elif entry is not None and not _equal(entry.config, config):  # changed by a scheduler that does not call the guard
             self.finish(trial_id, "ok")
             entry = None
         if entry is None:
@@ -231,7 +231,7 @@ class Ledger:
         if not self.num_judged:
             self._unguarded(
                 "search",
-                "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
+                "A trial runs that PerfGuard has not judged: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
         entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
@@ -240,7 +240,7 @@ class Ledger:
             self._unguarded(
                 "late",
                 f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration "
-                "comes from a scheduler or a search that does not ask the guard. Use PerfGuardPopulationBasedTraining instead.",
+                "comes from a scheduler or a search that does not call the guard. Use PerfGuardPopulationBasedTraining instead.",
             )
         return entry
 
@@ -265,9 +265,9 @@ class Ledger:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
     def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
-        """What the trial has cost by its latest report."""
+        """The cost of the trial until its latest report."""
         report = entry.report
-        told = {name: report[name] for name in _MEASURED if name in report}
+        reported = {name: report[name] for name in _MEASURED if name in report}
         return Measurement(
             **{
                 "device_id": self.guard.device.id,
@@ -276,7 +276,7 @@ class Ledger:
                 "step_time_s": None,
                 "method": "none",
                 "framework": "",
-                **told,
+                **reported,
                 "status": status,
                 "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
                 "num_steps": entry.num_steps,
@@ -371,10 +371,10 @@ def number_of(trial: Trial) -> int | None:
 
 
 def _key_of(config: Mapping[str, Any]) -> Hashable:
-    """Equal for equal configurations, whatever the order of their names; None: it cannot be told."""
+    """A key that is equal for equal configurations, in any order of their names; None: there is no key."""
     try:
         return hashlib.sha256(repr(_frozen(config)).encode()).hexdigest()
-    except Exception:  # of an object in it that cannot be pickled
+    except Exception:  # an object in it cannot be pickled
         return None
 
 

@@ -41,7 +41,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
         device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. What the report names is the
             device that the trial really used.
     """
-    # The rates of the CPU are not asked for here: measuring them would cost each new actor a quarter of a second.
+    # The rates of the CPU are not measured here: that would cost each new actor a quarter of a second.
     run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
     _carry_with_reports(run)
     run.start()

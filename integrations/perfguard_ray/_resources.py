@@ -1,4 +1,4 @@
-"""resources: what a trial asks Ray for, from what it is predicted to need."""
+"""resources: the resource request of a trial, from its prediction."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TrialResources:
         ledger = _ledgers_here.get(self._key)
         if ledger is None:
             raise ConfigurationError(
-                "The resources of a trial were asked for outside the process that called perfguard_ray.resources(search). "
+                "The resources of a trial were requested outside the process that called perfguard_ray.resources(search). "
                 "Call it in the script that calls Tuner.fit() or Tuner.restore()."
             )
         return ledger
@@ -108,7 +108,7 @@ class TrialResources:
             ledger.warn_once(
                 "resources",
                 UnguardedTrialWarning,
-                f"PerfGuard could not predict a trial, which asks for a whole device (said once): "
+                f"PerfGuard could not predict a trial, which requests a whole device (shown once): "
                 f"{type(error).__name__}: {error}",
             )
             return None

@@ -115,11 +115,11 @@ class OperatorForest:
             if taught is None or not chosen.any():
                 continue
             own = kernels.chosen(chosen)
-            said = [
+            log_factors = [
                 self.forests[f"{taught} {sight} {member}"].predict(columns_of(taught, own, sight, DEVICE_DESCRIPTORS[member]))
                 for sight in sights_of(taught)
             ]
-            seconds[chosen] = base_s(taught, own) * np.exp(np.mean(said, axis=0))
+            seconds[chosen] = base_s(taught, own) * np.exp(np.mean(log_factors, axis=0))
         return seconds
 
     def floors_s(self, kernels: Kernels, runs: Sequence[Example]) -> Array:

@@ -15,7 +15,7 @@ from perfguard_training.calibration import Error, calibrated
 from perfguard_training.dataset import Fold, Run
 
 Judged = list[tuple[Fold, Predicted]]
-"""The folds of a split, with what a predictor said of the judged runs; "spread TARGET" is how far its members are apart."""
+"""The folds of a split with the predictions for their test runs. "spread TARGET" is the members' standard deviation."""
 Found = dict[tuple[str, str], Judged]
 """By split and predictor."""
 CALIBRATED = ("memory", "time")

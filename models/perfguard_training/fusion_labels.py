@@ -136,7 +136,7 @@ class _ScheduledError(Exception):
 
 @contextmanager
 def _pretended_gpu() -> Iterator[None]:
-    """What Inductor (torch 2.13) asks of the machine before it generates code, answered as on an A100."""
+    """Patch the device queries of Inductor (torch 2.13) with the properties of an A100."""
     from torch._inductor import scheduler
     from torch._inductor.runtime.hints import DeviceProperties
 

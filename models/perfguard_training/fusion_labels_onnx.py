@@ -51,7 +51,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path, optimised = Path(folder) / "model.onnx", Path(folder) / "optimised.onnx"
-        # The exporter would fold batch norms itself, were it not told to preserve the mode.
+        # Without PRESERVE the exporter would fold batch norms itself.
         as_it_is = torch.onnx.TrainingMode.PRESERVE
         torch.onnx.export(model.eval(), arguments, str(path), dynamo=False, training=as_it_is, opset_version=17)
         options = onnxruntime.SessionOptions()

@@ -52,11 +52,11 @@ class TrainableForest(OperatorForest):
             if rest.any():
                 self.factors["operator"] = float(np.median(np.log(seconds[rest] / kernels.roofline[rest])))
         if whole:
-            said = self.combined(self.parts(whole))
-            self.factors["step"] = float(np.median(labels_of(whole, "time") - said))
+            predicted = self.combined(self.parts(whole))
+            self.factors["step"] = float(np.median(labels_of(whole, "time") - predicted))
 
     def _fit_kind(self, kind: str, kernels: Kernels, seconds: Array, weight: Array) -> None:
-        """Rows near the floor say little beyond it: they weigh as much as the share of their time that is above it."""
+        """Fit one kind. A row's weight is the share of its time above the floor: rows near the floor are uninformative."""
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         y = np.log(seconds / base_s(kind, kernels))

@@ -80,7 +80,7 @@ def drawn(runs: Iterable[Run], *, seed: int = 0) -> set[int]:
 
 
 def main() -> None:
-    """Draw, ask the shipped weights, write."""
+    """Draw steps, predict them with the shipped weights, and write the summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))

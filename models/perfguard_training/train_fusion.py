@@ -56,9 +56,9 @@ class Score(NamedTuple):
 def score_of(predicted: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> Score:
     """Positive: fused. Shapes: (m,); labels of -1 do not count."""
     known = labels >= 0
-    said, true = predicted[known] > _LOWEST_CHANCE, labels[known] == 1
-    both = int((said & true).sum())
-    return Score(both / max(int(said.sum()), 1), both / max(int(true.sum()), 1), float((said == true).mean()), len(true))
+    positive, true = predicted[known] > _LOWEST_CHANCE, labels[known] == 1
+    both = int((positive & true).sum())
+    return Score(both / max(int(positive.sum()), 1), both / max(int(true.sum()), 1), float((positive == true).mean()), len(true))
 
 
 def names_in(rows: Iterable[LabelledGraph]) -> list[str]:
@@ -153,7 +153,7 @@ def _over_folds(method: Judge, rows: Sequence[LabelledGraph], fold_of: dict[str,
                 found.setdefault(row.compiler, []).append(pair)
                 found.setdefault("all", []).append(pair)
     return {
-        compiler: score_of(np.concatenate([said for said, _ in pairs]), np.concatenate([true for _, true in pairs]))
+        compiler: score_of(np.concatenate([predicted for predicted, _ in pairs]), np.concatenate([true for _, true in pairs]))
         for compiler, pairs in sorted(found.items())
     }
 

@@ -38,7 +38,7 @@ class Backend(Protocol):
         """What measures a whole run."""
 
     def window(self) -> DriverWindow | None:
-        """What measures the timed steps alone; None where no driver tells anything."""
+        """Driver counters over the timed steps alone; None without a driver."""
 
     def facts(self) -> dict[str, str]:
         """Name, memory and versions, for the rows."""

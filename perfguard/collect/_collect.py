@@ -29,7 +29,7 @@ from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_betwe
 from perfguard.tables._recipe import Space
 
 CPU_MEMORY_BYTES = 2**28
-"""What configurations may take of a processor's memory, if nothing else is said: other work shares it."""
+"""Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
 _REACH = {"cuda": 1.0, "cpu": 0.35}
 _MOST_FAILURES_IN_A_ROW = 25
 _PLANS_AHEAD = 4
@@ -166,7 +166,7 @@ def collect(
                 continue
             row, trouble = watch.run(plan, stop=lambda: bool(stop()) or time.monotonic() > last_moment)
             if row is None:
-                continue  # given up in the middle; the reason is said above
+                continue  # ended early; the reason is printed above
             row = columns_of(plan) | fixed | row
             journal.write(row)
             on_row(row)
@@ -217,7 +217,7 @@ class _Watch:
         on_note(f"The GPU is not ours alone ({share} busy, {who}): rows are marked, their times and energy left out.")
 
     def run(self, plan: Plan, *, stop: Callable[[], bool]) -> tuple[Row | None, Trouble]:
-        """The measured columns of ``plan``, and what befell the card; no row if ``stop()`` said so."""
+        """The measured columns of ``plan``, and the trouble of the card; no row if ``stop()`` ended the run."""
         assert plan.recipe is not None
         self._worker.start()
         age = self._worker.rows
@@ -280,11 +280,11 @@ def _prepare_planner() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[Callable[[], str]]:
-    """A function that says which signal asked to stop; empty: none. A lost connection sends SIGHUP."""
+    """Yield a function that returns which signal arrived; empty: none. A lost connection sends SIGHUP."""
     received: list[str] = []
 
     def receive(number: int, _: FrameType | None) -> None:
-        received.append(f"{signal.Signals(number).name} asked for it")
+        received.append(f"{signal.Signals(number).name} was received")
 
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread

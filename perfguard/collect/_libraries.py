@@ -9,7 +9,7 @@ from contextlib import suppress
 from perfguard.tables._networks import ARCHITECTURES
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-with suppress(Exception):  # what is missing or broken was said by whoever chose the spaces
+with suppress(Exception):  # the choice of spaces has reported what is missing or broken
     importlib.import_module("timm")
 with suppress(Exception):
     for name in ARCHITECTURES.values():

@@ -37,7 +37,7 @@ _TIMM = (
     "poolformer_s12", "edgenext_small", "mobilevit_s", "coatnet_nano_rw_224", "xcit_tiny_12_p16_224", "cait_xxs24_224",
 )  # fmt: skip
 _FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "cait")
-"""Networks of timm that are made for one size of image; asked for another they may refuse."""
+"""Networks of timm that are made for one size of image. They may raise for another size."""
 _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
@@ -71,7 +71,7 @@ class Draft(NamedTuple):
     round_batch: bool
     """Its batch is to be a multiple of 16."""
     long: bool
-    """It is timed for so long that the driver's counter of energy tells something."""
+    """Whether the timing is long enough for the driver's energy counter."""
 
 
 class Scope(NamedTuple):

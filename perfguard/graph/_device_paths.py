@@ -149,7 +149,7 @@ class DevicePaths(TorchFunctionMode):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        """It asks for log_softmax in the logits' dtype, and autocast leaves a dtype that was asked for; nll_loss is cast."""
+        """Compute log_softmax in the logits' dtype, because autocast keeps an explicit dtype. It does cast nll_loss."""
         if input.dtype not in _HALF or target.is_floating_point():
             return func(input, target, weight, reduction, ignore_index, label_smoothing)
         dim = 0 if input.dim() == 1 else 1

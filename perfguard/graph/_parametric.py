@@ -48,7 +48,7 @@ _MODULUS = 16
 _LARGEST = 2**53
 """Numbers below are exact in double precision too."""
 _FEW = 24
-"""Candidates of a whole space, which are traced when they are asked for."""
+"""Spaces with at most this many candidates are traced on demand."""
 _MOST_KEPT = 64
 """Graphs of candidates that had to be traced."""
 _T = TypeVar("_T")
@@ -159,7 +159,7 @@ class ParametricGraph:
         different = np.array(points, dtype=np.int64).reshape(-1, len(self._values))
         for row in np.flatnonzero(self._unknown(different) == 0).tolist():
             point = points[row]
-            self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
+            self.why_traced = f"at {point} other operators run, or of other sizes, and no branch condition identifies them"
 
     def _unknown(self, points: Ints) -> Ints:
         """How many branch conditions of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
@@ -190,7 +190,7 @@ class ParametricGraph:
                 break
             wanted = _ROUND
             if fitted == 0 or self.num_traces >= _MOST_TO_FIT + 2 * len(self._values) or not self._fresh(1, points):
-                self.why_traced = "its sizes are no polynomials of the widths, as far as a few dozen traces can tell"
+                self.why_traced = "its sizes are no polynomials of the widths in a few dozen traces"
                 return
         self._columns, self._polynomials = columns, fitted
         at = np.array(points, dtype=np.int64)

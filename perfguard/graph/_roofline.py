@@ -24,7 +24,7 @@ _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 _CUDNN_KINDS = frozenset({*_CONVOLUTIONS, "rnn"})
 """In float32 these take TF32 where there is any (`torch.backends.cudnn.allow_tf32`); matrix products do not, by default."""
 _LANES = {"cpu": 16, "cuda": 8}
-"""Channels that a convolution kernel takes at once: the floats of an AVX-512 register, the multiple that tensor cores want."""
+"""Channels in one block of a convolution kernel: the floats of an AVX-512 register, and the multiple that tensor cores use."""
 _WITHOUT_BLOCKS = 4
 """Up to so many channels (images, sound) have kernels of their own, without blocks."""
 _K = TypeVar("_K", OpGraph, GraphBatch)

@@ -49,8 +49,10 @@ class SequenceTracer:
     def trace(
         self, model: nn.Sequential, inputs: tuple[int, ...] | TensorSpec, *, target: Device | Literal["cuda", "cpu"]
     ) -> OpGraph | None:
-        """As :func:`perfguard.graph.trace` of one inference in float32; None if the parts cannot be told apart: then trace the
-        whole."""
+        """Trace one inference in float32 as :func:`perfguard.graph.trace` does.
+
+        None: the model is no plain sequence of independent parts, and must be traced as a whole.
+        """
         if type(model) is not nn.Sequential or _has_hooks(model) or _shares_parameters(model):
             return None
         output = inputs if isinstance(inputs, TensorSpec) else TensorSpec(inputs)

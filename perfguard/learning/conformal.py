@@ -98,7 +98,7 @@ def _scatter(groups: Collection[Sequence[float]]) -> float:
 
 
 def _is_missed(observation: Observation, target: Target, width: float) -> bool | None:
-    """Whether the run was outside of its own interval, made ``width`` times as wide; None if nobody can tell.
+    """Whether the run was outside of its own interval, made ``width`` times as wide; None: unknown.
 
     What was out of memory needed more than was read: above the interval if the reading is, and otherwise anywhere.
     """

@@ -124,7 +124,7 @@ class OnlineTrainer:
         # When one was rolled back counts too: the runs that it was made of would bring it back at once.
         since_ns = max((_as_ns(weights.state_changed_at.timestamp()) for weights in generations), default=0)
         if self._log.num_measured(since_ns=since_ns) < self._min_new:
-            return None  # a watch asks every half a minute; the runs and their graphs are read if there is something to learn
+            return None  # checked twice a minute by a watch, so before the runs and their graphs are read
         by_device = {
             device_id: assess_log(self._rows(device_id), predictor=self._lineage).observations
             for device_id in self._log.device_ids()

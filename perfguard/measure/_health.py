@@ -46,7 +46,7 @@ def identity_of(cuda: Any, index: int = 0) -> CudaIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What a look at the card showed. None: it does not tell."""
+    """State of the card at one moment. None: not reported."""
 
     others: tuple[int, ...] | None = None
     """Ids of processes on the card that are not ours."""
@@ -57,7 +57,7 @@ class Signs:
     utilisation: float | None = None
     """Share of the last moment in which a kernel ran, 0 to 1."""
     lost: str = ""
-    """Why the card can no longer be asked; empty: it can."""
+    """Why the card can no longer be read; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Trouble:
 
 
 class CardHealth:
-    """Looks at one card through NVML; whatever the driver refuses to tell is left out.
+    """Reads the state of one card through NVML. Values that the driver does not report are left out.
 
     Args:
-        uuid: of the card, without its prefix, as CUDA tells it.
+        uuid: the card's UUID without its prefix, as CUDA reports it.
         nvml: stands in for the module ``pynvml``.
     """
 
@@ -90,7 +90,7 @@ class CardHealth:
             self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
             self._nvml.nvmlInit()
             self._handle = self._find(uuid)
-            self._events = self._ask(self._registered)
+            self._events = self._query(self._registered)
         except Exception as error:
             self._lost = f"NVML cannot be used ({type(error).__name__}: {error})" if self._handle is None else ""
 
@@ -104,17 +104,17 @@ class CardHealth:
         if self._handle is None:
             return Signs()
         nvml, handle = self._nvml, self._handle
-        running = self._ask(lambda: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
-        errors = self._ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE)))
-        rates = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        running = self._query(lambda: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
+        errors = self._query(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE)))
+        rates = self._query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         return Signs(None if running is None else _others(running, own), errors, self._new_xids(), rates, self._lost)
 
     def close(self) -> None:
         """End the session with the driver."""
         if self._nvml is not None:
             if self._events is not None:
-                self._ask(lambda: self._nvml.nvmlEventSetFree(self._events))
-            self._ask(self._nvml.nvmlShutdown)
+                self._query(lambda: self._nvml.nvmlEventSetFree(self._events))
+            self._query(self._nvml.nvmlShutdown)
             self._nvml = self._handle = self._events = None
 
     def _find(self, uuid: str) -> Any:
@@ -141,7 +141,7 @@ class CardHealth:
                 break
         return tuple(found)
 
-    def _ask(self, query: Callable[[], _T]) -> _T | None:
+    def _query(self, query: Callable[[], _T]) -> _T | None:
         try:
             return query()
         except self._nvml.NVMLError as error:

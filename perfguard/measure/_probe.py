@@ -27,7 +27,7 @@ class Reading:
     notes: tuple[str, ...] = ()
     """What could not be read, or not be trusted, and why."""
     ran_on: RanOn | None = None
-    """What the run really used. None: the probe cannot tell, so it is taken to be the device that was named."""
+    """The device that the run used. None: unknown, and the named device is assumed."""
 
 
 class Probe(Protocol):
@@ -41,8 +41,7 @@ class Probe(Protocol):
         """Forget what was before, and begin to watch."""
 
     def stamp(self) -> Any:
-        """A point in time on the device, to be compared by ``earlier.elapsed_time(later)`` in milliseconds; None where the
-        processor's clock tells the time."""
+        """A time stamp on the device, for ``earlier.elapsed_time(later)`` in milliseconds. None: use the CPU's clock."""
 
     def read(self) -> Reading:
         """What was seen so far; the watching goes on."""

@@ -127,13 +127,16 @@ class CudaUse:
         return None if self._cuda.get_allocator_backend() == "native" else self._cuda.current_device()
 
     def _taken_bytes(self, index: int) -> int:
-        """A request that was refused, for want of memory, is a use as well. A counter that fell was reset by the trial."""
+        """Bytes that were requested on the device since the start.
+
+        A failed allocation counts as a use as well. A counter that fell was reset by the trial.
+        """
         stats, before = self._cuda.memory_stats(index), self.before.get(index, {})
         counters = [(int(stats.get(key, 0)), int(before.get(key, 0))) for key in ("allocated_bytes.all.allocated", "num_ooms")]
         return sum(now if now < then else now - then for now, then in counters)
 
     def ran_on(self) -> RanOn | None:
-        """What the run used until now: that device, or else the processor; None: nobody can tell, because a device is lost."""
+        """The device that the run has used until now, else the CPU; None: unknown, because a device is lost."""
         try:
             index = self.index()
             if index is None:

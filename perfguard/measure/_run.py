@@ -140,7 +140,7 @@ class Run:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the run uses another device than it was meant to, as far as can be told by now."""
+        """Whether the run has used another device than the named one so far."""
         used = self._probe.read().ran_on
         return used is not None and not used.is_a(self._device)
 

@@ -192,7 +192,7 @@ class _Builder:
         return before is not None and after is not None and before.dtype == after.dtype
 
     def _find(self, name: str) -> _Value | None:
-        """Where ``name`` is; a weight gets its storage when it is first asked for. None: on the host, or not known."""
+        """The value of ``name``. The first look-up of a weight creates its storage. None: on the host, or not known."""
         if name in self._where or name not in self._constants or name not in self._types:
             return self._where.get(name)
         found = self._types[name]

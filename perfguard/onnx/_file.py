@@ -159,7 +159,7 @@ def _check_location(path: Path, folder: Path, location: str, name: str) -> None:
     except (OSError, RuntimeError):  # too long, or a loop of links
         target = None
     if target is None or Path(location).is_absolute() or not target.is_relative_to(folder) or "\\" in location:
-        raise OnnxError(path, f"wants the values of {name!r} from {location[:80]!r}, outside its folder", mend)
+        raise OnnxError(path, f"stores the values of {name!r} in {location[:80]!r}, outside its folder", mend)
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -26,7 +26,7 @@ class Node(NamedTuple):
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
     module: str
-    """Path of the module that it came from, as far as the exporter tells."""
+    """Path of the module that it came from, if the exporter records it."""
     has_subgraphs: bool = False
     num_inner: int = 0
     """Operators in its subgraphs."""

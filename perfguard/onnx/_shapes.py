@@ -1,7 +1,7 @@
 """The shape of every value of a model, once the user has bound its free dimensions.
 
 ``onnx.shape_inference`` does the work, for one operator after the other, with the small integers (shapes, axes, sizes) that were
-worked out on the way. Its own propagation of values is never asked for: it makes every value of a Range or a Tile, whatever its
+worked out on the way. Its own propagation of values stays off, because it makes every value of a Range or a Tile, whatever its
 size. Here a value is computed only when its size is known and small.
 """
 

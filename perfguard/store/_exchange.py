@@ -284,7 +284,7 @@ def _pyarrow() -> Any:
 
 
 class _Anonymizer:
-    """Replaces what could tell a person or a project; the same thing by the same word within one export.
+    """Replaces names that could identify a person or a project. Within one export, equal names get equal replacements.
 
     Graphs must come first among the tables: a stripped graph has another hash, by which its decisions then know it. Two graphs
     that differ only in names become one.

@@ -13,7 +13,7 @@ from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Layout, Precision, Workload
 
 COLUMNS = ("recipe", "gpu", "space", "memory_share")
-"""What tells a table of collected rows from others; the recipe is all that is needed to rebuild one."""
+"""Columns that identify a table of collected rows. A row can be rebuilt from its recipe alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

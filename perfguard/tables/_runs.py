@@ -198,7 +198,7 @@ def run_row(row: Row) -> RunRow:
 
 
 def _driver_bytes(memory_bytes: float | None, kind: str, gpu: str) -> float | None:
-    """The driver's reading, with the context of the catalog where the table has left it out. None: it cannot be told."""
+    """The driver's reading, plus the catalog's context where the table leaves it out. None: the table does not contain it."""
     if memory_bytes is None or kind not in _COMPARED:
         return None
     return memory_bytes if kind == "driver" else memory_bytes + resolve_device(gpu).context_bytes

@@ -21,7 +21,7 @@ from perfguard_optuna._summary import finished_trials, run_time_s
 Group = Literal["launched", "repaired", "over", "unmeasured", "pruned", "pruned_elsewhere"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
-# Okabe and Ito's palette, which colour-blind people can tell apart.
+# Okabe and Ito's palette, which colour-blind people can distinguish.
 BLUE, GREEN, ORANGE, RED, PURPLE, SKY, GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C"
 GROUP_COLORS: Mapping[Group, str] = {
     "launched": BLUE,

@@ -161,8 +161,8 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
 
     GEMM lowers one image to columns. FFT holds the spectra of input, filter and output, each twice, of images padded to a power
     of two; its tiled form those of 32 x 32 tiles. Winograd's F(4 x 4, 3 x 3) holds 36 numbers for each tile of 4 x 4 outputs.
-    Tensor cores want NHWC: the tensors once more. FFT also handles filters of one pixel: a 1 x 1 convolution of 1,536 channels
-    at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
+    Tensor cores need NHWC: a second copy of the tensors. FFT also handles filters of one pixel: a 1 x 1 convolution of 1,536
+    channels at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
 
     Returns:
         By the names of CONVOLUTION_ALGORITHMS. Shapes: (C, V), (C, V).

@@ -291,7 +291,7 @@ def test_sighup_leaves_a_table_and_sigkill_a_partial(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "Ended because SIGHUP asked for it" in said
+    assert "Ended because SIGHUP was received" in said
     with gzip.open(path, "rt") as file:
         first = len(file.readlines()) - 1
     assert first >= 3
