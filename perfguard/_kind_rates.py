@@ -32,7 +32,7 @@ FEWEST = 8
 _PULL = 0.1
 _LEAST_LOG_SIGMA = 0.03
 _UNKNOWN_SHARE = 0.02
-"""Of a graph's roofline that may belong to kinds that were never measured."""
+"""Largest share of a graph's roofline in kinds that were never measured."""
 
 Sums = dict[str, tuple[float, int]]
 """Roofline seconds and number of calls of each kind."""
@@ -78,7 +78,7 @@ class KindRates:
         """Standard deviation of log(measured / predicted) for a network that was left out."""
 
     def seconds_of(self, sums: Sums) -> Estimate | None:
-        """None for a graph with more than a little of a kind that was never measured."""
+        """Return None for a graph with more than a little of a kind that was never measured."""
         total = sum(seconds for seconds, _ in sums.values())
         known = sum(seconds for kind, (seconds, _) in sums.items() if kind in self._kinds)
         predicted = float(self._row(sums) @ self._rates)

@@ -93,7 +93,7 @@ class OnnxError(WorkloadError):
 
 
 class PredictorError(PerfGuardError):
-    """No such predictor, or its weights are refused."""
+    """The predictor does not exist, or its weights are refused."""
 
 
 class TableError(PerfGuardError):
@@ -141,7 +141,7 @@ class BudgetWarning(PerfGuardWarning):
 
 
 class NothingFeasibleWarning(PerfGuardWarning):
-    """Nothing that was proposed fits the budgets; the search ends, or goes on without guidance."""
+    """No proposal fits the budgets. The search ends, or goes on without guidance."""
 
 
 class MeasurementWarning(PerfGuardWarning):

@@ -52,7 +52,7 @@ _UNSURE_OF_RATES, _UNSURE_WHERE_IDLE = 10.0, 3.0
 _SHORTEST_LAUNCH = 0.5
 
 NAME = "lower-bound"
-"""Of the predictor, where :class:`LeastMemory` alone answers."""
+"""Name of the predictor in a verdict by :class:`LeastMemory` alone."""
 _NOUNS = {  # by the name of the StorageKind
     "PARAMETER": "parameters",
     "BUFFER": "buffers",
@@ -71,7 +71,7 @@ _LOG_SIGMA, _SIGMAS_ABOVE = 0.2, 3.1
 """The peak is above the bound with probability 0.999, and 1.9 times the bound in the middle. 62 published runs of timm models on
 an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle."""
 _TIME_FACTOR, _TIME_LOG_SIGMA = 2.0, 0.6
-"""Of the time at the device's peak rates: a step takes one to four times as long."""
+"""Median and sigma of the step time relative to the peak rates. A step takes one to four times as long."""
 
 
 class _Needs(NamedTuple):
@@ -83,7 +83,7 @@ class _Needs(NamedTuple):
     """Gradients and optimizer state, the most that are alive at once."""
     gradient_bytes: float
     made_bytes: float
-    """All but parameters, buffers and inputs, the most that is alive at once."""
+    """Peak of live bytes without parameters, buffers and inputs."""
     product_flops: float
 
 
@@ -146,7 +146,7 @@ class LeastMemory:
 
     @staticmethod
     def of(graph: OpGraph, device: Device) -> LeastMemory:
-        """Of ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
+        """The bound for ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
         from perfguard.graph import roofline_s  # imports torch
 
         parts = graph.least_bytes_by_kind
@@ -157,7 +157,7 @@ class LeastMemory:
 
     @staticmethod
     def behind(error: TooLargeError, device: Device) -> LeastMemory:
-        """Of a workload that cannot even be described: one of its tensors, written once."""
+        """The bound for a workload with a tensor that is too large to describe: this tensor, written once."""
         return LeastMemory(error.num_bytes, "one tensor alone", error.num_bytes / device.bandwidth_bytes_per_s)
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ HALF_INTERVAL = 1.6448536269514722
 SIGMA_OF_MAD = 1.4826
 """The standard deviation of a normal variable, as a multiple of its median absolute deviation (MAD)."""
 MOST_WIDENED = math.log(10.0)
-"""No end of an interval is moved by more than a factor of ten, however badly the predictor does: see `widened_log_sigma`."""
+"""Limit of the widening: no end of an interval moves by more than a factor of ten. See `widened_log_sigma`."""
 _NORMAL = NormalDist()
 
 
@@ -155,18 +155,18 @@ class Observation:
     device: Device
     measurement: Measurement
     predicted: Mapping[Target, Estimate] = field(default_factory=dict)
-    """What had been predicted of it, before it ran; empty: nothing is known of that."""
+    """Prediction of the run from before it ran; empty: unknown."""
     widening: Mapping[Target, float] = field(default_factory=dict)
-    """By what the standard deviations of ``predicted`` had been widened, see :meth:`Prediction.widened`; empty: by nothing."""
+    """Factors by which the standard deviations of ``predicted`` were widened, see :meth:`Prediction.widened`; empty: none."""
     predicted_by: str = ""
-    """The predictor that ``predicted``: name and version; empty: nobody knows."""
+    """Name and version of the predictor that ``predicted``; empty: unknown."""
     regime: int = 0
     """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
     has the highest. See :func:`perfguard.learning.assess_log`."""
     decision_id: str = ""
-    """Its key in the measurement log; empty: it is in none."""
+    """Key in the measurement log; empty: it is not logged."""
     recorded_at_ns: int = 0
-    """When it came into the log, since 1970; 0: it is in none."""
+    """Time of logging since 1970; 0: it is not logged."""
     study: str = ""
     """The study that launched it; empty: none is known."""
 

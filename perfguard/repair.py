@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Remedy = Literal["accumulation", "precision", "checkpointing"]
 _MOST_SAMPLES = 2**20
 _MOST_PASSES = 32
-"""Of one optimizer step after a repair: more would take too long to be worth it, to trace and to run."""
+"""Most micro-batches in one optimizer step after a repair. More would take too long to trace and to run."""
 _GROWTH = 8
-"""From one batch that fits to the next that is tried; each of these is traced, those between are not."""
+"""Factor between batches that are tried. Each of these is traced, those between are not."""
 _FIRST_BATCH = 2
 
 
@@ -53,7 +53,7 @@ class Repair:
 
 
 AS_PROPOSED = Repair()
-"""No change."""
+"""The repair that changes nothing."""
 
 
 def check_remedies(remedies: Sequence[str]) -> tuple[Remedy, ...]:

@@ -36,7 +36,7 @@ class TrialRecord:
     verdict: str | None
     reason: str
     predicted: Mapping[str, float]
-    """By quantity: "memory" in bytes, times in seconds, "energy" in joules."""
+    """Predictions by quantity: "memory" in bytes, times in seconds, "energy" in joules."""
     intervals: Mapping[str, tuple[float, float]]
     """The central 90% of each predicted quantity."""
     limits: Mapping[str, float]
@@ -108,8 +108,8 @@ class GuardSummary(ABC):
     num_violations: int | None
     """Measured trials that broke a budget, or ran out of memory or time. None: none was measured."""
     num_crashes_avoided: int
-    """Of ``num_pruned`` those that need more memory than the device has: they would have ended in their first steps, so no time
-    is counted for them."""
+    """Number of pruned trials that need more memory than the device has. They would have ended in their first steps, so they
+    save no time."""
     saved_s: float | None
     """Time that the others were predicted to take, had each run to its end, in seconds; one over a memory budget that is a part
     of the device's memory would have run. None: there is none whose trial time was predicted."""
@@ -156,12 +156,12 @@ class GuardSummary(ABC):
 
     @property
     def launched_in_words(self) -> str:
-        """For instance "9, 1 repaired"."""
+        """Number of launched trials in words, for instance "9, 1 repaired"."""
         return f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
 
     @property
     def pruned_in_words(self) -> str:
-        """For instance "3 (peak memory 2, trial time 1)"."""
+        """Number of pruned trials in words, for instance "3 (peak memory 2, trial time 1)"."""
         names = {quantity: "unknown" if quantity is None else NOUNS[quantity] for quantity in self.pruned_for}
         counts = ", ".join(f"{names[quantity]} {count}" for quantity, count in self.pruned_for.items())
         return f"{self.num_pruned}" + (f" ({counts})" if counts else "")

@@ -26,7 +26,8 @@ Layout = Literal["nchw", "nhwc"]
 ZeroGrad = Literal["before-forward", "before-backward", "after-step"]
 Retain = Literal["outputs", "nothing"]
 Tf32 = Literal["default", "on", "off"]
-"""Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
+"""Use of TF32 for float32 on GPUs that have it: "default" (convolutions and recurrent layers, not matrix products), all, or
+none."""
 
 
 @dataclass(frozen=True, slots=True)

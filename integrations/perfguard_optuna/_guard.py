@@ -104,7 +104,7 @@ class OptunaGuard(Guard):
         self.build = build
         self.within_timeout = within_timeout
         self.deadline: float | None = None
-        """When the study's time ends, on time.monotonic's clock; set by a GuardedStudy."""
+        """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
         self._judged: dict[TrialKey, _Judged] = {}
         self._launched: dict[int, Launched] = {}
         self._finished: set[TrialKey] = set()
@@ -302,7 +302,7 @@ class OptunaGuard(Guard):
             )
 
     def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
-        """How far a trial of ``study`` with that verdict is from feasible, one number for each limit."""
+        """Constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
         return constraints_of(verdict, established_constraints(study, self.limited_quantities))
 
     @property
@@ -312,7 +312,7 @@ class OptunaGuard(Guard):
         return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
 
     def time_left_s(self) -> float | None:
-        """What is left of the study's time; None where that is no limit."""
+        """Remaining time of the study; None: it has no time limit."""
         if not self.within_timeout or self.deadline is None:
             return None
         return max(0.0, self.deadline - time.monotonic())
@@ -410,7 +410,7 @@ class OptunaGuard(Guard):
         return launched if launched is not None and _key(study, launched.trial) == _key(study, trial) else None
 
     def too_slow(self, study: optuna.Study, launched: Launched) -> str | None:
-        """Why a running trial will break its time budget at the measured pace, written into it; None if it may hold it."""
+        """Record and return why a running trial will break its time budget at the measured pace; None: it may hold it."""
         if self.on_violation == "warn":
             return None
         reason = self.breaks_time_budget(launched.decision, launched.run, time_left_s=self.time_left_s())
@@ -498,7 +498,8 @@ class OptunaGuard(Guard):
     def why_unjudged(
         self, build: Build | None = None, missing: Collection[str] = (), params: Mapping[str, Any] | None = None
     ) -> str:
-        """Why a trial with ``params`` is launched without a verdict: its workload is not known, or ``missing`` keeps it so."""
+        """The reason why a trial with ``params`` is launched without a verdict: an unknown workload, or ``missing``
+        parameters."""
         if missing:
             return (
                 f"{why_missing(missing, params or {})}{self._and_so('trials run unguarded')}. Correct the name in build, or "
@@ -513,7 +514,7 @@ class OptunaGuard(Guard):
         return f"The objective suggested nothing that PerfGuard could judge by{unguarded}. Suggest what build needs."
 
     def _and_so(self, consequence: str) -> str:
-        """What follows, in a warning; where the guard is strict it does not, and the study ends."""
+        """The consequence for a warning. A strict guard has none, because it ends the study."""
         return "" if self.strict else f", so {consequence}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -530,9 +531,9 @@ class _Rejection:
     num_launched: int
     """Trials that the guard had launched when they were judged last."""
     num: int
-    """How often they were proposed and turned down."""
+    """Number of rejected proposals of these parameters."""
     num_judged: int
-    """How often of these they were judged, and not turned down from memory."""
+    """Number of judgements among them. The other proposals were rejected from memory."""
 
     def is_final(self, num_launched: int) -> bool:
         """Whether judging them again would come to the same: nothing was launched since, or it was done before."""
@@ -613,7 +614,7 @@ class GuardedRun:
         self._too_slow = too_slow
         self.verdict = decision.verdict
         self.repair = decision.verdict.repair
-        """What to change so that the trial fits; see :class:`perfguard.repair.Repair`."""
+        """Change that makes the trial fit; see :class:`perfguard.repair.Repair`."""
 
     def step(self) -> None:
         """Mark the end of one training step.
@@ -634,7 +635,7 @@ class GuardedRun:
 
     @property
     def measurement(self) -> Measurement | None:
-        """What the trial cost; None while it runs."""
+        """Measured cost of the trial; None while it runs."""
         return self._run.measurement
 
 

@@ -34,7 +34,7 @@ _GRID_KEYS = ("grid_id", "search_space")
 _BISECTIONS = 6
 _GOALS = 5
 _MOST_REJECTED_FOR_GP = 100
-"""Its cost grows with the cube of the trials."""
+"""Most rejected proposals for the GP, whose cost grows with the cube of the trials."""
 _MOST_REPEATS = 5
 """Proposals in a row that were rejected before, after which the next ones are drawn at random."""
 
@@ -97,22 +97,22 @@ class PerfGuardSampler(BaseSampler):
         return f"PerfGuardSampler({self.inner})"
 
     def reseed_rng(self) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.reseed_rng()
         self._random.reseed_rng()
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.before_trial(study, trial)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.after_trial(study, trial, state, values)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """As the inner sampler: a single parameter cannot be judged."""
+        """Same as for the inner sampler, because a single parameter cannot be judged."""
         return self.inner.sample_independent(self._view(study, trial), trial, param_name, param_distribution)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -332,7 +332,7 @@ class _Proposal:
     """A joint proposal and what it would run."""
 
     params: dict[str, Any]
-    """For the trial: what the inner sampler drew."""
+    """Parameters for the trial, as the inner sampler drew them."""
     watched: WatchedParams
     """Drawn and fixed parameters, as ``build`` read them."""
     space: Mapping[str, BaseDistribution]
@@ -462,7 +462,7 @@ def _with_params(
 
 
 def _unit(value: Any, distribution: BaseDistribution) -> float:
-    """Where a number lies in its range, 0 to 1, on a logarithmic scale if it is drawn so."""
+    """Position of a number in its range, 0 to 1. The scale is logarithmic if the number is drawn so."""
     low, high = float(distribution.low), float(distribution.high)  # type: ignore[attr-defined]
     if distribution.log:  # type: ignore[attr-defined]
         low, high, value = math.log(low), math.log(high), math.log(value)

@@ -41,7 +41,7 @@ class GuardedStudy(optuna.Study):
         pruner: BasePruner | None = None,
         count: Literal["launched", "proposed"] = "launched",
     ) -> None:
-        """As ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
+        """Same as ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
 
         With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
         budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.

@@ -66,6 +66,6 @@ class _WatchedSampler:
         return getattr(self._sampler, name)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As of the sampler."""
+        """Same as for the sampler, and notify the pruner."""
         self._sampler.after_trial(study, trial, state, values)
         self._pruner.trial_ended(study, trial, state)

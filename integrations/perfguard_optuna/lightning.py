@@ -213,7 +213,7 @@ def _on_its_own(root: nn.Module) -> Iterator[None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of what would leave traces."""
+    """Does nothing. It replaces hooks with lasting effects."""
 
 
 def _or_zero(metric: Metric | MetricCollection, name: str) -> Callable[..., Any]:
@@ -271,5 +271,5 @@ def _is_compiled(pl_module: pl.LightningModule) -> bool:
 
 
 def _tear_down(trainer: pl.Trainer) -> None:
-    """What the trainer does after ``on_exception`` (Lightning 2.0 to 2.6), which an exception raised there makes it skip."""
+    """Tear down as the trainer does after ``on_exception`` (Lightning 2.0 to 2.6). An exception raised there skips it."""
     trainer._teardown()

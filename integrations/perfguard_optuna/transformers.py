@@ -198,7 +198,8 @@ def _refuse_what_is_not_one_step(args: TrainingArguments) -> None:
 
 
 def _checkpoint_activations(args: TrainingArguments, model: nn.Module) -> None:
-    """As the trainer does it. ``gradient_checkpointing`` is called ``activation_checkpointing`` in later Transformers 5."""
+    """Turn on checkpointing as the trainer does. ``gradient_checkpointing`` is called ``activation_checkpointing`` in later
+    Transformers 5."""
     wanted = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     if not wanted or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return

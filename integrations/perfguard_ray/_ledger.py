@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 _PLACEHOLDERS = {"__fn_ph", "__ref_ph", "__id_ph"}
-"""What Tune puts in the place of objects, until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
+"""Tune's placeholders for objects until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
 
 _MEASURED = tuple(field.name for field in fields(Measurement))
 _MAX_SHOWN = 120
@@ -51,16 +51,16 @@ class Entry:
 
     decision: Decision
     config: Mapping[str, Any]
-    """What the trial runs with: what the decision was made on, and its repair, if it has one."""
+    """Configuration of the trial: that of the decision, with its repair if it has one."""
     started_at: float | None = None
-    """By the wall clock, so that it outlives the process; None: waiting."""
+    """Start by the wall clock, so that it outlives the process; None: waiting."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """The latest measurement that the trial reported since its latest start."""
     earlier_time_s: float = 0.0
     """Measured in starts before the latest, where the trial goes on from what they reached."""
     earlier_steps: int = 0
     stopped: bool = False
-    """Its measured pace had broken the time budget."""
+    """Whether it was stopped because its measured pace broke the time budget."""
 
     @property
     def rejected(self) -> bool:
@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def pace(self) -> Pace | None:
-        """Of the latest start; None while too few steps are done."""
+        """Pace since the latest start; None while too few steps are done."""
         mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
@@ -127,7 +127,8 @@ class Ledger:
         self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
         self.changes: dict[str, Entry] = {}
-        """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
+        """Configurations of trials from their next start on. A scheduler has changed them, and the guard has accepted the
+        change."""
         self.num_judged = 0
         self.num_rejected = 0
         """Different configurations that were turned down; each has a row in the log, or two."""
@@ -196,7 +197,7 @@ class Ledger:
         return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
 
     def _forget(self, rejection: Rejection) -> None:
-        """Another verdict has taken its place."""
+        """Remove a rejection that another verdict has replaced."""
         self.num_rejected -= 1
         self.superseded.add(rejection.decision.id)
         self._rejected = {key: known for key, known in self._rejected.items() if known is not rejection}
@@ -206,7 +207,7 @@ class Ledger:
         return build_here_or_on_a_worker(self.build, config, self.guard.device)
 
     def _workload_key(self, make_workload: functools._lru_cache_wrapper[Workload]) -> Hashable:
-        """What the verdict on a workload depends on; None: it cannot be built or traced, as the decision on it will say."""
+        """Key of everything that a verdict on a workload depends on; None: the workload cannot be built or traced."""
         try:
             workload = make_workload()
             return self.guard.trace(workload).content_hash, workload.mode, workload.steps, workload.steps_per_epoch
@@ -295,7 +296,7 @@ class Ledger:
         self.warn_once(topic, UnguardedTrialWarning, message)
 
     def why_not_measured(self, entry: Entry) -> str | None:
-        """Why what the trial reports says nothing about the guarded device; None: it ran there, or has not reported."""
+        """The reason why a trial's report is not a measurement of the guarded device; None: it is, or there is no report."""
         if not entry.report:
             return None
         measurement = self.measurement(entry, "ok")
@@ -316,7 +317,7 @@ class Ledger:
             print(line, flush=True)
 
     def get_state(self) -> dict[str, Any]:
-        """What must survive the driver."""
+        """State that must survive a restart of the driver."""
         names = ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged", "num_ended")
         return {
             "entries": dict(self.entries),

@@ -1,4 +1,4 @@
-"""What runs inside a trial: one line that measures it and lets its reports carry the measurement."""
+"""The part inside a trial: one line measures it and adds the measurement to its reports."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def metrics_of(run: Run) -> dict[str, Any]:
 
 
 def report_in(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`metrics_of` wrote into ``result``; empty if the trial does not measure itself."""
+    """The metrics of :func:`metrics_of` in ``result``; empty if the trial does not measure itself."""
     return {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
 
 
 def measurement_in(error: BaseException | None) -> Measurement | None:
-    """What a trial had cost when it failed with ``error``, if it measured itself."""
+    """The measurement of a trial that failed with ``error``; None: it does not measure itself."""
     while error is not None:
         measurement = getattr(error, _ATTRIBUTE, None)
         if isinstance(measurement, Measurement):

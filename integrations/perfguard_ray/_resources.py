@@ -95,7 +95,7 @@ class TrialResources:
         return own | {"GPU": min(1.0, math.ceil(_GRAIN * needed_bytes / device.memory_bytes) / _GRAIN)}
 
     def _prediction(self, config: Mapping[str, Any]) -> Prediction | None:
-        """That of the decision on this configuration, which has just been made; else a new one, which is not logged."""
+        """The prediction of the decision on this configuration, if it was just made. Otherwise a new one, which is not logged."""
         ledger = self._ledger
         for entry in reversed(ledger.entries.values()):
             if entry.config == config:

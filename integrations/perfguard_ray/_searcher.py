@@ -217,11 +217,11 @@ class PerfGuardSearcher(Searcher):
         self.searcher.restore(checkpoint_path)
 
     def on_pause(self, trial_id: str) -> None:
-        """For BOHB."""
+        """Forward the call, which BOHB needs."""
         self.searcher.on_pause(self._inner_ids.get(trial_id, trial_id))
 
     def on_unpause(self, trial_id: str) -> None:
-        """For BOHB."""
+        """Forward the call, which BOHB needs."""
         self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
 
 
@@ -248,7 +248,7 @@ def _optuna_trial(searcher: Any, inner_id: str) -> Any:
 
 
 def _tell_constraints(searcher: Any, inner_id: str, margins: Mapping[str, float]) -> None:
-    """How far the configuration is from feasible, for samplers that model it (Optuna 5); negative where it fits."""
+    """Report constraints to samplers that model them (Optuna 5): the distance from feasibility, negative where it fits."""
     set_constraint = getattr(_optuna_trial(searcher, inner_id), "set_constraint", None)
     if set_constraint is not None:
         for quantity, margin in margins.items():

@@ -24,7 +24,7 @@ from perfguard.store import MeasurementStore
 NAMESPACE = "perfguard"
 DEFAULT_NAME = "predictor"
 _PROTOCOL = 1
-"""Of the messages between client and server; the version of PerfGuard must be equal too, or the figures would not be."""
+"""Version of the messages between client and server. The versions of PerfGuard must be equal, too."""
 _MOST_GRAPHS = 4096
 _MOST_ANSWERS = 65_536
 _START_TIMEOUT_S = 60.0
@@ -85,7 +85,7 @@ class SharedPredictor:
         return self.predict_many([(graph, device, steps)])[0]
 
     def predict_many(self, questions: Sequence[tuple[OpGraph, Device, int | None]]) -> list[Prediction]:
-        """As :meth:`predict`, for several graphs with one call to the service."""
+        """Same as :meth:`predict`, for several graphs with one call to the service."""
         if self._reachable():
             try:
                 return self._remote_predictions(questions)
@@ -192,7 +192,7 @@ class SharedPredictor:
 class _Question(NamedTuple):
     graph_hash: str
     graph: bytes | None
-    """None: the service may know it."""
+    """The graph; None: the service may have it already."""
     device: Device
     steps: int | None
 

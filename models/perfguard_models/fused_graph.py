@@ -1,4 +1,4 @@
-"""From edges that a compiler fuses to kernels, and from kernels to the graph that it would launch.
+"""Converts the edges that a compiler fuses into kernels, and kernels into the graph that it launches.
 
 A kernel is a set of operators (LILOU's algorithm 1: union-find over the fused edges). Two operators are united only where the
 resulting graph still has an order. If a value leaves a kernel and returns through another, no schedule runs that kernel in one

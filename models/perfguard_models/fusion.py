@@ -127,7 +127,7 @@ class EdgeClassifier(nn.Module):
         self.out = nn.Linear(hidden, 1)
 
     def forward(self, edges: Edges) -> torch.Tensor:
-        """Of each edge the logit of being fused. Shape: (m,)."""
+        """The logit of fusion for each edge. Shape: (m,)."""
         kind = nn.functional.one_hot(edges.kind, len(OP_KINDS)).float()
         x = torch.cat([edges.sizes, kind, self.name(edges.name), self.compiler(edges.compiler)], dim=1)
         own = torch.relu(self.own(x))
@@ -158,7 +158,7 @@ class FusionModel:
         self.compilers = tuple(compilers)
 
     def chances(self, graph: OpGraph, compiler: str) -> npt.NDArray[np.float64]:
-        """Of each of ``graph.edges`` the chance that ``compiler`` fuses it. Shape: (num_edges,)."""
+        """The probability that ``compiler`` fuses each of ``graph.edges``. Shape: (num_edges,)."""
         if not graph.edges.shape[1]:
             return np.zeros(0)
         with torch.inference_mode():
@@ -202,11 +202,11 @@ class Compiled(NamedTuple):
     """A compiled inference: what eager execution would launch, and what is launched."""
 
     eager: OpGraph
-    """Without the option "compiled": weights that have only seen eager runs know it."""
+    """The graph without the option "compiled", for weights that were trained on eager runs only."""
     graph: OpGraph
     """One operator for each kernel."""
     kernels: list[list[int]]
-    """Of each operator of ``graph`` those of ``eager``."""
+    """Operators of ``eager`` in each operator of ``graph``."""
 
     def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
         """The share of each eager operator's time that is left after fusion.

@@ -95,7 +95,7 @@ class OperatorForest:
         floor = self.floors_s(kernels, runs) * single[kernels.run]
         found = []
         for member in range(len(DEVICE_DESCRIPTORS)):
-            seconds = self._seconds(kernels, member, untaught=np.where(single, self.factors["operator"], 0.0)[kernels.run])
+            seconds = self._seconds(kernels, member, fallback=np.where(single, self.factors["operator"], 0.0)[kernels.run])
             launched = np.where(single[kernels.run], seconds + floor, np.maximum(seconds, kernels.of("launch")))
             total = np.zeros(len(runs))
             np.add.at(total, kernels.run, kernels.number * launched)
@@ -104,22 +104,25 @@ class OperatorForest:
             found.append(part)
         return found
 
-    def _seconds(self, kernels: Kernels, member: int, *, untaught: Array) -> Array:
-        """Of each operator once, without its floor. ``untaught``: the logarithm of what is made of a bare roofline."""
-        seconds = kernels.roofline * np.exp(untaught)
+    def _seconds(self, kernels: Kernels, member: int, *, fallback: Array) -> Array:
+        """Seconds of each operator once, without its floor. ``fallback``: log factor on the roofline of kinds without a
+        forest."""
+        seconds = kernels.roofline * np.exp(fallback)
         for at, kind in enumerate(SUPPORTED_KINDS):
             chosen = kernels.kind == at
-            taught = next(
+            fitted_kind = next(
                 (own for own in (kind, _FALLBACK_KIND[kind]) if f"{own} {sights_of(own)[0]} {member}" in self.forests), None
             )
-            if taught is None or not chosen.any():
+            if fitted_kind is None or not chosen.any():
                 continue
             own = kernels.chosen(chosen)
             log_factors = [
-                self.forests[f"{taught} {sight} {member}"].predict(columns_of(taught, own, sight, DEVICE_DESCRIPTORS[member]))
-                for sight in sights_of(taught)
+                self.forests[f"{fitted_kind} {sight} {member}"].predict(
+                    columns_of(fitted_kind, own, sight, DEVICE_DESCRIPTORS[member])
+                )
+                for sight in sights_of(fitted_kind)
             ]
-            seconds[chosen] = base_s(taught, own) * np.exp(np.mean(log_factors, axis=0))
+            seconds[chosen] = base_s(fitted_kind, own) * np.exp(np.mean(log_factors, axis=0))
         return seconds
 
     def floors_s(self, kernels: Kernels, runs: Sequence[Example]) -> Array:
@@ -196,7 +199,7 @@ def sights_of(kind: str) -> tuple[str, ...]:
 
 
 def _tiled(kernels: Kernels, tile: tuple[int, int]) -> tuple[Array, Array, Array]:
-    """Of products: waves over the multiprocessors, whole waves, and how much larger the tiles are than the product."""
+    """Waves of tiles over the multiprocessors, whole waves, and the ratio of the tiles to the product."""
     batch, m, n, _ = np.maximum(kernels.size, 1).T
     down, across = np.ceil(m / tile[0]), np.ceil(n / tile[1])
     waves = batch * down * across / kernels.of("sms")
@@ -204,7 +207,8 @@ def _tiled(kernels: Kernels, tile: tuple[int, int]) -> tuple[Array, Array, Array
 
 
 def _compute_s(kernels: Kernels) -> Array:
-    """Of products: the least over candidate tiles. A small tile reads more for each multiplication (8 columns at a time)."""
+    """Compute time of products, the least over candidate tiles. A small tile reads more for each multiplication (8 columns at
+    a time)."""
     k = np.maximum(kernels.size[:, 3], 1)
     rate = kernels.of("flops") / kernels.of("sms")
     best = np.full(len(k), np.inf)

@@ -28,7 +28,7 @@ _ROWS_A_BATCH = 12_000
 _TRAFFIC = [COLUMNS.index("log_read"), COLUMNS.index("log_written")]
 _EMBEDDING = 12
 _LOG_CONSTANT = 21.0
-"""Where learning starts for what a run takes beside the replay's bytes, whatever its size: 1.2 GiB."""
+"""Initial value of the constant memory beside the replay's bytes, as a logarithm: 1.2 GiB."""
 _DROPOUT = 0.05
 
 

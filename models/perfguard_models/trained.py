@@ -34,9 +34,9 @@ class FeatureSet(NamedTuple):
     columns: object
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
     compute: Callable[[GraphBatch, Device], list[Arrays]]
-    """Of each graph of a batch."""
+    """Computes the features of each graph of a batch."""
     module: str
-    """Whose source decides whether features that were kept are still good."""
+    """Module whose source code is part of the cache key of features."""
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
@@ -50,7 +50,7 @@ FEATURE_SETS: Mapping[str, FeatureSet] = {
         step.STEP_FEATURES, lambda graphs, device: [{"sums": row} for row in step.step_features(graphs, device)], step.__name__
     ),
 }
-"""By name: those that GuardNet's learners read."""
+"""Feature sets of GuardNet's learners by name."""
 LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest)}
 """GuardNet's learners, by name."""
 

@@ -154,7 +154,7 @@ class Trees:
 
 
 class TreesWithoutReplay(Trees):
-    """The same, without what only a replay can know: what hand-made features came to before."""
+    """Trees on hand-made features, without those of a replay."""
 
     name = "trees-no-replay"
     replay = False

@@ -17,7 +17,7 @@ from perfguard_training.dataset import Fold, Run
 Judged = list[tuple[Fold, Predicted]]
 """The folds of a split with the predictions for their test runs. "spread TARGET" is the members' standard deviation."""
 Found = dict[tuple[str, str], Judged]
-"""By split and predictor."""
+"""Predictions by split and predictor."""
 CALIBRATED = ("memory", "time")
 """Quantities that have intervals."""
 
@@ -39,7 +39,7 @@ def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
 
 
 def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[str, npt.NDArray[np.float64]]]:
-    """For each fold the standard deviations (of logarithms) by a calibration on the errors of the other folds.
+    """Standard deviations (of logarithms) for each fold, by a calibration on the errors of the other folds.
 
     Returns:
         By quantity, shape: (judged runs,); NaN where the other folds have too few runs to calibrate on.

@@ -59,7 +59,7 @@ class Case(NamedTuple):
     name: str
     make_model: Callable[[], nn.Module]
     inputs: Any
-    """As `Workload` takes them."""
+    """Inputs, as `Workload` takes them."""
 
 
 class LabelledGraph(NamedTuple):
@@ -73,7 +73,7 @@ class LabelledGraph(NamedTuple):
     """Operators of each kernel, ascending. One operator may be part of several (a softmax is a reduction and a division)."""
 
     def edge_labels(self) -> npt.NDArray[np.int8]:
-        """Of each of ``graph.edges``: 1 fused, 0 not, -1 where the record does not say. Shape: (num_edges,).
+        """Labels of ``graph.edges``: 1 fused, 0 not, -1 not recorded. Shape: (num_edges,).
 
         An edge is fused if one kernel takes part in both operators.
         """
@@ -215,7 +215,7 @@ def _empty(inputs: Any) -> Any:
 
 
 def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
-    """For each scheduled kernel the names of the aten calls that it computes.
+    """Yield the names of the aten calls in each scheduled kernel.
 
     A call of a library (convolution, matrix product) is a kernel of its own. Generated kernels that copy its input into another
     layout or add its bias also name it as an origin. Its output is written in any case, so it does not count there. Inductor
@@ -243,7 +243,7 @@ def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[s
 
 
 def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
-    """Of each aten call that launches a kernel the index of its operator in ``graph``: both are in the order of dispatch."""
+    """Operator index in ``graph`` of each aten call that launches a kernel. Both are in the order of dispatch."""
     names, calls = [], []
     for node in called.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
@@ -403,7 +403,7 @@ def to_json(row: LabelledGraph) -> dict[str, Any]:
 
 
 def read_labels(path: str | Path) -> Iterator[LabelledGraph]:
-    """Each complete line; one cut short by an interruption ends the reading."""
+    """Yield the graph of each complete line. An interrupted last line ends the reading."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

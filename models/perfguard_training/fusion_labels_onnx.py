@@ -21,7 +21,7 @@ from perfguard.graph import OpGraph
 from perfguard.onnx import graph_from_onnx
 
 _MOST_BYTES = 400 * 2**20
-"""Of weights: they are really made and written."""
+"""Most bytes of weights, which are allocated and written to the file."""
 
 
 def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tuple[int, ...], ...]]:
@@ -70,7 +70,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
 
 
 def _covered(before: Any, after: Any) -> list[set[int]]:
-    """Of each operator of the optimised graph the indices of the original ones that it stands for.
+    """Indices of the original operators that each operator of the optimised graph replaces.
 
     Optimising also moves transpositions, which renames values. So operators of a type of which there are as many after as before
     are taken to be swallowed by nothing.
@@ -94,7 +94,7 @@ def _covered(before: Any, after: Any) -> list[set[int]]:
 
 
 def _operators_of_nodes(graph: OpGraph, file: Any) -> Mapping[int, int]:
-    """Of the file's operators that the graph has, by index, the index in the graph.
+    """Index in the graph of the file's operators, by their index in the file.
 
     A storage carries the name of the value that it was made for. An operator that runs in place makes no storage: it is the
     reader of the value that was there, of the same name as aten's.

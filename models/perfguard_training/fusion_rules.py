@@ -52,7 +52,7 @@ class PairRules:
     """Whether an operator that several others read is fused with any of them."""
 
     def labels(self, graph: OpGraph) -> npt.NDArray[np.int8]:
-        """Of each edge 1 if it is fused by the rules. Shape: (num_edges,)."""
+        """1 for each edge that the rules fuse, else 0. Shape: (num_edges,)."""
         source, sink = graph.edges
         readers = np.bincount(source, minlength=len(graph.ops))
         pairs = [(_name(graph, a), _name(graph, b)) for a, b in zip(source, sink, strict=True)]

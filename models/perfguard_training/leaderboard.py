@@ -241,14 +241,14 @@ class FitScore(NamedTuple):
     caught_at_risk: float
     """Share of the failed runs that are out of memory with more than the guard's default risk; NaN: without intervals."""
     pruned_at_risk: float
-    """The same of the fitting runs."""
+    """Share of the fitting runs that are out of memory with more than the guard's default risk."""
     pairs: int
     balanced: float
     """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
 
 
 def fit_scores(runs: Sequence[Run], found: Found) -> dict[tuple[str, str, str], FitScore]:
-    """By split, GPU with mode, and predictor."""
+    """Scores by split, GPU with mode, and predictor."""
     pairs = bracketed(runs)
     scores = {}
     for (split, predictor), judged in found.items():
@@ -344,7 +344,7 @@ def _fits(score: FitScore) -> str:
 
 
 def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
-    """The same as data."""
+    """Errors and scores as JSON."""
     fits = [
         {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
         for (split, group, name), score in scores.items()
@@ -353,7 +353,7 @@ def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """For JSON: four decimals, and null for what is not a number."""
+    """Round to four decimals for JSON. NaN and infinity become null."""
     return {
         key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
         for key, value in values.items()

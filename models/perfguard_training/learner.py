@@ -70,7 +70,7 @@ class Epochs:
 
 
 def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Whose training it is: the learner's and its settings', on these runs."""
+    """Cache key of a training: the learner, its settings and the runs."""
     digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
     for run in runs:
         digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())

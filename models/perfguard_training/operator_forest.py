@@ -88,7 +88,8 @@ def least_relative_error(values: Sequence[float]) -> float:
 
 
 def _floors_of(kernels: Kernels, gpus: Sequence[str], seconds: Array) -> dict[str, float]:
-    """Of single operators, one in each run: just under the fastest of each name on each GPU, and what fits all GPUs best."""
+    """Floors of single operators, one in each run: just below the fastest run of each name on each GPU, and a common fit for
+    all GPUs."""
     own = np.array([f"{name_of(name)} {gpu}" for name, gpu in zip(kernels.name, gpus, strict=True)])
     floors: dict[str, float] = {}
     for key in sorted(set(own[kernels.kind < len(SUPPORTED_KINDS)])):

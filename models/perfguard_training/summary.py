@@ -29,7 +29,7 @@ _MOST_OPERATORS = 30_000
 
 
 def summary_of(raws: Iterable[tuple[str, RawPrediction]]) -> Summary:
-    """Of raw predictions on the GPUs of these names."""
+    """The summary of raw predictions on the GPUs of these names."""
     found = [(device_id, raw, features) for device_id, raw in raws if (features := raw.step_features) is not None]
 
     def column(values: Callable[[RawPrediction], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:

@@ -40,7 +40,7 @@ class Subject(NamedTuple):
     options: Mapping[str, Any]
 
     def graph_on(self, device: Device) -> OpGraph:
-        """Its operators as ``device`` would run them."""
+        """The operators of the network as ``device`` runs them."""
         return graph_of(self.network, device, **self.options)
 
 
@@ -135,7 +135,7 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
 
 
 def _dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
-    """From "batch=8" or "input=8x3x224x224"."""
+    """Parse "batch=8" or "input=8x3x224x224"."""
     name, separator, value = text.rpartition("=")
     parts = value.lower().split("x")
     if not separator or not name or not all(part.isdecimal() for part in parts):

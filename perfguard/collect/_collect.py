@@ -34,7 +34,7 @@ _REACH = {"cuda": 1.0, "cpu": 0.35}
 _MOST_FAILURES_IN_A_ROW = 25
 _PLANS_AHEAD = 4
 _GRACE_S = 30.0
-"""For the run under way when the time is over; a lease ends soon after."""
+"""Time to finish the current run after the time limit. A lease ends soon after."""
 _MIB = 2**20
 _OF_THE_STEPS = ("step_time_ms", "step_time_iqr_ms", "step_energy_j", "gpu_util", "sm_clock_mhz")
 _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_peak_mib")
@@ -45,7 +45,7 @@ class CollectReport:
     """What one session of collecting brought."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Of this session, by space and status."""
+    """Rows of this session, by space and status."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Configurations that were not run, by reason."""
     trouble: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class CollectReport:
 
     @property
     def num_rows(self) -> int:
-        """Of this session."""
+        """Number of rows of this session."""
         return self.rows.total()
 
 
@@ -193,7 +193,7 @@ class _Watch:
     @classmethod
     @contextmanager
     def on(cls, device: Device, worker: Worker, on_note: Callable[[str], None]) -> Iterator[_Watch]:
-        """With the health of the card that the worker uses; a processor has none."""
+        """A watch with the health of the worker's card. A CPU has none."""
         if device.kind == "cpu":
             yield cls(worker, None)
             return

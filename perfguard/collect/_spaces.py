@@ -56,20 +56,20 @@ _CHECKPOINTING_IN_TIMM = (
 )
 
 PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
-"""Without which a space cannot be had at all."""
+"""Packages that a space requires."""
 
 
 class Draft(NamedTuple):
     """A configuration whose batch is still open."""
 
     number: int
-    """Its place in the order, from 0."""
+    """Position in the order, from 0."""
     recipe: Recipe
-    """With a batch of 1."""
+    """The recipe with a batch of 1."""
     memory_share: float
-    """The share of the memory that its batch is to take; above 1 it should not fit."""
+    """Target share of the memory. Above 1 the run should not fit."""
     round_batch: bool
-    """Its batch is to be a multiple of 16."""
+    """Whether to round the batch to a multiple of 16."""
     long: bool
     """Whether the timing is long enough for the driver's energy counter."""
 
@@ -208,7 +208,7 @@ def _draft(index: int, space: Space, point: Point) -> Draft:
 
 
 def _memory_share(which: float, where: float) -> float:
-    """From 0.02 to 1.3; a quarter from 0.8 upwards, where it is decided whether a run fits."""
+    """Draw a share between 0.02 and 1.3. A quarter of them is above 0.8, where it is decided whether a run fits."""
     if which < _NEAR_THE_LIMIT:
         return 0.8 + 0.5 * where
     return 0.02 * math.exp(math.log(0.8 / 0.02) * where)

@@ -146,7 +146,7 @@ def _devices() -> Mapping[str, Device]:
 
 @functools.lru_cache(maxsize=1)
 def _nvml_names() -> dict[str, str]:
-    """By id. Cards of several sizes may share one."""
+    """NVML names by device id. Cards of several sizes may share one."""
     return {row["id"]: row["nvml_name"] for row in _file()["devices"]}
 
 

@@ -23,7 +23,7 @@ class MigProfile:
     """One way to cut a part from a GPU."""
 
     name: str
-    """As nvidia-smi writes it, for instance "2g.10gb"."""
+    """The profile as nvidia-smi writes it, for instance "2g.10gb"."""
     compute_slices: int
     """Sevenths of the GPU's multiprocessors."""
     memory_slices: int

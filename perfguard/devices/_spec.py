@@ -47,7 +47,7 @@ class Device:
     launch_overhead_s: float
     """Least time of one operator in eager PyTorch."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth_bytes_per_s", "num_sms", "boost_clock_hz"):

@@ -75,9 +75,9 @@ class CachingAllocator:
         self._free: tuple[list[int], list[int]] = [], []
         """The small and the large pool."""
         self._size_from: dict[int, int] = {}
-        """Of the free block that begins at an address."""
+        """Size of the free block that begins at an address."""
         self._size_to: dict[int, int] = {}
-        """Of the free block that ends at an address."""
+        """Size of the free block that ends at an address."""
         self._ends = [1, _LARGE_POOL]
         """Behind the last segment of each pool."""
         self.reserved_bytes = 0
@@ -226,7 +226,7 @@ _programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
 
 
 def program_of(graph: Step) -> Program:
-    """Of one step of ``graph``; graphs that differ in their sizes alone share it."""
+    """The replay program for one step of ``graph``. Graphs that differ only in their sizes share it."""
     skeleton = graph.skeleton
     known = _programs.get(skeleton)
     if known is None:

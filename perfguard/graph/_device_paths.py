@@ -185,7 +185,7 @@ class DevicePaths(TorchFunctionMode):
         return value
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `cached_cast`: float32 leaves that require a gradient are cast once while autocast lasts."""
+        """Cast like `cached_cast`: float32 leaves that require a gradient are cast once while autocast lasts."""
         if not tensor.is_meta or tensor.dtype is dtype or tensor.dtype not in (torch.float32, *_HALF):
             return tensor
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf

@@ -73,7 +73,7 @@ def _value_with_sizes(value: Any, rest: Iterator[int]) -> Any:
 
 
 def skeleton_key(graph: OpGraph) -> Hashable:
-    """All of ``graph`` but its sizes: equal for graphs that can be in one batch."""
+    """Key of a graph without its sizes. It is equal for graphs that fit in one batch."""
     ops = tuple(
         (op.name, op.kind, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, _attributes_key(op.attributes))
         for op in graph.ops
@@ -83,13 +83,13 @@ def skeleton_key(graph: OpGraph) -> Hashable:
 
 
 def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
-    """All of the attributes but their sizes."""
+    """Key of the attributes without their sizes."""
     lengths = {key: len(sizes_in(value)) for key, value in attributes.items()}
     return tuple((key, "sizes", lengths[key]) if lengths[key] else (key, type(value), value) for key, value in attributes.items())
 
 
 class SizeLayout:
-    """Where the sizes of each operator are among all sizes of a graph.
+    """Positions of each operator's sizes among all sizes of a graph.
 
     Attributes:
         starts: where those of each operator begin, and where the last ones end. Shape: (N + 1,).
@@ -113,7 +113,7 @@ class SizeLayout:
         self._known: dict[str, npt.NDArray[np.int64]] = {}
 
     def places(self, name: str) -> npt.NDArray[np.int64]:
-        """Where the sizes of "shape" or of an attribute are; -1 where an operator has no such size. Shape: (N, longest)."""
+        """Positions of the sizes of "shape" or of an attribute; -1: the operator has no such size. Shape: (N, longest)."""
         if name not in self._known:
             first, length = np.array([found.get(name, (0, 0)) for found in self._ranges], dtype=np.int64).reshape(-1, 2).T
             along = np.arange(int(length.max(initial=0)))
@@ -227,11 +227,11 @@ class GraphBatch:
         return self.live_bytes_of(*StorageKind)
 
     def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
-        """As :attr:`live_bytes`, of storages of ``kinds`` alone."""
+        """Same as :attr:`live_bytes`, for storages of ``kinds`` alone."""
         return self.live_bytes_where(np.isin(self.skeleton.lifetimes[0], kinds))
 
     def live_bytes_where(self, chosen: npt.NDArray[np.bool_], *, of_last_step: bool = True) -> npt.NDArray[Any]:
-        """As :attr:`live_bytes`, of the ``chosen`` (S,) storages alone, with or without what the step before has left of them."""
+        """Same as :attr:`live_bytes`, for the ``chosen`` (S,) storages, with or without what the last step leaves of them."""
         number = len(self.skeleton.ops) + 1
         (_, births, deaths), num_bytes = self.skeleton.lifetimes[:, chosen], self.storage_bytes[:, chosen]
         live = _summed_up_to(num_bytes, births + 1, number) - _summed_up_to(num_bytes, deaths + 2, number)

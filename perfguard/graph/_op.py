@@ -35,7 +35,7 @@ class Op(NamedTuple):
     name: str
     """The aten operator, for instance "convolution"."""
     kind: str
-    """Its kind, one of `perfguard.graph.OP_KINDS`."""
+    """One of `perfguard.graph.OP_KINDS`."""
     phase: Phase
     flops: int
     """Floating-point operations; a multiply-add counts as two."""
@@ -61,4 +61,4 @@ class Storage(NamedTuple):
     birth: int
     death: int
     module: str
-    """Where it was made, or the name of the parameter."""
+    """Module that allocated it, or the name of the parameter."""

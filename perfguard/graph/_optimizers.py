@@ -17,7 +17,7 @@ from perfguard.graph._target import Target
 from perfguard.workload import Workload
 
 HOST = torch.device("cpu")
-"""As a context around an optimizer: it keeps its step counters on the host, whatever device the parameters are on."""
+"""Context for an optimizer that keeps its step counters on the host, whatever the device of the parameters."""
 AroundStep = Callable[[], AbstractContextManager[None]]
 _library = torch.library.Library("perfguard", "FRAGMENT")
 _library.define("fused_optimizer_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state) -> ()")
@@ -48,11 +48,11 @@ class OptimizerOnMeta:
         optimizer.step = self.step  # type: ignore[method-assign]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that it trains."""
+        """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def state_tensors(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Its state, on whatever device, each value with the parameter it belongs to."""
+        """Tensors of its state on any device, each with the parameter that it belongs to."""
         return ((parameter, value) for parameter, state in self.optimizer.state.items() for value in state.values())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -35,7 +35,7 @@ Widths = tuple[int, ...]
 _SPARE = 2
 """Traces that must agree with each polynomial beyond those that determine it."""
 _DEGREES = (0, 1, 2, 3)
-"""Of all widths together."""
+"""Total degrees of the polynomials in all widths."""
 _TRIES = 3
 """Values of a width that are tried until the same operators run."""
 _MOST_TO_FIT, _MOST_PROBES = 64, 24
@@ -82,7 +82,7 @@ class ParametricGraph:
         self._high: Ints
         self._conditions: _BranchConditions
         self.num_ops = 1
-        """Of the first graph that was traced."""
+        """Number of operators of the first traced graph."""
         if (number := math.prod(map(len, values))) <= _FEW:
             self.why_traced = f"there are only {number} candidates"
         elif max(map(max, values)) ** _DEGREES[-1] >= LARGEST:
@@ -119,13 +119,13 @@ class ParametricGraph:
         return GraphBatch(self._form.skeleton, values, self._columns) if len(rows) else None, rows, traced
 
     def _first_unknown(self, points: Ints) -> Ints:
-        """Those of ``points`` that must be traced, as far as is known, the one that shows most first. Indices."""
+        """Indices of the ``points`` that must be traced, the most informative one first."""
         unknown = self._unknown(points)
         rows = np.flatnonzero(unknown)
         return rows[np.argsort(-unknown[rows], kind="stable")]
 
     def _graph(self, point: Widths) -> OpGraph:
-        """Traced; what it shows is remembered."""
+        """Trace ``point`` and record the result."""
         if point in self._traced:
             self._traced.move_to_end(point)
             return self._traced[point]
@@ -294,7 +294,8 @@ class _Graphs:
 
 
 def _supports(points: Sequence[Widths], numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of each number the widths that it depends on: where a point that differs from the first in one of them has another."""
+    """For each number, the indices of the widths that it depends on. A number depends on a width if changing that width alone
+    changes it."""
     rows, at = np.array(numbers, dtype=object), np.array(points, dtype=np.int64)
     width = np.argmax(at[1:] != at[0], axis=1)
     changes = rows[1:] != rows[0]
@@ -382,7 +383,7 @@ class _BranchConditions:
         self.know(points, values)
 
     def know(self, points: Ints, values: Ints) -> None:
-        """Those of ``points`` are harmless."""
+        """Mark the branch conditions of ``points`` as covered by a trace."""
         self._known[self._of(points, values)] = True
 
     def unknown(self, points: Ints, values: Ints) -> Ints:

@@ -74,11 +74,11 @@ class Polynomials:
         return np.asarray(((total % self._denominators == 0) & (total // self._denominators == numbers)).all(axis=0))
 
     def part(self, chosen: Bools) -> Polynomials:
-        """Some of them."""
+        """The ``chosen`` polynomials."""
         return Polynomials(self._terms, self._numerators[:, chosen], self._denominators[chosen])
 
     def largest_at(self, points: Integers) -> float:
-        """No sum of terms is larger at ``points`` (C, K), nor at smaller ones."""
+        """Upper bound on any sum of terms at ``points`` (C, K) and at smaller ones."""
         most = np.abs(points).max(axis=0, keepdims=True, initial=0).astype(np.float64)
         return float((monomials(most, self._terms) @ self._magnitudes).max(initial=0))
 

@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, modules: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase | None = None
-        """None: found out, from whether autograd is running."""
+        """None: it follows from whether autograd is running."""
         self.ops: list[Op] = []
         self._modules = modules
         self._module_of_node: dict[int, str] = {}

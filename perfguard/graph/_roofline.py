@@ -22,11 +22,11 @@ _CONVOLUTIONS = ("conv", "conv_backward")
 _MATRIX_KINDS = frozenset({*_CONVOLUTIONS, "matmul", "attention", "rnn"})
 _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 _CUDNN_KINDS = frozenset({*_CONVOLUTIONS, "rnn"})
-"""In float32 these take TF32 where there is any (`torch.backends.cudnn.allow_tf32`); matrix products do not, by default."""
+"""Kinds that use TF32 for float32 where there is any (`torch.backends.cudnn.allow_tf32`). Matrix products do not by default."""
 _LANES = {"cpu": 16, "cuda": 8}
 """Channels in one block of a convolution kernel: the floats of an AVX-512 register, and the multiple that tensor cores use."""
 _WITHOUT_BLOCKS = 4
-"""Up to so many channels (images, sound) have kernels of their own, without blocks."""
+"""Up to this number of channels (images, sound), special kernels work without blocks."""
 _K = TypeVar("_K", OpGraph, GraphBatch)
 _Floats = npt.NDArray[np.float64]
 

@@ -126,7 +126,7 @@ class OpGraph:
 
     @cached_property
     def size_layout(self) -> SizeLayout:
-        """Where the sizes of each operator are among :attr:`sizes`."""
+        """Positions of each operator's sizes in :attr:`sizes`."""
         return SizeLayout(self) if self.is_skeleton else self.skeleton.size_layout
 
     @cached_property
@@ -139,7 +139,7 @@ class OpGraph:
 
     @property
     def storage_bytes(self) -> npt.NDArray[Any]:
-        """Of each storage: int64, or Python's integers where their sum does not fit. Shape: (len(storages),)."""
+        """Bytes of each storage: int64, or Python's integers if their sum does not fit. Shape: (len(storages),)."""
         return np.asarray(self.as_batch().storage_bytes[0])
 
     @property
@@ -272,7 +272,7 @@ class OpGraph:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Of its operators."""
+        """Kinds of its operators."""
         if not self.is_skeleton:
             return self.skeleton.kinds
         return frozenset(op.kind for op in self.ops)

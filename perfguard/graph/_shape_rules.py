@@ -41,7 +41,7 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """As `torch.empty_like`, which on meta is Python code, of a dense tensor."""
+    """`torch.empty_like` of a dense tensor, which on meta would run Python code."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

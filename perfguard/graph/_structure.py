@@ -39,9 +39,9 @@ class Structure(NamedTuple):
     """What decides a workload's graph, in two parts."""
 
     key: Hashable
-    """All but the sizes."""
+    """Key of the workload without its sizes."""
     sizes: tuple[int, ...]
-    """Of every dimension of every input and target, in order."""
+    """Sizes of all dimensions of all inputs and targets, in order."""
 
 
 class _Indescribable(Exception):
@@ -76,7 +76,7 @@ def _ambient() -> Hashable:
 
 
 def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
-    """All sizes, and inputs and targets with nothing but the number of dimensions and the dtype of each tensor."""
+    """All sizes, and the inputs and targets reduced to the rank and dtype of each tensor."""
     sizes: list[int] = []
 
     def form(leaf: Any) -> Any:
@@ -92,7 +92,7 @@ def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
 
 
 def _optimizer(value: Any, describe: _Describer) -> Hashable:
-    """Of an optimizer's numbers it matters only whether they are zero: lr and betas change no kernel."""
+    """Key of an optimizer. Only whether a number is zero matters: lr and betas change no kernel."""
     if isinstance(value, Mapping):
         return tuple((path, _optimizer(item, describe)) for path, item in value.items())
     if isinstance(value, functools.partial) and isinstance(value.func, type) and issubclass(value.func, torch.optim.Optimizer):

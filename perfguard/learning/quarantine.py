@@ -76,7 +76,7 @@ class Quarantine:
     def _suspects(
         self, observations: Sequence[Observation], target: Target, possible: Sequence[int], of_study: Mapping[str, Sequence[int]]
     ) -> dict[int, str]:
-        """Of the ``possible`` readings those that are far from their predictions while too few agree, and why."""
+        """The ``possible`` readings that are far from their predictions while too few agree, each with the reason."""
         config = self._config
         few_steps = {
             study: config.few_steps_share * statistics.median(observations[index].measurement.num_steps for index in indices)
@@ -113,7 +113,8 @@ class Quarantine:
         return suspects
 
     def _beside_impossible(self, measured: Sequence[int], impossible: Collection[int]) -> dict[int, str]:
-        """Of the ``measured`` readings of one study those with four impossible ones near them, two or more before, and a reason.
+        """The ``measured`` readings of one study that have four impossible ones near them, two or more of them before, with the
+        reason.
 
         A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
         """

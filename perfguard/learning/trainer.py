@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perfguard.store import MeasurementStore
 
 LEASE = "learn"
-"""In the log; who holds it may promote weights."""
+"""Name of the lease in the log. Only its holder may promote weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class TrainerConfig:
     """What a generation of weights must show before it is promoted. Errors are mean |log(measured / predicted)|."""
 
     min_gain: float = 0.02
-    """By which share of its error on the newest runs a generation must be better."""
+    """Least relative reduction of the error on the newest runs for a promotion."""
     gain_standard_errors: float = 2.0
     """And by how many standard errors of that difference, so that chance promotes nothing."""
     max_loss: float = 0.005

@@ -62,15 +62,15 @@ class Signs:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What befell the card during a run."""
+    """Trouble of the card during a run."""
 
     words: tuple[str, ...] = field(default=())
     spoils_time: bool = False
-    """The run's time and energy are not its own."""
+    """Whether the run's time and energy are unusable."""
     spoils_all: bool = False
-    """Nothing of the run can be trusted."""
+    """Whether the whole run is unusable."""
     fatal: bool = False
-    """Nothing more can be measured on this card."""
+    """Whether the card cannot be measured any more."""
 
 
 class CardHealth:

@@ -25,7 +25,7 @@ class Measurement:
 
     status: Status
     device_id: str
-    """Of the device that the run really used; "cpu" for any processor."""
+    """Id of the device that the run really used; "cpu" for any processor."""
     device_name: str
     peak_memory_bytes: int | None
     """Peak device memory. On a GPU: what the driver counts for this process, its context included. On a CPU: the resident set's
@@ -33,7 +33,7 @@ class Measurement:
     step_time_s: float | None
     """Median time of a step, from the end of the one before, warm-up and marked waits for data excluded; see StepTimer."""
     total_time_s: float
-    """From the launch to the end of the run."""
+    """Time from the launch to the end of the run."""
     num_steps: int
     method: str
     """How the memory was taken, for instance "vmhwm", "rss-sampled" or "nvml-process+allocator"."""

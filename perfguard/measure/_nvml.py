@@ -64,7 +64,7 @@ class CudaIdentity:
     """Identifies a CUDA device in NVML. NVML has another order of cards and ignores CUDA_VISIBLE_DEVICES."""
 
     uuid: str | None
-    """Without the prefix."""
+    """UUID without the prefix."""
     pci_bus_id: str | None
     """For instance "00000000:3B:00.0"."""
 
@@ -74,11 +74,11 @@ class DriverReading:
     """The driver's readings during one run. None: there is none."""
 
     process_peak_bytes: int | None = None
-    """Most that a sample showed for this process."""
+    """Largest sample of this process."""
     process_overhead_bytes: int | None = None
-    """What this process had beside PyTorch's allocator: the context, and libraries that allocate on their own."""
+    """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
     card_overhead_bytes: int | None = None
-    """The same of the whole card (or MIG instance), while at most one process was on it."""
+    """The same for the whole card (or MIG instance), while at most one process was on it."""
     num_others: int = 0
     """Most processes that were seen beside this one."""
     sm_utilisation: float | None = None

@@ -32,7 +32,7 @@ class RanOn:
     kind: DeviceKind
     """"cuda" stands for any accelerator."""
     name: str
-    """As the driver writes it, the profile of a MIG instance included; of a CPU: its model."""
+    """Name from the driver, including a MIG profile. For a CPU, its model."""
     num_sms: int | None = None
     """Multiprocessors. None: not known."""
     total_bytes: int | None = None

@@ -105,7 +105,7 @@ class LatencyConstraint:
         return self.verdict_on(self.predict(model))
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
-        """The same for a prediction of :meth:`predict`."""
+        """The verdict on a prediction of :meth:`predict`."""
         bounded = prediction
         if self.budget.energy_j is not None:
             bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
@@ -113,7 +113,7 @@ class LatencyConstraint:
         return verdict if bounded is prediction else dataclasses.replace(verdict, prediction=prediction)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
-        """Those of ``models`` that pass, in their order."""
+        """The ``models`` that pass, in their order."""
         return [model for model in models if self(model).action == "launch"]
 
     def predict(self, model: Network) -> Prediction:

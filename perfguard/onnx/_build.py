@@ -31,7 +31,7 @@ _ARGUMENT_ELEMENTS = 64
 _LONGEST_CHAIN = 16
 _LONGEST_NAME = 200
 _TRIPS = 1000
-"""Of a loop that runs as often as the data says: as many as we make allowance for."""
+"""Assumed number of trips of a loop whose number depends on data."""
 _MOST_NAMED = 4
 _NOT_FOLDED = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -79,13 +79,13 @@ def graph_from_onnx(
 
 
 class _Value(NamedTuple):
-    """Where a value is kept."""
+    """Storage and layout of a value."""
 
     storage: int
     num_bytes: int
-    """What a kernel reads of it; an expanded dimension costs nothing."""
+    """Bytes that a kernel reads of it. An expanded dimension costs nothing."""
     order: tuple[int, ...] | None = None
-    """Of each dimension its rank in memory, outermost first; None: contiguous."""
+    """Rank of each dimension in memory, outermost first; None: contiguous."""
 
 
 class _Builder:

@@ -1,4 +1,4 @@
-"""From a path to a ModelProto that can be trusted: bounded, of a known version, in order, without functions, without values."""
+"""Loads and checks a ModelProto: bounded, of a known version, in order, without functions and without values."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class _Fuser:
         return index if is_ours and node.op_type in op_types and node.inputs else None
 
     def _pair(self, node: Node, *op_types: str) -> Iterator[tuple[int, str]]:
-        """Of an operator with two inputs: the maker of one, if it is of these types, and the other; both ways round."""
+        """For an operator with two inputs, yield the operator that makes one of them, if its type fits, and the other input.
+        Both orders."""
         if len(node.inputs) == 2:
             for this, other in (node.inputs, node.inputs[::-1]):
                 index = self._made_by(this, *op_types)
@@ -197,7 +198,7 @@ class _Fuser:
         return name
 
     def _scalar_beside(self, node: Node) -> str | None:
-        """Of a product with a scalar: the other factor."""
+        """The other factor of a product with a scalar."""
         for this, other in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
             if other in self._types and self._types[other].num_elements == 1 and this not in self._constants:
                 return this

@@ -11,7 +11,7 @@ import onnx
 from perfguard.onnx._file import graphs_in, names_read_by
 
 OWN_DOMAIN = "perfguard"
-"""Of operators that stand for several in the file; see `_fusions`."""
+"""Domain of operators that replace several in the file; see `_fusions`."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _LONGEST_SCOPES = 2000
 
@@ -79,7 +79,8 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _module(node: onnx.NodeProto) -> str:
-    """From torch's dynamo exporter by its metadata, from others by the operator's name, "/layer1/layer1.0/conv1/Conv"."""
+    """Module path of a node: from the metadata of torch's dynamo exporter, else from the name, as in
+    "/layer1/layer1.0/conv1/Conv"."""
     for entry in node.metadata_props:
         if entry.key == _SCOPES and len(entry.value) <= _LONGEST_SCOPES:
             try:

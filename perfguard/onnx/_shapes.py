@@ -45,7 +45,7 @@ _BITS = {
     "FLOAT8E8M0": ("float8_e8m0fnu", 8), "UINT4": ("uint4", 4), "INT4": ("int4", 4), "FLOAT4E2M1": ("float4_e2m1fn", 4),
     "UINT2": ("uint2", 2), "INT2": ("int2", 2),
 }  # fmt: skip
-"""Of ONNX's types of elements torch's name, and the bits of one."""
+"""torch's name and the number of bits of ONNX's element types."""
 _DTYPES = {number: _BITS[key] for key, number in onnx.TensorProto.DataType.items() if key in _BITS}
 _BITS_BY_DTYPE = dict(_BITS.values())
 _FOLLOWED = frozenset(
@@ -62,7 +62,7 @@ _LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "Lay
 _CONTRIBUTED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
 _MOST_PRODUCT_INPUTS = 3
 _INPUTS_WITH_AXES = 4
-"""Of a Pad that names the dimensions that it pads."""
+"""Number of inputs of a Pad that lists its axes."""
 
 
 class TensorType(NamedTuple):
@@ -284,7 +284,7 @@ class _Inference:
             self._compute(node)
 
     def _pads(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
-        """Of a Pad since opset 11, whose padding is an input, of all dimensions."""
+        """Padding of all dimensions of a Pad since opset 11, where it is an input."""
         if node.op_type != "Pad" or not 1 < len(node.input) < _INPUTS_WITH_AXES or node.input[1] not in self._values:
             return None
         return tuple(map(int, self._values[node.input[1]].reshape(-1).tolist()))

@@ -105,7 +105,7 @@ def mend(version: int, table: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absent(row: Mapping[Any, Any]) -> str | None:
-    """Why a reading from before schema 4 is none of the device that it was booked to. None: it may be one."""
+    """The reason why a reading from before schema 4 does not belong to its device. None: it may belong."""
     note = str(row.get("note") or "")
     if row.get("method") == "none" and any(words in note for words in ("this PyTorch has no CUDA", "did not use CUDA in this")):
         return "the device was not there: the run used no GPU in its process"
@@ -139,4 +139,4 @@ def _identity_of_cpu(data: str) -> dict[str, Any] | None:
 
 
 _STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3, 4: _to_4}
-"""By the version that a step leads to."""
+"""Migration steps by the version that they lead to."""

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MAX_CACHED_GRAPHS = 512
 _STRIPES = 8
 _MAX_LISTED = 1000
-"""Of a longer log not even the ids are listed to draw from them."""
+"""Up to this number of rows, all ids are listed and drawn from. A longer log is sampled without a list."""
 
 
 class MeasurementStore(WeightsRegistry):

@@ -26,22 +26,22 @@ class CollectedRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return (self.recipe.structure,)
 
     @property
     def precision(self) -> Precision:
-        """Of the step."""
+        """Precision of the step."""
         return self.recipe.precision
 
     @property
     def layout(self) -> Layout:
-        """Of images."""
+        """Memory layout of images."""
         return self.recipe.layout
 
     @property
     def compiled(self) -> bool:
-        """By torch.compile."""
+        """Whether torch.compile was used."""
         return self.recipe.compiled
 
     def make_model(self) -> nn.Module:

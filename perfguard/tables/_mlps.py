@@ -57,7 +57,7 @@ class MlpRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return self.precision, self.optimizer, self.input_size, self.layers
 
     def make_model(self) -> nn.Module:

@@ -32,7 +32,7 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
     "bart": "BartForConditionalGeneration",
 }
-"""Of Transformers, by type of model."""
+"""Classes of Transformers by type of model."""
 _NODES = 4
 NUM_EDGES = _NODES * (_NODES - 1) // 2
 
@@ -207,13 +207,13 @@ def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Of a model of Transformers, whichever version."""
+    """Turn on activation checkpointing in a model of any version of Transformers."""
     name = "activation_checkpointing_enable"  # older versions have only the other name
     getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _tokens(sizes: Sizes, batch_size: int) -> dict[str, TensorSpec]:
-    """For training, the recipe adds the same tokens as labels."""
+    """Token inputs. For training, the recipe adds the same tokens as labels."""
     tokens = TensorSpec((batch_size, sizes["seq_len"]), "int64")
     both = sizes["model_type"] in ("t5", "bart")
     return {"input_ids": tokens, **({"decoder_input_ids": tokens} if both else {})}
@@ -291,10 +291,10 @@ def first_output(output: Any) -> torch.Tensor:
 
 
 def cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of the first output."""
+    """Cross-entropy of the first output."""
     return F.cross_entropy(first_output(output).flatten(1), target)
 
 
 def mean_of(output: Any) -> torch.Tensor:
-    """Of the first output, as a loss for operators."""
+    """Mean of the first output, as a loss for operators."""
     return first_output(output).float().mean()

@@ -47,7 +47,7 @@ class OperatorRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All of one kind together: nothing is traced."""
+        """Key of the row. All rows of one kind share it, because nothing is traced."""
         return (self.model,)
 
     def make_model(self) -> None:

@@ -38,7 +38,7 @@ class Recipe:
 
     space: Space
     kind: str
-    """Of network, one of `perfguard.collect.KINDS`."""
+    """Kind of network, one of `perfguard.collect.KINDS`."""
     model: str
     """A name for people."""
     family: str
@@ -66,7 +66,7 @@ class Recipe:
         _check(isinstance(self.sizes, dict), "sizes", self.sizes, "an object")
 
     def to_json(self) -> str:
-        """On one line, fields in a fixed order."""
+        """The recipe as JSON on one line, fields in a fixed order."""
         return json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, separators=(",", ":"))
 
     @classmethod

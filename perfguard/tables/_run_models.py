@@ -60,7 +60,7 @@ class RunModel:
     """The network of one row, with what decides how it is built."""
 
     name: str
-    """With its prefix: "torchvision:resnet50"."""
+    """Name with its prefix: "torchvision:resnet50"."""
     config: Mapping[str, Any] = field(hash=False)
     family: str
     input: Mapping[str, Any] = field(hash=False)

@@ -74,7 +74,7 @@ class RunRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         built = self.built
         return (
             self.model, json.dumps(built.config, sort_keys=True), json.dumps(built.input, sort_keys=True), built.before_torch2,
@@ -215,7 +215,7 @@ def _object(row: Row, column: str) -> Mapping[str, Any]:
 
 
 def _method(note: str) -> str:
-    """Of fine-tuning, where the note is JSON that names one."""
+    """Method of fine-tuning, if the note is JSON that names one."""
     try:
         found = json.loads(note) if note.startswith("{") else {}
     except ValueError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONVOLUTION_ALGORITHMS = ("gemm", "columns", "fft", "fft_pointwise", "fft_grouped", "fft_tiling", "winograd", "nhwc")
 """cuDNN's, by what their workspaces hold; see :func:`workspace_bytes`."""
 TILE = 32
-"""Of the tiled FFT, in pixels."""
+"""Tile size of the tiled FFT, in pixels."""
 LARGEST_FFT = 256
 """Pixels along an image, beyond which cuDNN has no FFT that is not tiled."""
 CONVOLUTION_TRAITS = ("depthwise", "grouped", "pointwise", "three", "large", "image", "odd", "strided", "narrow")
@@ -39,7 +39,7 @@ NAMED_OPERATORS = (
 """Operators with a column of their own."""
 MATRIX_KINDS = (*CONVOLUTION_KINDS, "matmul", "attention", "rnn")
 STORAGE_RANKS = (0, 1, 3, 10)
-"""Which of the storages in order of size have a column, from the largest."""
+"""Ranks of the storages by size that have a column, from the largest."""
 ABSENT = -10.0
 """Stands for the logarithm of a workspace that no convolution needs."""
 _COUNTED_KINDS = OP_KINDS[:12]
@@ -66,7 +66,7 @@ STEP_FEATURES = (
 )  # fmt: skip
 """The names of the columns, the same for every graph. Weights depend on their order."""
 Columns = Mapping[str, Floats | float]
-"""By name; a number is the same for all graphs. Shapes: (C,)"""
+"""Columns by name. A single number holds for all graphs. Shapes: (C,)"""
 
 
 def step_features(graphs: GraphBatch, device: Device) -> npt.NDArray[np.float32]:
@@ -88,7 +88,7 @@ def step_features(graphs: GraphBatch, device: Device) -> npt.NDArray[np.float32]
 
 
 class _Parts:
-    """Which operators of a skeleton are of which kind, phase and name: indices."""
+    """Indices of a skeleton's operators by kind, phase and name."""
 
     def __init__(self, skeleton: OpGraph) -> None:
         ops = skeleton.ops
@@ -227,7 +227,7 @@ def _time(graphs: GraphBatch, device: Device, parts: _Parts, roofline: Floats) -
 
 
 def _traits(graphs: GraphBatch, parts: _Parts, roofline: Floats, c: Convolutions) -> Columns:
-    """What share of the roofline is spent in kernels that are known to be slow for their size."""
+    """Shares of the roofline in kernels that are known to be slow for their size."""
     total = np.maximum(roofline.sum(axis=1), 1e-9)
     single = c.groups == 1
     of_convolutions = {
