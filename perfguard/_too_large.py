@@ -16,7 +16,7 @@ _UNCOUNTABLE = re.compile(
 )
 _NOT_ALLOCATED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _MORE_THAN_ANY_BYTES = 2**42
-"""What this machine cannot allocate may yet fit the device, but no device has so much."""
+"""A failed allocation of at least this size is too large for any device. A smaller one may only be too large for this machine."""
 _MOST_CHARACTERS = 240
 """Length at which PyTorch's message is cut."""
 

@@ -25,7 +25,7 @@ NOUNS: Mapping[Quantity, str] = {
     "latency": "latency",
     "energy": "energy",
 }
-"""What a person calls them."""
+"""Names of the quantities in messages."""
 _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "memory": ("needs", ""),
     "time": ("takes", ""),
@@ -58,7 +58,7 @@ class Limit:
         return self.estimate.p_exceeds(self.limit)
 
     def margin(self, risk: float) -> float:
-        """How far the trial is from feasible, as a logarithm: negative where the limit holds with probability 1 - risk."""
+        """Distance from feasibility as a logarithm: negative where the limit holds with probability 1 - risk."""
         return math.log(self.estimate.quantile(1 - risk) / self.limit)
 
     def format(self, value: float) -> str:
@@ -167,7 +167,7 @@ class Budget:
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
-        """What is limited."""
+        """The limited quantities."""
         limited: dict[Quantity, float | None] = {
             "memory": 1,
             "time": self.trial_time_s,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _COUNTED_MEMORY = 0.9
 _NEWLY_MAPPED, _MAPPED_OF_ALL = 0.5, 0.1
 _SHARE_OF_FLOPS = {"conv": 0.25, "conv_backward": 0.25, "attention": 0.5, "matmul": 1.0, "rnn": 1.0}
-"""What the fastest algorithm computes of an operator's FLOPs, by the kind of operator."""
+"""Share of an operator's FLOPs that the fastest algorithm computes, by kind of operator."""
 _OVERCLOCKED = 1.25
 _UNSURE_OF_RATES, _UNSURE_WHERE_IDLE = 10.0, 3.0
 """Honest steps take half of their products at the measured rate and more (2 busy cores, 10 networks, 2026-11-22)."""
@@ -75,7 +75,7 @@ _TIME_FACTOR, _TIME_LOG_SIGMA = 2.0, 0.6
 
 
 class _Needs(NamedTuple):
-    """What a step needs on any device."""
+    """Lower bounds on a step's needs on any device."""
 
     held_bytes: float
     """Parameters, buffers, gradients and optimizer state, the most that are alive at once."""
@@ -140,9 +140,9 @@ class LeastMemory:
 
     num_bytes: int
     in_words: str
-    """What it is made of."""
+    """Its parts, in words."""
     step_time_s: float
-    """What the step takes at the peak rates of the device, seconds."""
+    """Time of the step at the device's peak rates, in seconds."""
 
     @staticmethod
     def of(graph: OpGraph, device: Device) -> LeastMemory:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "perfguard.predictors"
 DEFAULT_PREDICTOR = "guardnet"
 Target = Literal["memory", "time"]
-"""What is learnt from runs: the peak of memory, and the time of a step."""
+"""Quantities that are learnt from runs: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 COVERAGE = 0.9
 """Coverage of reported intervals."""
@@ -83,7 +83,7 @@ def widened_log_sigma(log_sigma: float, factor: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a workload is expected to cost on a device."""
+    """Predicted cost of a workload on a device."""
 
     peak_memory: Estimate
     """Bytes of device memory at the peak, the driver's context included."""
@@ -107,9 +107,9 @@ class Prediction:
     energy: Estimate | None = None
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
-    """What the trace could not account for, in words."""
+    """Parts that the trace does not account for, in words."""
     widening: Mapping[Target, float] = field(default_factory=dict)
-    """What :meth:`widened` has done to the standard deviations already; empty: nothing."""
+    """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
 
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""

@@ -30,7 +30,7 @@ _FIRST_BATCH = 2
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What the objective has to change. Without any change every field has its default."""
+    """Changes that the objective has to apply."""
 
     micro_batch_size: int | None = None
     """Samples of one forward and backward pass. None: the batch as proposed."""

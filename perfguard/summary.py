@@ -43,7 +43,7 @@ class TrialRecord:
     measured: Mapping[str, float]
     status: str | None
     not_measured: str = ""
-    """Why a trial that ran was not measured; empty: it was, or did not run."""
+    """Reason why a trial that ran was not measured; empty: it was, or did not run."""
     capacity_bytes: float | None = None
     """The device's own memory. None: not judged, or by an older PerfGuard."""
 
@@ -102,7 +102,7 @@ class GuardSummary(ABC):
     num_pruned: int
     """Trials, or different configurations, that were turned down before launch."""
     pruned_for: Mapping[Quantity | None, int]
-    """How many of them each limit turned down; None where nobody knows which."""
+    """Number of them by the limit that they break; None: an unknown limit."""
     num_measured: int
     """Launched trials of which it is known whether they broke a budget."""
     num_violations: int | None
@@ -148,7 +148,7 @@ class GuardSummary(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What stands above the table."""
+        """Title of the table."""
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[str, str]]:

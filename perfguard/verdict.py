@@ -30,7 +30,7 @@ class Verdict:
     margins: Mapping[str, float] = field(default_factory=dict)
     """Distance from feasibility for each limit, as a logarithm. Positive: the limit does not hold with the required chance."""
     repair: Repair = AS_PROPOSED
-    """What the trial has to change, where ``action`` is "repair"; the prediction is the repaired trial's."""
+    """Changes that the trial has to apply, if ``action`` is "repair". The prediction is the repaired trial's."""
 
     @classmethod
     def of(cls, prediction: Prediction, limits: Iterable[Limit], *, accepted: float) -> Verdict:

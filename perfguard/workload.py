@@ -73,7 +73,7 @@ class Workload:
     """The micro-batch: what one forward pass gets. A tensor, a TensorSpec, or a shape (a tuple of integers, float32). For several
     arguments a tuple or list of those (by position), or a dict of them (by name)."""
     targets: Any = None
-    """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives only the output."""
+    """Arguments of ``loss`` after the output, described in the same way. None: ``loss`` receives only the output."""
     loss: Callable[..., torch.Tensor] | None = None
     """``loss(output, targets)`` returns a scalar, or several (a tuple, a list, a dict), which are summed. None: the model returns
     its loss (a scalar, or an object or dict with ``loss``)."""
@@ -151,7 +151,7 @@ class Workload:
 
 
 def _tf32_switches() -> Tf32:
-    """What PyTorch's switches say now. Reading an old one raises where a new one was set, so the new ones come first."""
+    """State of PyTorch's switches. Reading an old switch raises if a new one was set, so the new ones come first."""
     import torch
 
     cudnn: Any = torch.backends.cudnn

@@ -116,7 +116,7 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """What the words of a command name."""
+    """The network or workload that a command's arguments name."""
     _check_batch_size(arguments.batch_size)
     if not arguments.source.lower().endswith(".onnx"):
         if arguments.dim:

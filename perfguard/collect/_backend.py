@@ -148,7 +148,7 @@ def versions() -> str:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts: the private writable memory of this process."""
+    """Bytes that RLIMIT_DATA counts: the private writable memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

@@ -42,7 +42,7 @@ _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_
 
 @dataclass(slots=True)
 class CollectReport:
-    """What one session of collecting brought."""
+    """Result of one session of collecting."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows of this session, by space and status."""

@@ -1,4 +1,4 @@
-"""What networks of vision and text are made with. The fork server imports this, so that no process has to pay for it again."""
+"""Imports the libraries of vision and text networks. The fork server imports this module, so that no process repeats it."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ class Draft(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What can be chosen on a device."""
+    """Choices on a device."""
 
     on_gpu: bool
     reach: float
-    """How much of the logarithmic range of each size is used, 0 to 1; less makes smaller networks."""
+    """Share of the logarithmic range of each size, 0 to 1. A smaller share makes smaller networks."""
 
 
 class Point:

@@ -1,4 +1,4 @@
-"""Which device is meant: a name, a Device, or the GPU that NVML shows."""
+"""Finds a device by its name, as a Device, or as the GPU that NVML shows."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) ->
 
 
 def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
-    """What each aten operator costs on ``device`` at its peak rates, slowest first."""
+    """Cost of each aten operator on ``device`` at its peak rates, slowest first."""
     totals: dict[str, OperatorCost] = {}
     for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
         before = totals.get(op.name, OperatorCost(op.name, 0, 0, 0, 0.0))

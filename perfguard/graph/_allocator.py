@@ -46,11 +46,11 @@ class AllocatorSettings:
     max_split_bytes: int | None = None
     """`max_split_size_mb` in bytes: larger blocks are not split, and not given to smaller requests."""
     cublas_workspace_bytes: int = 8_519_680
-    """What PyTorch sets aside at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
+    """Workspace that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
 
 
 class AllocatorReplay(NamedTuple):
-    """What a replay found, in bytes."""
+    """Result of a replay, in bytes."""
 
     reserved_bytes: int
     """Most bytes in segments at once, `torch.cuda.max_memory_reserved()`."""
@@ -198,7 +198,7 @@ def segment_size(size: int) -> int:
 
 
 class Step(Protocol):
-    """What a replay reads of an :class:`OpGraph`."""
+    """The part of an :class:`OpGraph` that a replay reads."""
 
     @property
     def ops(self) -> tuple[Op, ...]: ...

@@ -54,7 +54,7 @@ class TraceCache:
 
 
 class _Family:
-    """What is known of one structure."""
+    """Traced and computed graphs of one structure."""
 
     def __init__(self, key: Hashable) -> None:
         self.key = key

@@ -220,7 +220,7 @@ def convolution_attributes(
     groups: int,
     transposed: bool,
 ) -> dict[str, Any]:
-    """What decides the kernel of a convolution; see :func:`attributes_of`."""
+    """Attributes that select the kernel of a convolution; see :func:`attributes_of`."""
     kernel = weight_shape[2:]
     dense = groups == 1 and all(step == 1 for step in (*stride, *dilation))
     return {

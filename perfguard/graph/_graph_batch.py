@@ -122,7 +122,7 @@ class SizeLayout:
 
     @property
     def dimensions(self) -> npt.NDArray[np.int64]:
-        """Which sizes are no bytes and no FLOPs: indices."""
+        """Indices of the sizes that are neither bytes nor FLOPs."""
         is_cost = np.zeros(int(self.starts[-1]), dtype=np.bool_)
         is_cost[: self._num_storages] = True
         is_cost[self.starts[:-1, None] + np.arange(_NUM_COSTS)] = True
@@ -256,7 +256,7 @@ class GraphBatch:
         return np.asarray(self.storage_bytes * self.num_alive(index))
 
     def num_alive(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many of each storage are alive at operator ``index`` (C,); 2 while the last step's is there. Shape: (C, S)."""
+        """Number of copies of each storage alive at operator ``index`` (C,): 2 while the last step's is there. Shape: (C, S)."""
         (_, births, deaths), at, number = self.skeleton.lifetimes, index[:, None], len(self.skeleton.ops) + 1
         return np.asarray(((births <= at) & (at <= deaths)).astype(np.int64) + ((deaths >= number) & (at <= deaths - number)))
 
@@ -277,7 +277,7 @@ class GraphBatch:
 
     @cached_property
     def reserved_bytes(self) -> Ints:
-        """What CUDA's caching allocator takes from the driver for each step, with its default settings. Shape: (C,)."""
+        """Memory that CUDA's caching allocator takes from the driver for each step, with its default settings. Shape: (C,)."""
         return reserved_bytes_of(self.skeleton, self.storage_bytes)
 
 

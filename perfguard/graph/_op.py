@@ -16,7 +16,7 @@ class Phase(IntEnum):
 
 
 class StorageKind(IntEnum):
-    """What a storage holds."""
+    """Role of a storage."""
 
     PARAMETER = 0
     BUFFER = 1

@@ -56,7 +56,7 @@ class OptimizerOnMeta:
         return ((parameter, value) for parameter, state in self.optimizer.state.items() for value in state.values())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What ``optimizer.step()`` launches; a closure runs first, as the user's own code."""
+        """Run ``optimizer.step()``. A closure runs first, as in the user's code."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

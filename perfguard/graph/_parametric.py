@@ -67,7 +67,7 @@ class ParametricGraph:
         self._trace = trace
         self.num_traces = 0
         self.why_traced: str | None = None
-        """Why every candidate is traced; None: most are computed."""
+        """Reason why every candidate is traced; None: most are computed."""
         self._traced: OrderedDict[Widths, OpGraph] = OrderedDict()
         self._different: list[Widths] = []
         """Traced, and not on the polynomials."""
@@ -162,7 +162,7 @@ class ParametricGraph:
             self.why_traced = f"at {point} other operators run, or of other sizes, and no branch condition identifies them"
 
     def _unknown(self, points: Ints) -> Ints:
-        """How many branch conditions of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
+        """Number of branch conditions of each of ``points`` without a trace on the polynomials. Shape: (C,)."""
         values, whole = self._polynomials.at(points)
         outside = (points < self._low) | (points > self._high)
         unknown = self._conditions.unknown(points, values) >= 0

@@ -18,7 +18,7 @@ from perfguard.graph._shape_rules import outputs_of
 
 
 class _Operator(NamedTuple):
-    """What is known of an aten operator before it is called."""
+    """Properties of an aten operator before a call."""
 
     name: str
     kind: str
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def freeing_in_next_step(self, after: int) -> Iterator[None]:
-        """What is freed inside, at the step's end, is really freed when operator ``after`` of the next step has run."""
+        """Record storages that are freed inside as freed after operator ``after`` of the next step."""
         self._freed_after = after
         try:
             yield
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
                 self._bytes[index] = 0
 
     def storages(self) -> tuple[Storage, ...]:
-        """What was recorded; storages that are still alive outlive the step."""
+        """Recorded storages. Those that are still alive outlive the step."""
         end = len(self.ops)
         columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
         return tuple(

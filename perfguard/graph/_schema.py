@@ -60,9 +60,9 @@ class OpGraph:
     precision: str
     layout: str
     options: tuple[str, ...] = field(default=())
-    """What else was switched: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere."""
+    """Other switches: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere."""
     unmodelled: tuple[str, ...] = field(default=())
-    """What the trace could not account for, in words. Never empty in silence."""
+    """Parts that the trace does not account for, in words. It names every such part."""
 
     def with_sizes(self, sizes: npt.NDArray[Any]) -> OpGraph:
         """This graph with other sizes.
@@ -81,7 +81,7 @@ class OpGraph:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What :meth:`with_sizes` left out."""
+            """Compute a field that :meth:`with_sizes` has left out."""
             if name not in ("ops", "storages") or "sizes" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             ops, storages = filled(self.skeleton, self.sizes)
@@ -181,7 +181,7 @@ class OpGraph:
 
     @property
     def reserved_bytes(self) -> int:
-        """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
+        """Memory that CUDA's caching allocator takes from the driver for the step, with its default settings."""
         return int(self.as_batch().reserved_bytes[0])
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:

@@ -210,7 +210,7 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``func`` returns on meta: by its rule, or else from PyTorch's own kernel."""
+    """Return the output of ``func`` on meta: by its rule, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
     out = NotImplemented if rule is None else rule(*args, **kwargs)
     return func(*args, **kwargs) if out is NotImplemented else out

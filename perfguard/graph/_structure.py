@@ -1,4 +1,4 @@
-"""What decides a trace, as a value that can be compared: two workloads with equal structures have the same graph."""
+"""Keys of workloads. Two workloads with equal keys have the same graph, so one trace serves both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_VALUES = 200_000
 
 
 class Structure(NamedTuple):
-    """What decides a workload's graph, in two parts."""
+    """Key of a workload's graph, in two parts."""
 
     key: Hashable
     """Key of the workload without its sizes."""

@@ -1,4 +1,4 @@
-"""How much wider an interval is for parts that a graph does not model: opaque operators have bytes, but no arithmetic."""
+"""Widens intervals for operators that a graph does not model. Such operators have bytes, but no arithmetic."""
 
 from __future__ import annotations
 

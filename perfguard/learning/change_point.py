@@ -31,7 +31,7 @@ class Drift:
     first: Observation
     """The first run of the new regime."""
     reason: str
-    """What changed, in words."""
+    """The change, in words."""
     noticed: Observation
     """The run that showed the change."""
 

@@ -29,7 +29,7 @@ from perfguard.predictor import Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
 
 _NOT_ON_A_GPU = "this PyTorch has no CUDA", "did not use CUDA in this process"
-"""How the log notes a run that was booked to a GPU without using one; before schema 4 such runs were logged as the GPU's."""
+"""Notes in the log of runs that were booked to a GPU without using one. Before schema 4 such runs were logged as the GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
 
 
 def _too_little(observation: Observation, value: float, target: Target, config: AssessmentConfig) -> str | None:
-    """Why a complete run cannot need so little. None: it can. With status "oom" memory is a lower bound."""
+    """Return why a complete run cannot need so little. None: it can. With status "oom" memory is a lower bound."""
     idle = target == "time" and why_impossible(observation, "memory", config=config) is not None
     bound = least_reading(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:

@@ -28,16 +28,16 @@ LEASE = "learn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """What a generation of weights must show before it is promoted. Errors are mean |log(measured / predicted)|."""
+    """Conditions for the promotion of a generation of weights. Errors are mean |log(measured / predicted)|."""
 
     min_gain: float = 0.02
     """Least relative reduction of the error on the newest runs for a promotion."""
     gain_standard_errors: float = 2.0
     """And by how many standard errors of that difference, so that chance promotes nothing."""
     max_loss: float = 0.005
-    """How much worse its error may be on what was kept back: half a percentage point."""
+    """Largest increase of the error on kept-back runs: half a percentage point."""
     max_shift_on_reference: float = 0.01
-    """How far it may be from the shipped weights on what these were fitted to, as a logarithm."""
+    """Largest distance from the shipped weights on their training data, as a logarithm."""
     recent_share: float = 0.25
     """The share of a device's runs that are the newest and judge a generation."""
     min_recent_runs: int = 8

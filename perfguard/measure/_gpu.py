@@ -39,7 +39,7 @@ class Cuda(CudaOfUse, Protocol):
 
 
 class _Overhead(NamedTuple):
-    """What the process held beside the allocator."""
+    """Memory of the process outside the allocator."""
 
     num_bytes: int
     source: str

@@ -38,7 +38,7 @@ class DriverWindow:
 
 
 def identity_of(cuda: Any, index: int = 0) -> CudaIdentity:
-    """What finds CUDA's device ``index`` in NVML."""
+    """Identifiers of CUDA's device ``index`` for a look-up in NVML."""
     properties = cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     return CudaIdentity(None if uuid is None else str(uuid), None)
@@ -57,7 +57,7 @@ class Signs:
     utilisation: float | None = None
     """Share of the last moment in which a kernel ran, 0 to 1."""
     lost: str = ""
-    """Why the card can no longer be read; empty: it can."""
+    """Reason why the card can no longer be read; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class CardHealth:
         return self._handle is not None
 
     def look(self, own: int) -> Signs:
-        """What the card shows now, beside the process ``own``."""
+        """State of the card now, without the process ``own``."""
         if self._handle is None:
             return Signs()
         nvml, handle = self._nvml, self._handle
@@ -151,7 +151,7 @@ class CardHealth:
 
 
 def trouble_between(before: Signs, after: Signs) -> Trouble:
-    """What befell the card between two looks."""
+    """Trouble of the card between two states."""
     if after.lost:
         return Trouble((after.lost,), True, True, True)
     words: list[str] = []

@@ -141,7 +141,7 @@ class NvmlProbe:
         self._sampler.start()
 
     def read(self) -> DriverReading:
-        """What the samples showed so far."""
+        """Summary of the samples so far."""
         return self._reading()
 
     def finish(self) -> DriverReading:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MIG = " MIG "
-"""What the driver writes between a card's name and the profile of an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+"""Text of the driver between a card's name and the profile of an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
 _SAME_MEMORY = 1.05
 
 
@@ -40,7 +40,7 @@ class RanOn:
 
     @classmethod
     def without_cuda(cls) -> Self:
-        """What a run used that had no tensor on a CUDA device: Apple's or Intel's GPU where the process uses it, else the CPU."""
+        """The device of a run without a tensor on a CUDA device: Apple's or Intel's GPU if the process uses it, else the CPU."""
         import torch
 
         if torch.backends.mps.is_available() and torch.mps.driver_allocated_memory() > 0:
@@ -103,7 +103,7 @@ class CudaUse:
         """The allocator's figures at the start, by device."""
 
     def start(self) -> None:
-        """What was allocated until now does not count.
+        """Start counting allocations.
 
         Raises:
             RuntimeError: if a device is lost.

@@ -145,7 +145,7 @@ class Run:
         return used is not None and not used.is_a(self._device)
 
     def so_far(self) -> Measurement:
-        """What the run has cost until now; it goes on. After the end: what it cost."""
+        """Cost of the run until now. After its end: the final cost."""
         if self.measurement is not None:
             return self.measurement
         timer = self._timer

@@ -117,7 +117,7 @@ class LatencyConstraint:
         return [model for model in models if self(model).action == "launch"]
 
     def predict(self, model: Network) -> Prediction:
-        """What one inference of ``model`` costs."""
+        """Predicted cost of one inference of ``model``."""
         graph = self.graph_of(model)
         return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 

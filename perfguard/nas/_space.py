@@ -51,12 +51,12 @@ class ElasticSpace:
 
     @property
     def num_traces(self) -> int:
-        """How often a candidate was built and traced so far."""
+        """Number of candidates that were built and traced so far."""
         return self._graphs.num_traces
 
     @property
     def why_traced(self) -> str | None:
-        """Why every candidate has to be traced. None: not every candidate has to be."""
+        """Reason why every candidate has to be traced. None: not every candidate has to be."""
         return self._graphs.why_traced
 
     def __call__(self, candidate: Mapping[str, int]) -> Verdict:
@@ -81,7 +81,7 @@ class ElasticSpace:
         return [row for row, verdict in zip(rows, self.verdicts(rows), strict=True) if verdict.action == "launch"]
 
     def predictions(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> list[Prediction]:
-        """What one inference of each candidate costs."""
+        """Predicted cost of one inference of each candidate."""
         points = self._points(candidates)
         found: list[Prediction] = []
         at_once = max(_OPERATORS_AT_ONCE // self._graphs.num_ops, 1)

@@ -112,7 +112,7 @@ def _value(attribute: onnx.AttributeProto) -> int | tuple[int, ...] | None:
 
 
 def _problem(op_type: str, name: str, value: Any, shapes: Sequence[Shape | None]) -> str | None:
-    """What is wrong with an attribute; None: nothing that we know."""
+    """Error of an attribute; None: no known error."""
     if value is None:
         return None
     numbers = value if isinstance(value, tuple) else (value,)

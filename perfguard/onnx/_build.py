@@ -276,7 +276,7 @@ class _Builder:
         self._record(node, launch, node.inputs)
 
     def _most_operators(self, node: Node) -> int:
-        """How many operators an opaque one may launch: those of its subgraphs, times the trips of a loop."""
+        """Most operators that an opaque one may launch: those of its subgraphs, times the trips of a loop."""
         trips = 1
         if node.op_type == "Loop":
             limit = self._values.get(node.inputs[0]) if node.inputs else None
@@ -335,7 +335,7 @@ class _Builder:
         return found.num_bytes == self._bytes[found.storage] and not self._readers_of[found.storage]
 
     def _precision(self) -> str:
-        """What most bytes of the weights are kept in."""
+        """Precision of most bytes of the weights."""
         sizes: Counter[str] = Counter()
         for num_bytes, kind, name in zip(self._bytes, self._kinds, self._names, strict=True):
             if kind is StorageKind.PARAMETER and name in self._types:

@@ -18,7 +18,7 @@ from perfguard.quantities import format_bytes
 MOST_NODES = 20_000
 """Operators that are read, those of subgraphs and of unrolled loops among them: about a millisecond each, to the prediction."""
 MOST_COPIED_BYTES = 32 * 2**20
-"""What the copies may take that calls of functions and trips of loops make."""
+"""Memory limit of copies for calls of functions and trips of loops."""
 _DEEPEST_SUBGRAPH = 20
 _MOST_ATTRIBUTES = 200
 _MOST_LOCATIONS = 4096
@@ -284,5 +284,5 @@ def _sorted(needs: Sequence[set[int]]) -> list[int]:
 
 
 def label(node: onnx.NodeProto, index: int) -> str:
-    """How messages name an operator."""
+    """Name of an operator in messages."""
     return f"operator {index} ({node.op_type[:40]}{f' {node.name[:80]!r}' if node.name else ''})"

@@ -16,7 +16,7 @@ _LONGEST_CHAIN = 8
 _PRODUCTS = ("MatMul", "FusedMatMul")
 """The second is com.microsoft's: it transposes and scales as well."""
 _Match = tuple[Node, set[int]]
-"""What takes the place of an operator, and the indices of those that go with it."""
+"""The replacement of an operator, and the indices of the operators that it replaces."""
 
 
 def fused(
@@ -185,7 +185,7 @@ class _Fuser:
         return None, masks
 
     def _unscaled(self, name: str, swallowed: set[int], reader: int) -> str:
-        """What a query or key was before it was scaled and turned for the product; what did so goes with the rest."""
+        """Name of a query or key before its scaling and transposition. The operators that do these are added to ``swallowed``."""
         for _ in range(_LONGEST_CHAIN):
             index = self._made_by(name, "Mul", "Div", "Transpose", "Reshape", "Cast")
             if index is None or self._readers.get(name) != [reader] or name in self._kept:

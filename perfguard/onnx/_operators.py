@@ -1,4 +1,4 @@
-"""What each ONNX operator costs, in the words of a trace: the aten operator that PyTorch would launch, its FLOPs, its sizes."""
+"""Cost of each ONNX operator as in a trace: the aten operator that PyTorch would launch, its FLOPs and its sizes."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TensorType(NamedTuple):
 
 
 class Inferred(NamedTuple):
-    """What is known of a model's values, by name."""
+    """Types, shapes and known contents of a model's values, by name."""
 
     types: Mapping[str, TensorType]
     """Missing: no tensor, or one whose shape depends on the data."""
@@ -247,7 +247,7 @@ class _Inference:
         return Inferred(self._types, self._values, nodes, frozenset(self._weights))
 
     def _whole(self) -> dict[str, onnx.TypeProto]:
-        """What shape inference over the whole model finds, for the outputs of control flow."""
+        """Result of shape inference over the whole model, for the outputs of control flow."""
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
         del model.graph.value_info[:]
@@ -290,7 +290,7 @@ class _Inference:
         return tuple(map(int, self._values[node.input[1]].reshape(-1).tolist()))
 
     def _one(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
-        """What shape inference of this operator finds, with the values that are known."""
+        """Result of shape inference for this operator, with the known values."""
         if any(name not in self._protos for name in node.input if name):
             return {}
         domain = "" if node.domain == "ai.onnx" else node.domain

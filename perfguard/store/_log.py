@@ -24,7 +24,7 @@ from perfguard.store._retention import ROWS_AT_ONCE
 from perfguard.store._schema import SCHEMA_VERSION, Entry
 
 TROUBLE = (SQLAlchemyError, OSError, LogError)
-"""What a database that is away, locked or damaged raises."""
+"""Errors of a database that is away, locked or damaged."""
 _MAX_CHECKED_BYTES = 256 * 2**20
 """A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
 _PATIENCE = 10

@@ -44,7 +44,7 @@ def migrate(connection: Connection, version: int, to: int) -> None:
 
 
 def _to_2(op: Operations) -> None:
-    """What a GPU's probes see, weights and their lineage, and an index to draw measurements at random."""
+    """Add readings of GPU probes, weights and their lineage, and an index to draw measurements at random."""
     for name in ("allocated_peak_bytes", "reserved_peak_bytes", "oom_retries"):
         op.add_column("measurements", Column(name, BigInteger))
     for name in ("sm_utilisation", "energy_j", "sm_clock_hz", "data_wait_s"):
@@ -98,7 +98,7 @@ def _set_aside_the_absent(connection: Connection) -> None:
 
 
 def mend(version: int, table: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row that was exported, or spooled, with schema ``version`` is in the present one; what it lacks is NULL."""
+    """Convert a row that was exported or spooled with schema ``version`` to the present schema. Missing values are NULL."""
     if version < 4 and table == "measurements" and (reason := _absent(row)):
         return {**row, "set_aside": reason}
     return dict(row)
@@ -129,7 +129,7 @@ def _make_each_cpu_one_device(connection: Connection) -> None:
 
 
 def _identity_of_cpu(data: str) -> dict[str, Any] | None:
-    """What makes a CPU this one; None: it is another device, or the row is damaged, which whoever reads it will say."""
+    """Identity of a CPU; None: it is another device, or the row is damaged, which its reader reports."""
     try:
         device = json.loads(data)
         identity = {name: device[name] for name in ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")}

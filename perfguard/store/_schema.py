@@ -170,7 +170,7 @@ class LoggedDecision:
     host: str | None = None
     """Name of the machine that ran the trial; of the one that decided, where it was not measured. None: before schema 4."""
     set_aside: str | None = None
-    """Why nothing is learnt from the measurement. None: it is used, if it can be believed."""
+    """Reason why nothing is learnt from the measurement. None: it is used, unless it is implausible."""
     measured_device_id: str | None = None
     """The device that the trial ran on, which need not be the one that was decided for. None: not measured."""
     measured_device_name: str | None = None
@@ -383,7 +383,7 @@ def measurement_from_row(row: Row[Any]) -> Measurement:
 
 
 def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:
-    """What the decision that the row belongs to was made on; empty if nothing could be predicted."""
+    """Predictions of the row's decision; empty if nothing could be predicted."""
     if row.peak_memory_median_bytes is None:
         return {}
     return {

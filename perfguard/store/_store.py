@@ -211,7 +211,7 @@ class MeasurementStore(WeightsRegistry):
         return self._read(schema.select_decisions(select_ids(selection), newest), lambda _, row: schema.decision_from_row(row))
 
     def counts(self) -> dict[str, int]:
-        """How many rows each table has.
+        """Number of rows of each table.
 
         Raises:
             LogError: if the log cannot be read now.

@@ -49,7 +49,7 @@ class CollectedRow(MeasuredRow):
         return self.recipe.make_model()
 
     def workload(self, model: nn.Module) -> Workload:
-        """What was run."""
+        """The workload of the row."""
         return self.recipe.workload(model)
 
 

@@ -1,4 +1,4 @@
-"""Which kind a table is of, by its columns."""
+"""Detects the kind of a table by its columns."""
 
 from __future__ import annotations
 

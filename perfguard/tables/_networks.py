@@ -19,11 +19,11 @@ from perfguard.workload import TensorSpec
 
 Sizes = Mapping[str, Any]
 Task = Literal["classify", "own loss", "mean"]
-"""What is trained for: classes by cross-entropy; the loss that the model returns; the mean of all that comes out."""
+"""Training objective: cross-entropy of classes, the loss that the model returns, or the mean of all outputs."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 EDGES = ("none", "skip", "conv1x1", "conv3x3", "pool")
-"""What an edge of a cell can be (NAS-Bench-201, Dong and Yang 2020)."""
+"""Operations on an edge of a cell (NAS-Bench-201, Dong and Yang 2020)."""
 ARCHITECTURES = {
     "bert": "BertForMaskedLM",
     "distilbert": "DistilBertForMaskedLM",
@@ -128,7 +128,7 @@ class Applied(nn.Module):
 
 
 class Kind(NamedTuple):
-    """How a network is made of its sizes, and what goes into it."""
+    """Builder and inputs of one kind of network, by its sizes."""
 
     make: Callable[[Sizes, bool], nn.Module]
     """(sizes, checkpointing) → the network."""

@@ -48,7 +48,7 @@ _LABELS: dict[str, Callable[[int, int], dict[str, tuple[int, ...]]]] = {  # by w
 
 
 class Batch(NamedTuple):
-    """What one step gets, and its loss (None: the model's own)."""
+    """Inputs of one step, and its loss (None: the model's own)."""
 
     inputs: Any
     targets: Any = None

@@ -23,7 +23,7 @@ from perfguard.tables._run_models import RunModel
 from perfguard.workload import Layout, Precision, Tf32, Workload, ZeroGrad
 
 COLUMNS = ("model", "config", "mode", "gpu", "num_gpus", "parallel", "batch_size", "input", "memory_kind")
-"""What a table of runs must have."""
+"""Required columns of a table of runs."""
 PRECISIONS: dict[str, tuple[Precision, Tf32]] = {
     "fp32": ("fp32", "off"),
     "tf32": ("fp32", "on"),
@@ -51,7 +51,7 @@ class RunRow(MeasuredRow):
     """One measured run."""
 
     built: RunModel
-    """How its network is made."""
+    """Builder of its network."""
     precision: Precision
     tf32: Tf32
     layout: Layout
@@ -66,10 +66,10 @@ class RunRow(MeasuredRow):
     """"full", or the method of fine-tuning that the note names: "lora", "qlora", ..."""
     memory_kind: str
     other_memory_bytes: float | None = None
-    """What was measured where it is not the driver's reading."""
+    """Measured memory that is not the driver's reading."""
     zero_grad: ZeroGrad = "before-forward"
     includes: str = ""
-    """What the time holds beside the step."""
+    """Parts of the time beside the step."""
     note: str = ""
 
     @property

@@ -20,7 +20,7 @@ from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "seq_len")
-"""What a table of transformers must have."""
+"""Required columns of a table of transformers."""
 CONFIGURATIONS = "transformers_configs.json"
 
 

@@ -17,7 +17,7 @@ from perfguard.tables._zoo import timm_model
 from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "img_size")
-"""What a workload table must have."""
+"""Required columns of a workload table."""
 OPTIMIZERS: dict[str, Any] = {
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
