@@ -75,7 +75,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a trial may use. None means no limit; the device's own memory always is one.
+    """Limits of a trial. None means no limit; the device's own memory always is one.
 
     Example:
         >>> Budget.parse(memory="38GiB", time="2h").trial_time_s

@@ -437,7 +437,7 @@ class Guard:
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
+        """Return why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
 
         The result is also None for a run on another device than the guarded one.
         """

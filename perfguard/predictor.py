@@ -213,7 +213,7 @@ class Refinable(Protocol):
 
     @property
     def shift_on_reference(self) -> float:
-        """How far the refinement in use is from the shipped weights, as a mean |logarithm|.
+        """Distance of the refinement in use from the shipped weights, as a mean |logarithm|.
 
         The mean is over a summary of the shipped weights' training data. 0: there is no refinement, or no summary.
         """

@@ -30,7 +30,7 @@ _FIRST_BATCH = 2
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Changes that the objective has to apply."""
+    """Changes that the objective has to apply. Without any change, every field has its default."""
 
     micro_batch_size: int | None = None
     """Samples of one forward and backward pass. None: the batch as proposed."""

@@ -19,7 +19,7 @@ EVEN_CHANCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do with a trial, and why."""
+    """The action for a trial, with its reasons."""
 
     action: Action
     reason: str

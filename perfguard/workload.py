@@ -50,7 +50,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """What a trial would run: a model, one batch, a loss and an optimizer.
+    """The work of a trial: a model, one batch, a loss and an optimizer.
 
     Nothing is executed on a real device. The model is traced on PyTorch's meta device, and is not changed.
 

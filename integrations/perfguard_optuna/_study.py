@@ -193,7 +193,7 @@ class _GuardedTrial(optuna.Trial):
 
 
 def repair_of(trial: optuna.Trial) -> Repair:
-    """What the objective has to change so that ``trial`` fits (``on_violation="repair"``); without a repair all is as proposed.
+    """Changes that make ``trial`` fit (``on_violation="repair"``). Without a repair, all values are as proposed.
 
     Example:
         >>> repair = repair_of(trial)                                                               # doctest: +SKIP

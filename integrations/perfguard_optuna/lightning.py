@@ -133,7 +133,7 @@ class PerfGuardCallback(pl.Callback):
 
 
 def workload_of(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any = None) -> Workload:
-    """What ``trainer.fit`` is going to run in one step of ``pl_module``, to which it is attached.
+    """The workload of one step of ``pl_module`` in ``trainer.fit``. The module is attached to the trainer.
 
     Raises:
         WorkloadError: where that is not one training step, on one device, of one optimizer.

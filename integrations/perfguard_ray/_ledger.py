@@ -36,7 +36,7 @@ REPAIR_KEY = "perfguard_repair"
 
 
 def repair_of(config: Mapping[str, Any]) -> Repair:
-    """What the training function has to change so that its trial fits; without ``on_violation="repair"``, nothing.
+    """Changes that make the trial of ``config`` fit. Without ``on_violation="repair"`` there are none.
 
     Example:
         >>> repair_of({"batch_size": 64, "perfguard_repair": {"micro_batch_size": 16, "accumulation": 4}}).accumulation

@@ -54,7 +54,7 @@ def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResour
 
 
 class TrialResources:
-    """What :func:`resources` returns: a function of the configuration, for the process that made it: the driver.
+    """Result of :func:`resources`: a function of the configuration, for the process that made it, the driver.
 
     It travels to the workers with the trainable, and comes back to the driver as a copy (Tune keeps trainables pickled), but the
     guard stays where it is.

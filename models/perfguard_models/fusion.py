@@ -172,7 +172,7 @@ class FusionModel:
 
 
 def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
-    """What `perfguard_models.train_fusion` wrote.
+    """Read the files of `perfguard_training.train_fusion`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
@@ -231,10 +231,10 @@ _compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
 
 
 def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
-    """What ``device`` launches for ``graph`` if it is a compiled inference.
+    """The kernels that ``device`` launches for ``graph``, if it is a compiled inference.
 
-    None: it is not compiled; or it is training, of whose backward operators nothing was learnt, which is taken as eager, and
-    ``unmodelled`` says so.
+    None: it is not compiled, or it is training. No training rows cover its backward operators, so training is predicted as
+    eager and is named in ``unmodelled``.
     """
     if "compiled" not in graph.options or graph.mode != "infer":
         return None

@@ -65,7 +65,7 @@ class Learner(Protocol):
     """The features that it reads, by the names of :data:`perfguard_models.trained.FEATURE_SETS`."""
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """What ``runs`` cost."""
+        """Predicted cost of ``runs``."""
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """The tensors, and what else (JSON) is needed to make them a predictor again."""
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
 
 def predict_with_spread(learner: Learner, runs: Sequence[Example]) -> tuple[Predicted, Predicted]:
-    """What ``runs`` cost, and for each target the standard deviation between the learner's members; 0 where it has one."""
+    """Predicted cost of ``runs``, and for each target the standard deviation between the learner's members; 0 for one member."""
     if not isinstance(learner, Ensemble):
         predicted = learner.predict(runs)
         return predicted, {target: np.zeros(len(runs)) for target in predicted}

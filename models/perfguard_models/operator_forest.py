@@ -38,7 +38,7 @@ _TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32,
 _PRODUCTS = ("linear", "bmm")
 _FEATURE_SETS = ("relative", "shape", "both")
 DEVICE_DESCRIPTORS = ("power", "power and tensor", "power and generation")
-"""How a card stands apart, for each member."""
+"""Descriptors of a device for each member."""
 _FALLBACK_KIND = {"linear": "bmm", "bmm": "linear", "softmax": "pointwise", "norm": "pointwise", "pointwise": "softmax"}
 _ENOUGH_POWER = math.log(1.4)
 """Watts per TFLOP/s and nanometre from which a card keeps its clock (P100, V100, A100: 1.5 to 1.8; T4 and P4: 0.7 to 0.9)."""
@@ -194,7 +194,7 @@ def kernels_of(runs: Sequence[Example]) -> Kernels:
 
 
 def sights_of(kind: str) -> tuple[str, ...]:
-    """What the forests of a kind of operator differ in."""
+    """Feature sets of the forests of a kind of operator."""
     return _FEATURE_SETS if kind in _PRODUCTS else _FEATURE_SETS[:1]
 
 
@@ -219,13 +219,13 @@ def _compute_s(kernels: Kernels) -> Array:
 
 
 def base_s(kind: str, kernels: Kernels) -> Array:
-    """What the trees correct."""
+    """Baseline that the trees correct, in seconds."""
     traffic = kernels.moved / kernels.of("bandwidth")
     return np.asarray(traffic + _compute_s(kernels) if kind in _PRODUCTS else traffic)
 
 
 def columns_of(kind: str, kernels: Kernels, sight: str, apart: str) -> npt.NDArray[np.float32]:
-    """What the trees see. Shape: (n, columns)."""
+    """Input of the trees. Shape: (n, columns)."""
     if kind not in _PRODUCTS:
         return np.stack(_streaming_columns(kernels), axis=1).astype(np.float32)
     columns = [*_shape_columns(kernels)] if sight != "relative" else []

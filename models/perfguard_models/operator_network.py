@@ -118,7 +118,7 @@ class OperatorNetwork:
         return made
 
     def pack(self, runs: Sequence[Example]) -> Packed:
-        """What the network reads of ``runs``."""
+        """Input of the network for ``runs``."""
         sizes = [len(run.view["name"]) for run in runs]
         joined = {
             key: torch.from_numpy(np.concatenate([run.view[key] for run in runs])).float()

@@ -34,9 +34,9 @@ class Summary(NamedTuple):
     log_value: Mapping[str, npt.NDArray[np.float64]]
     """Log values by target; NaN: not predicted by the weights. Shapes: (N,)"""
     members: Mapping[str, npt.NDArray[np.float64]]
-    """What networks alone and trees alone say. Shapes: (N, 2)"""
+    """Predictions of the networks alone and of the trees alone. Shapes: (N, 2)"""
     log_sigma: Mapping[str, npt.NDArray[np.float64]]
-    """How unsure they are, as the standard deviation of a logarithm. Shapes: (N,)"""
+    """Their standard deviations, as logarithms. Shapes: (N,)"""
 
     def of(self, device_id: str, target: str) -> Summary:
         """The steps on one GPU with a known ``target``."""
@@ -56,7 +56,7 @@ NOTHING = Summary(
 
 
 def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summary:
-    """What `perfguard_training.summary` wrote; nothing if it was made for other weights than those of this hash.
+    """Read the files of `perfguard_training.summary`. The summary is empty if it was made for weights with another hash.
 
     Raises:
         PredictorError: if the files are missing or damaged.

@@ -137,7 +137,7 @@ def trained_of(
     learner_of: Callable[[str], type[Learner]] = learner_class,
     feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
 ) -> FittedModel:
-    """What the two files hold; see :func:`read_trained`.
+    """The model in the two files; see :func:`read_trained`.
 
     Raises:
         PredictorError: if they are damaged, of another version, or do not belong together.

@@ -317,7 +317,7 @@ def _together(scores: Sequence[KernelScore]) -> KernelScore:
 
 
 def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
-    """What :func:`main` wrote.
+    """Read the files of :func:`main`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.

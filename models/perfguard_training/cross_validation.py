@@ -23,7 +23,7 @@ CALIBRATED = ("memory", "time")
 
 
 def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
-    """What calibration learns from: every judged run, predicted by a learner that has not seen its family, or not its GPU."""
+    """Errors for the calibration: every test run, predicted by a learner without its family, or without its GPU."""
     return [
         Error(
             target,

@@ -49,7 +49,7 @@ class Run(NamedTuple):
     variant: str
     """Precision, layout and "compiled", for reports by group."""
     structure: str
-    """What runs share that differ in nothing but the batch and the GPU; runs under another framework are others."""
+    """Key that runs share if only their batches and GPUs differ. Runs under another framework have another key."""
     batch_size: int
     labels: dict[str, float]
     """Measured values of TARGETS."""

@@ -1,4 +1,4 @@
-"""Which operators compilers fuse, from the compilers' own records: labels to learn from.
+"""Labels of fused operators, from the compilers' own records.
 
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 20
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
@@ -49,7 +49,7 @@ _MODELS_OF_FAMILY = 2
 _CELLS = 60
 _BATCHES = (1, 2, 4, 8)
 _NOT_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
-"""What a trace leaves out because it only allocates, beside views."""
+"""Operators that only allocate. A trace leaves them out, as it does views."""
 
 
 class Case(NamedTuple):
@@ -381,7 +381,7 @@ def _transformers() -> Iterator[Case]:
 
 
 def labelled(case: Case, compiler: str) -> LabelledGraph | str:
-    """What ``compiler`` makes of ``case``, or why there is nothing to say."""
+    """Labels of ``case`` from ``compiler``, or the reason why there are none."""
     try:
         model = case.make_model().eval()
         if compiler == "onnxruntime":

@@ -1,4 +1,4 @@
-"""Which operators ONNX Runtime fuses: labels for `fusion`, from the graph that it writes after optimising.
+"""Labels of the operators that ONNX Runtime fuses, from the graph that it writes after optimising.
 
 An operator of the optimised graph stands for all operators of the original one that lie between its inputs and its outputs, whose
 names ONNX Runtime keeps. The graph is that of `graph_from_onnx`; its operators are found in the file by the names of the values

@@ -45,7 +45,7 @@ _PROBED: Mapping[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairRules:
-    """Which pairs of operators are fused, by their names without the mark of running in place."""
+    """Fusion of pairs of operators, by their names without the mark of running in place."""
 
     fused: frozenset[tuple[str, str]]
     several_readers: bool

@@ -160,7 +160,7 @@ def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_oper
 
 
 def label_of(run: Run) -> str:
-    """What runs are judged together."""
+    """Group of runs that are evaluated together."""
     if run.table == "operator":
         return f"operator {run.model}"
     if run.table == "transformer":

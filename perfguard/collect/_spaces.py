@@ -1,4 +1,4 @@
-"""What is measured, in which order: a seeded sequence of configurations of which every prefix is balanced.
+"""A seeded sequence of configurations to measure. Every prefix of it is balanced.
 
 The spaces take turns. Within a space the n-th configuration is read off the n-th point of a scrambled Sobol sequence, one
 coordinate for each choice. After any number of points each choice was made about as often as it should be, and so was each

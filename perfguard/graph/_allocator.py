@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
+"""Computes what CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
 
 A tensor often takes more memory than it needs. The allocator rounds requests to 512 bytes. It cuts them from segments of 2 MiB
 (small requests) or at least 20 MiB (large ones). Freed blocks are kept, merged with their neighbours and used again. What the

@@ -1,4 +1,4 @@
-"""What one aten operator costs: its kind, FLOPs and bytes.
+"""Cost of one aten operator: its kind, FLOPs and bytes.
 
 FLOPs of matrix products and attention come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
 that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).

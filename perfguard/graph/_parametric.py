@@ -361,7 +361,7 @@ def _terms(support: Sequence[int], degree: int, values: Sequence[Sequence[int]])
 
 
 class _BranchConditions:
-    """How the sizes compare, and the remainders of the widths.
+    """Branch conditions: comparisons of sizes, and remainders of the widths.
 
     Args:
         points: that were traced and lie on the polynomials. Shape: (T, K).

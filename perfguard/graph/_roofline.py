@@ -79,7 +79,8 @@ def _rates(skeleton: OpGraph, device: Device) -> _Floats:
 
 
 def channel_padding(graphs: GraphBatch, device: Device) -> _Floats:
-    """How much larger the channels of each convolution are in whole blocks: of its input, and of its output. 1 for all else.
+    """Ratio of the channels in whole blocks to the channels of each convolution, for its input and its output. 1 for other
+    operators. Shape: (2, C, N).
 
     Shape: (2, C, N).
     """

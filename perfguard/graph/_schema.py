@@ -167,7 +167,7 @@ class OpGraph:
 
     @cached_property
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
-        """What the step needs at least, whoever hands out the memory, by kind of storage.
+        """Lower bound on the memory of the step by kind of storage, for any allocator.
 
         All that is alive at the peak, without the outputs that a loop may keep. A trace may be incomplete
         (:attr:`unmodelled`), and a compiler may keep less. Then only what is alive in any case counts: parameters, buffers,

@@ -1,4 +1,4 @@
-"""How much wider intervals must be to hold: adaptive conformal inference.
+"""Widens intervals until they hold: adaptive conformal inference.
 
 A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
 inference on the logarithm of the width (Gibbs and Candes 2021). It is the quantile tracker of "conformal PID control"

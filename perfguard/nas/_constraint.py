@@ -219,7 +219,8 @@ class LatencyConstraint:
         *,
         fixed_s: float = 0.0,
     ) -> torch.Tensor:
-        """How far the expected latency of weighted choices is above the limit, as a logarithm, for a differentiable search.
+        """Penalty for a differentiable search: the excess of the expected latency of weighted choices over the limit, as a
+        logarithm.
 
         The penalty is relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)). It is zero where the limit holds. Elsewhere its gradient points
         to the faster choices (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).

@@ -1,4 +1,4 @@
-"""What the specification demands of an operator: how many inputs, and which attributes of which type and value.
+"""Checks operators against ONNX's specification: the number of inputs, and the types and values of attributes.
 
 Shape inference checks some of this and computes with the rest: a convolution in no groups divides by zero, one with a stride of
 zero never ends. So every operator is looked at before anything is computed from it.

@@ -69,7 +69,7 @@ class Unroller:
         self._bytes_left = MOST_COPIED_BYTES
 
     def written_out(self, node: onnx.NodeProto | Trip, index: int) -> list[onnx.NodeProto | Trip] | None:
-        """What takes the place of ``node``, in order; None: it stays as it is.
+        """The replacement of ``node``, in order; None: it stays as it is.
 
         Raises:
             OnnxError: if its body does not fit it, or there would be too many operators.

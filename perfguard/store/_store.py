@@ -167,7 +167,7 @@ class MeasurementStore(WeightsRegistry):
         return self._read(query, lambda _, row: str(row.device_id))
 
     def num_measured(self, *, since_ns: int) -> int:
-        """How many measurements were logged after that time, in nanoseconds since 1970.
+        """Number of measurements that were logged after that time, in nanoseconds since 1970.
 
         Measurements that are set aside do not count. The result is 0 if the log cannot be read now.
         """

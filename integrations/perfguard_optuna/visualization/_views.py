@@ -118,7 +118,7 @@ class BudgetView:
 
 
 def budget_view(study: optuna.Study, quantity: str) -> BudgetView:
-    """What ``plot_budget`` shows.
+    """The data of ``plot_budget``.
 
     Raises:
         ConfigurationError: for a quantity that there is not.
