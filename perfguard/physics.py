@@ -136,7 +136,7 @@ def _needs(graph: OpGraph) -> _Needs:
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """The memory that a step holds at once, whoever hands it out: without an allocator's slack, workspaces and the context."""
+    """Lower bound on the memory of a step: its live bytes without an allocator's slack, workspaces and the context."""
 
     num_bytes: int
     in_words: str

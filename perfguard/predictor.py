@@ -233,7 +233,7 @@ def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
     """The predictor that an installed package registered as ``name``.
 
     Raises:
-        PredictorError: if nobody did, or its weights are refused.
+        PredictorError: if there is none, or its weights are refused.
     """
     found = entry_points(group=ENTRY_POINT_GROUP)
     for entry_point in found:

@@ -63,7 +63,7 @@ class TrialRecord:
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that a pruned trial that would have run was predicted to take; None for others, and where nobody knows."""
+        """Predicted seconds of a pruned trial that would have run; None for others, and without a prediction."""
         predicted_s = self.predicted.get("time", math.nan)
         over_budget = self.predicted.get("memory", 0.0) > self.limits.get("memory", math.inf)
         may_fail = self.fails_at_once or (self.capacity_bytes is None and over_budget)  # an older trial does not say

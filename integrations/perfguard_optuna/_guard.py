@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 AnyTrial = FrozenTrial | optuna.Trial
 TrialKey = tuple[str, int, datetime.datetime | None]
 _Place = tuple[str, tuple[str, ...]]
-"""A study, and the names of the parameters that ``build`` looked at."""
+"""A study, and the names of the parameters that ``build`` read."""
 MOST_REJECTIONS_IN_A_ROW = 300
 PATIENCE = 30
 """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
@@ -372,7 +372,7 @@ class OptunaGuard(Guard):
 
     @contextmanager
     def _counted_if_unjudged(self, study: optuna.Study, trial: AnyTrial) -> Iterator[None]:
-        """Write into a trial that a strict guard refuses why; nobody else has to say so again."""
+        """Write the reason into a trial that a strict guard refuses, and mark it as reported."""
         try:
             yield
         except UnguardedTrialError as error:

@@ -434,7 +434,7 @@ def _as_completed(
 
 
 def _is_stopping(study: optuna.Study) -> bool:
-    """Whether ``study.stop()`` was called, as a grid does that is exhausted; outside of optimize nobody listens to it."""
+    """Whether ``study.stop()`` was called, as an exhausted grid does. Outside of ``optimize`` that has no effect."""
     return bool(study._thread_local.in_optimize_loop and study._stop_flag)
 
 

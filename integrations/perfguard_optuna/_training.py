@@ -1,4 +1,4 @@
-"""GuardedTraining: a training whose loop is somebody else's, judged at its begin and measured to its end."""
+"""GuardedTraining: a training in the loop of another library, judged at its begin and measured to its end."""
 
 from __future__ import annotations
 

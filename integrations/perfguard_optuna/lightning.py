@@ -252,7 +252,7 @@ def _optimizers_in(configured: Any) -> list[Any]:
 
 
 def _count(number: float) -> int | None:
-    """Steps; None where nobody knows how many."""
+    """Number of steps; None: unknown."""
     return math.ceil(number) if 0 < number < math.inf else None
 
 

@@ -215,7 +215,7 @@ class Ledger:
             return None
 
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
-        """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
+        """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
         change = self.changes.pop(trial_id, None)
         if change is not None and _equal(change.config, config):

@@ -27,7 +27,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
 
         def train(config):
             with perfguard_ray.measure():
-                ...  # build the model, train, tune.report({"loss": loss}) as ever
+                ...  # build the model, train, tune.report({"loss": loss}) as before
 
     Reports gain ``perfguard/peak_memory_bytes``, ``perfguard/step_time_s``, ``perfguard/total_time_s``, ``perfguard/num_steps``
     and how they were taken. Steps are counted by torch's ``optimizer.step()``; with another framework call ``run.step()`` after

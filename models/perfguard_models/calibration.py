@@ -19,7 +19,7 @@ OPERATOR = "operator"
 
 
 def on_new_gpu(group: str) -> str:
-    """The group that stands for ``group`` on a GPU that was never seen."""
+    """The group that replaces ``group`` on a GPU without training rows."""
     return f"{NEW_GPU} {OPERATOR}" if group == OPERATOR else NEW_GPU
 
 

@@ -1,4 +1,4 @@
-"""LILOU's graph partitioner: which operators a compiler fuses, by a network that looks at the edges between them.
+"""LILOU's graph partitioner: which operators a compiler fuses, by a network over the edges between them.
 
 The network is from section 3.2.1 of "LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving".
 Operators have their type, the sizes of input, output and parameters, and FLOPs. They pass one layer of graph attention,
@@ -49,7 +49,7 @@ _NOTE = (
 
 
 class Edges(NamedTuple):
-    """A graph as the network sees it: n operators, m edges."""
+    """Input of the network for one graph: n operators, m edges."""
 
     sizes: torch.Tensor  # shape: (n, len(SIZES))
     kind: torch.Tensor  # shape: (n,)
@@ -167,7 +167,7 @@ class FusionModel:
         return found
 
     def fused(self, graph: OpGraph, compiler: str) -> tuple[OpGraph, list[list[int]]]:
-        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and what that stands for."""
+        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and the operators in it."""
         return merged(graph, kernels_of(graph, self.chances(graph, compiler)))
 
 

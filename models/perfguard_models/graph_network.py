@@ -1,4 +1,4 @@
-"""GuardNet's network: it sees the operators of a step and corrects physics by factors.
+"""GuardNet's network: it reads the operators of a step and corrects physics by factors.
 
 Step time is a sum over operators, each its roofline time times a learnt factor. Peak memory is the replay's peak times a learnt
 factor that depends on what is kept at the peak and on the heaviest operator. Both start at pure physics: the last layers are

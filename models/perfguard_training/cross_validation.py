@@ -42,7 +42,7 @@ def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[
     """Standard deviations (of logarithms) for each fold, by a calibration on the errors of the other folds.
 
     Returns:
-        By quantity, shape: (judged runs,); NaN where the other folds have too few runs to calibrate on.
+        By quantity, shape: (test runs,); NaN where the other folds have too few runs to calibrate on.
     """
     errors = [errors_of(runs, split, [part]) for part in judged]
     found = []

@@ -272,7 +272,7 @@ def _logit(share: float | None) -> float | None:
 
 
 class Fold(NamedTuple):
-    """A named split: indices of what is learnt from and of what is judged."""
+    """A named split: indices of the training rows and of the test rows."""
 
     name: str
     learn: list[int]
@@ -282,8 +282,8 @@ class Fold(NamedTuple):
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by the name of a split.
 
-    With "family", each family is judged once, by a predictor that has seen none of it. With "gpu", the same
-    holds for each GPU. With "random", one part of ``number`` is judged. This one is only for comparison.
+    With "family", each family is the test set once, for a predictor without it. With "gpu", the same holds for each
+    GPU. With "random", one part of ``number`` is the test set. This one is only for comparison.
 
     Raises:
         ValueError: for another name.

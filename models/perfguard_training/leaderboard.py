@@ -1,4 +1,4 @@
-"""All predictors on the same rows, each judged on what it has not seen.
+"""All predictors on the same rows, each evaluated on rows that it was not fitted to.
 
 Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is judged on the same
 others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of memory and
@@ -122,7 +122,7 @@ def _prepare() -> None:
 
 
 def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
-    """The part of ``fold`` that a predictor of these kinds of table learns from and is judged on."""
+    """The part of ``fold`` that a predictor of these kinds of table is fitted to and evaluated on."""
     return Fold(
         fold.name,
         [index for index in fold.learn if runs[index].table in tables],
@@ -308,7 +308,7 @@ def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitSc
 
 
 def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
-    """A line that was judged on fewer rows than others of its group has their number."""
+    """Mark a line with the number of its rows, if it was evaluated on fewer rows than others of its group."""
     names = [name for name in order if any(predictor == name for _, predictor in cells)]
     text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     for group in sorted({group for group, _ in cells}):

@@ -23,7 +23,7 @@ class Trainable(Learner, Protocol):
     """A learner that can be fitted."""
 
     tables: ClassVar[tuple[str, ...]]
-    """Kinds of table that it learns from and is judged on."""
+    """Kinds of table that it is fitted to and evaluated on."""
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """Learn from ``runs``; ``on_epoch(done, of, loss)`` is called now and then. With a ``checkpoint``, a fit of the same runs

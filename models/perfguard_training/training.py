@@ -1,4 +1,4 @@
-"""One predictor from tables to weights: judged on folds by family and by GPU, then fitted to everything.
+"""One predictor from tables to weights: evaluated on folds by family and by GPU, then fitted to all rows.
 
 The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
 """

@@ -208,11 +208,13 @@ class _Watch:
             health.close()
 
     def look_at_the_idle_card(self, on_note: Callable[[str], None]) -> None:
-        """Before anything of ours runs: what shows then is somebody else's."""
+        """Check the card before the first run. Any load at that time belongs to other users."""
         if not is_busy(self._before):
             return
         self._busy_by_itself = not self._before.others
-        who = f"processes {', '.join(map(str, self._before.others))} use it" if self._before.others else "nobody is seen on it"
+        who = (
+            f"processes {', '.join(map(str, self._before.others))} use it" if self._before.others else "no process is seen on it"
+        )
         share = f"{self._before.utilisation or 0:.0%}"
         on_note(f"The GPU is not ours alone ({share} busy, {who}): rows are marked, their times and energy left out.")
 

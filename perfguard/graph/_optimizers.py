@@ -99,7 +99,7 @@ class _ValuesUnknown(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
-        with torch._C.DisableTorchFunction():  # what PyTorch's meta kernels call is nobody's call
+        with torch._C.DisableTorchFunction():  # calls of PyTorch's meta kernels are not recorded
             return outputs_of(func, args, kwargs or {})
 
 
@@ -148,7 +148,7 @@ def make_optimizer(given: Any, live_model: nn.Module, model: nn.Module) -> torch
         )
     own = set(map(id, model.parameters()))
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise WorkloadError(  # never step an optimizer over somebody's real weights
+        raise WorkloadError(  # never step an optimizer over real weights
             "Workload.optimizer must make an optimizer over the parameters that it is called with, but the one that it returned "
             "holds others. Give a class or a functools.partial, or a live optimizer over Workload.model's own parameters."
         )

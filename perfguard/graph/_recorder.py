@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
 
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
-        with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
+        with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
             for name, parameter in named_parameters:
                 if parameter.grad is not None and parameter.grad.is_meta:
                     index = self._storage_index(parameter.grad)
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
             self._freed_after = None
 
     def forget(self, tensor: Any) -> None:
-        """Something that was adopted turned out not to be there."""
+        """Count no bytes for an adopted tensor that turned out not to exist."""
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
             if index is not None and self._births[index] == -1:

@@ -90,7 +90,7 @@ class OpGraph:
 
     @property
     def skeleton(self) -> OpGraph:
-        """The operators and storages of this graph, whose sizes nobody reads: one object for all graphs of `with_sizes`.
+        """The operators and storages of this graph with meaningless sizes: one object for all graphs of `with_sizes`.
 
         It is another object than the graph, so that the graph can hold its batch without a cycle of references.
         """

@@ -26,7 +26,7 @@ _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
 _BARE = vars(nn.Module())
 _BARE_NAMES = list(_BARE)
 _HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
-"""Between the tensors and the submodules of a module that nobody has changed: mostly hooks that it does not have."""
+"""Attributes of an unchanged module beside tensors and submodules: mostly empty dictionaries of hooks."""
 _BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
 _APART = frozenset({"inputs", "targets", "optimizer"})
@@ -67,7 +67,7 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
 
 
 def _ambient() -> Hashable:
-    """Switches of PyTorch that the trace looks at."""
+    """Switches of PyTorch that the trace reads."""
     hooks = torch.nn.modules.module
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
         raise _Indescribable
@@ -177,7 +177,7 @@ class _Describer:
         raise _Indescribable
 
     def _module(self, module: nn.Module) -> Hashable:
-        """Parameters and buffers by their shapes, which is all that a trace sees of them; everything else by value."""
+        """Describe parameters and buffers by their shapes, which are all that a trace reads, and other objects by value."""
         state = vars(module)
         tensors = tuple(
             (name, None if tensor is None else self._known_tensor(tensor))

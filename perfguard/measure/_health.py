@@ -167,7 +167,7 @@ def trouble_between(before: Signs, after: Signs) -> Trouble:
 
 
 def is_busy(signs: Signs) -> bool:
-    """Whether an otherwise idle card does somebody's work, seen as a process or not."""
+    """Whether a card without our work is busy, with or without a visible process."""
     return bool(signs.others) or (signs.utilisation or 0.0) > _BUSY
 
 

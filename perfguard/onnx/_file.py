@@ -89,7 +89,7 @@ def _check_number(path: Path, model: onnx.ModelProto) -> None:
 
 
 def _check_texts(path: Path, message: Message) -> None:
-    """A text that is not UTF-8 comes out of the parser as bytes, which nobody further on expects."""
+    """Refuse text that is not UTF-8. The parser returns it as bytes, which other code does not expect."""
     for field, value in message.ListFields():
         if field.type not in (field.TYPE_MESSAGE, field.TYPE_STRING):
             continue

@@ -63,7 +63,7 @@ def _num_inner(node: onnx.NodeProto) -> int:
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """Numbers, lists of numbers and texts; tensors and graphs are looked at elsewhere."""
+    """Numbers, lists of numbers and texts; tensors and graphs are read elsewhere."""
     values: dict[str, Any] = {}
     for attribute in node.attribute:
         kind = onnx.AttributeProto

@@ -296,7 +296,7 @@ class _Inference:
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(domain, 1), domain)
-        except onnx.defs.SchemaError:  # an operator of somebody else's
+        except onnx.defs.SchemaError:  # an operator of another domain
             return self._contributed(node, index)
         protos = {name: self._protos[name] for name in node.input if name}
         values = {name: self._values[name] for name in node.input if name in self._values}

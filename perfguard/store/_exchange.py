@@ -100,10 +100,12 @@ def export_log(
 
 
 def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
-    """Add the rows of an export to the log. Weights that were in use there are "superseded" here: nobody's weights change by it.
+    """Add the rows of an export to the log.
+
+    Weights that were in use there are "superseded" here, so the weights in use do not change.
 
     Returns:
-        How many rows of each table were new.
+        The number of new rows of each table.
 
     Raises:
         LogVersionError: if a newer PerfGuard exported it.

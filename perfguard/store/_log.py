@@ -93,7 +93,7 @@ class Log:
         was_replaced = self._ready
         if was_replaced:
             self._ready = False
-            self.engine.dispose()  # or rows would go on into a file that nobody can open any more
+            self.engine.dispose()  # or rows would go into a file that cannot be opened any more
             self.sent_graphs.clear()
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -301,7 +301,7 @@ class MeasurementStore(WeightsRegistry):
             pass  # the log is there, and of the present schema
         try:
             with self._log.engine.connect() as connection:
-                connection.exec_driver_sql("BEGIN")  # a snapshot, which keeps nobody from writing
+                connection.exec_driver_sql("BEGIN")  # a snapshot, which does not block writers
                 for row in connection.execution_options(yield_per=retention.ROWS_AT_ONCE).execute(query):
                     yield dict(row._mapping)
         except SQLAlchemyError as error:

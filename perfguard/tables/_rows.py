@@ -46,7 +46,7 @@ class MeasuredRow(ABC):
 
     @abstractmethod
     def make_model(self) -> nn.Module | None:
-        """The network, made on the meta device by whoever calls; None if the graph needs none.
+        """The network; None if the graph needs none. Call it under the meta device.
 
         Raises:
             TableError: if it cannot be made.
