@@ -32,15 +32,17 @@ FEWEST = 8
 _PULL = 0.1
 _LEAST_LOG_SIGMA = 0.03
 _UNKNOWN_SHARE = 0.02
-"""Of a graph's roofline that may belong to kinds that were never measured."""
+"""Largest share of a graph's roofline in kinds that were never measured."""
 
 Sums = dict[str, tuple[float, int]]
-"""Of each kind the roofline seconds, and the calls."""
+"""Roofline seconds and number of calls of each kind."""
 
 
 def sums_by_kind(graphs: GraphBatch, device: Device) -> list[Sums]:
-    """What the rates are applied to, for each of ``graphs``. Convolutions are told apart as their libraries do: depthwise or in
-    groups, of one pixel, of more."""
+    """The quantities to which the rates apply, for each of ``graphs``.
+
+    As in their libraries, there are three kinds of convolutions: in groups or depthwise, with filters of one pixel, and others.
+    """
     seconds, kinds = batch_roofline_s(graphs, device), np.array([op.kind for op in graphs.skeleton.ops], dtype=object)
     in_groups = (kinds == "conv") & (graphs.attribute("groups", length=1)[..., 0] > 1)
     taps = graphs.attribute("weight_shape", length=2)[..., 2:].prod(axis=-1)
@@ -76,7 +78,7 @@ class KindRates:
         """Standard deviation of log(measured / predicted) for a network that was left out."""
 
     def seconds_of(self, sums: Sums) -> Estimate | None:
-        """None for a graph with more than a little of a kind that was never measured."""
+        """Return None for a graph with more than a little of a kind that was never measured."""
         total = sum(seconds for seconds, _ in sums.values())
         known = sum(seconds for kind, (seconds, _) in sums.items() if kind in self._kinds)
         predicted = float(self._row(sums) @ self._rates)
@@ -125,7 +127,7 @@ def _with(prediction: Prediction, step_time: Estimate | None) -> Prediction:
 
 
 def robust_spread(errors: Sequence[float]) -> float:
-    """The standard deviation of errors around zero, by their median: one absurd reading does not speak for all."""
+    """A robust standard deviation of errors around zero, from the median of their absolute values."""
     return SIGMA_OF_MAD * float(np.median(np.abs(errors)))
 
 

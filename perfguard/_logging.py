@@ -1,6 +1,6 @@
-"""What PerfGuard tells people who did not ask: one line to standard error, through the logger "perfguard".
+"""Log messages without a caller's request: one line to standard error, through the logger "perfguard".
 
-As Optuna's logger it has a handler of its own, because Python shows no INFO by default. A handler or a level that the user gave
+Like Optuna's logger it has its own handler, because Python shows no INFO by default. A handler or a level that the user gave
 the logger stays, and the environment variable PERFGUARD_QUIET, if it is not empty, keeps PerfGuard silent.
 """
 

@@ -1,12 +1,12 @@
-"""Packages that not everybody has."""
+"""Optional packages."""
 
 from __future__ import annotations
 
 
 def why_not_imported(error: ImportError, package: str, if_missing: str) -> str:
-    """What to tell a user when ``package`` could not be imported: ``if_missing`` only where it is not installed.
+    """Error message for a ``package`` that could not be imported: ``if_missing`` if it is not installed.
 
-    A package that is installed can fail for what it imports itself. Then the answer names the first cause.
+    An installed package can fail because of its own imports. Then the message names the first cause.
     """
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None:

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def random_numbers_kept(*, beside_threads: bool = False) -> Iterator[None]:
-    """What is drawn inside, on the host, is given back.
+    """Restore the host's random state after the block.
 
-    Meta tensors draw nothing, so there is something to give back only where a model draws on the host by itself. While other
-    threads run it is not given back, for they would see the same numbers twice; ``beside_threads`` it is, for what is short and
-    happens once.
+    Meta tensors draw nothing, so this matters only if a model itself draws on the host. While other threads run, the state is
+    not restored, because they would see the same numbers twice. With ``beside_threads`` it is restored all the same, for a
+    short block that runs once.
     """
     import torch
 

@@ -16,20 +16,20 @@ _UNCOUNTABLE = re.compile(
 )
 _NOT_ALLOCATED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _MORE_THAN_ANY_BYTES = 2**42
-"""What this machine cannot allocate may yet fit the device, but no device has so much."""
+"""A failed allocation of at least this size is too large for any device. A smaller one may only be too large for this machine."""
 _MOST_CHARACTERS = 240
-"""Of PyTorch's message."""
+"""Length at which PyTorch's message is cut."""
 
 
 @contextmanager
 def too_large_named() -> Iterator[None]:
-    """Turn what is raised inside for a tensor that is too large for any device's memory into TooLargeError."""
+    """Raise TooLargeError instead of PyTorch's errors for a tensor that is too large for any device."""
     try:
         yield
     except TooLargeError:
         raise
     except Exception as error:
-        found = _asked_for(error)
+        found = _too_large_cause(error)
         if found is None:
             raise
         cause, num_bytes = found
@@ -37,8 +37,8 @@ def too_large_named() -> Iterator[None]:
         raise TooLargeError(f"A tensor of the workload does not fit into any memory: {words}.", num_bytes) from error
 
 
-def _asked_for(error: BaseException) -> tuple[BaseException, int] | None:
-    """The error behind ``error`` that says that a tensor is too large, and its bytes at least; None: that is not what it says."""
+def _too_large_cause(error: BaseException) -> tuple[BaseException, int] | None:
+    """The cause of ``error`` that reports too large a tensor, and a lower bound on its bytes; None: there is no such cause."""
     cause: BaseException | None = error
     while cause is not None:
         if _UNCOUNTABLE.search(str(cause)):

@@ -25,7 +25,7 @@ NOUNS: Mapping[Quantity, str] = {
     "latency": "latency",
     "energy": "energy",
 }
-"""What a person calls them."""
+"""Names of the quantities in messages."""
 _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "memory": ("needs", ""),
     "time": ("takes", ""),
@@ -58,7 +58,7 @@ class Limit:
         return self.estimate.p_exceeds(self.limit)
 
     def margin(self, risk: float) -> float:
-        """How far the trial is from feasible, as a logarithm: negative where the limit holds with probability 1 - risk."""
+        """Distance from feasibility as a logarithm: negative where the limit holds with probability 1 - risk."""
         return math.log(self.estimate.quantile(1 - risk) / self.limit)
 
     def format(self, value: float) -> str:
@@ -75,7 +75,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a trial may use. None means no limit; the device's own memory always is one.
+    """Limits of a trial. None means no limit; the device's own memory always is one.
 
     Example:
         >>> Budget.parse(memory="38GiB", time="2h").trial_time_s
@@ -167,7 +167,7 @@ class Budget:
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
-        """What is limited."""
+        """The limited quantities."""
         limited: dict[Quantity, float | None] = {
             "memory": 1,
             "time": self.trial_time_s,
@@ -248,7 +248,7 @@ class Budget:
 
 
 def quantity_of(sentence: str) -> Quantity:
-    """Return the quantity that :attr:`Limit.sentence` speaks of: the log keeps a verdict's sentence, not its limit."""
+    """Return the quantity of a :attr:`Limit.sentence`. The log stores a verdict's sentence, but not its limit."""
     verb = sentence.partition(" ")[0]
     of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
     named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)

@@ -61,7 +61,7 @@ class TooLargeError(WorkloadError):
     """A tensor of the workload does not fit into any memory, so that the workload cannot even be described.
 
     Args:
-        message: what PyTorch said.
+        message: PyTorch's message.
         num_bytes: what the tensor takes at least.
     """
 
@@ -93,7 +93,7 @@ class OnnxError(WorkloadError):
 
 
 class PredictorError(PerfGuardError):
-    """No such predictor, or its weights are refused."""
+    """The predictor does not exist, or its weights are refused."""
 
 
 class TableError(PerfGuardError):
@@ -137,11 +137,11 @@ class UntrainedDeviceWarning(PerfGuardWarning):
 
 
 class BudgetWarning(PerfGuardWarning):
-    """A trial was launched although it is expected to break a budget: the user asked for a warning only."""
+    """A trial was launched although it is expected to break a budget, because only warnings are enabled."""
 
 
 class NothingFeasibleWarning(PerfGuardWarning):
-    """Nothing that was proposed fits the budgets; the search ends, or goes on without guidance."""
+    """No proposal fits the budgets. The search ends, or goes on without guidance."""
 
 
 class MeasurementWarning(PerfGuardWarning):

@@ -215,7 +215,7 @@ class Guard:
         """
         workload = as_workload(model, inputs, **fields)
         verdict = self._judge(workload)
-        self._say_what_is_unchecked(self._unchecked(workload, verdict))
+        self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
@@ -235,7 +235,7 @@ class Guard:
         if isinstance(workload, TracedWorkload):
             raise ConfigurationError(
                 "max_batch_size needs a model to trace at other batches, but got a TracedWorkload, whose graph is of one batch. "
-                "Ask where the model's package is installed, with the Workload itself."
+                "Call it where the model's package is installed, with the Workload itself."
             )
         return largest_batch(self._fits, workload, at_most=at_most)
 
@@ -385,10 +385,10 @@ class Guard:
                 ) from error
             self._warn_once(
                 UnguardedTrialWarning,
-                f"PerfGuard could not judge a trial and launches it unguarded (said once): {type(error).__name__}: {error}",
+                f"PerfGuard could not judge a trial and launches it unguarded (shown once): {type(error).__name__}: {error}",
             )
             verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
-        self._say_what_is_unchecked(unchecked)
+        self._warn_unchecked(unchecked)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
@@ -403,7 +403,7 @@ class Guard:
             raise ConfigurationError(" ".join(unchecked.values()))
         return unchecked
 
-    def _say_what_is_unchecked(self, unchecked: Mapping[str, str]) -> None:
+    def _warn_unchecked(self, unchecked: Mapping[str, str]) -> None:
         for budget, problem in unchecked.items():
             self._warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
 
@@ -432,12 +432,12 @@ class Guard:
                 trial_id=trial_id,
             )
         except Exception as error:  # the log keeps what it cannot deliver; this is worse
-            self._warn_once(LogWarning, f"PerfGuard could not log a verdict (said once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
             decision_id = ""
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
+        """Return why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
 
         The result is also None for a run on another device than the guarded one.
         """
@@ -484,7 +484,7 @@ class Guard:
         try:
             self.log.record_measurement(decision.id, measurement)
         except Exception as error:
-            self._warn_once(LogWarning, f"PerfGuard could not log a measurement (said once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
         if elsewhere:
             return
         self._learn_from_log()
@@ -492,7 +492,7 @@ class Guard:
             if self._fine_tuning is not None:
                 self._fine_tuning.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
-            self._warn_once(LogWarning, f"PerfGuard could not start its learner (said once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -516,9 +516,9 @@ class Guard:
             self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
         if say and before.observations:  # else what the log held before is no news
-            self._say_what_changed(before, after)
+            self._warn_about_changes(before, after)
 
-    def _say_what_changed(self, before: LogAssessment, after: LogAssessment) -> None:
+    def _warn_about_changes(self, before: LogAssessment, after: LogAssessment) -> None:
         known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:
@@ -528,7 +528,7 @@ class Guard:
             if misfit.observation.decision_id not in known:
                 message = (
                     f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by "
-                    "the unlearnt prediction again (said once). Check that `build` describes the step that the trials really run."
+                    "the unlearnt prediction again (shown once). Check that `build` describes the step that the trials run."
                 )
                 self._warn_once(DriftWarning, message, about="misfit")
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
@@ -538,7 +538,7 @@ class Guard:
                 continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
             if found.observation.decision_id not in refused and found.reason not in reasons:
                 message = (
-                    f"A reading is not believed and not learnt (said once): {found.reason}. Check that `build` describes what "
+                    f"A reading is implausible and is not learnt (shown once): {found.reason}. Check that `build` describes what "
                     "the trials run; `perfguard log quarantine` lists such readings."
                 )
                 self._warn_once(MeasurementWarning, message)

@@ -1,4 +1,4 @@
-"""What integrations with tuners and trainers use of the core, beside the public objects of `perfguard`."""
+"""Functions of the core for integrations with tuners and trainers, beside the public objects of `perfguard`."""
 
 from perfguard._optional import why_not_imported
 from perfguard._random import random_numbers_kept

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 _COUNTED_MEMORY = 0.9
 _NEWLY_MAPPED, _MAPPED_OF_ALL = 0.5, 0.1
 _SHARE_OF_FLOPS = {"conv": 0.25, "conv_backward": 0.25, "attention": 0.5, "matmul": 1.0, "rnn": 1.0}
-"""What the fastest algorithm computes of an operator's FLOPs, by the kind of operator."""
+"""Share of an operator's FLOPs that the fastest algorithm computes, by kind of operator."""
 _OVERCLOCKED = 1.25
 _UNSURE_OF_RATES, _UNSURE_WHERE_IDLE = 10.0, 3.0
 """Honest steps take half of their products at the measured rate and more (2 busy cores, 10 networks, 2026-11-22)."""
 _SHORTEST_LAUNCH = 0.5
 
 NAME = "lower-bound"
-"""Of the predictor, where :class:`LeastMemory` alone answers."""
+"""Name of the predictor in a verdict by :class:`LeastMemory` alone."""
 _NOUNS = {  # by the name of the StorageKind
     "PARAMETER": "parameters",
     "BUFFER": "buffers",
@@ -63,19 +63,19 @@ _NOUNS = {  # by the name of the StorageKind
     "TEMPORARY": "temporary tensors",
 }
 _MENTIONED = 0.01
-"""Of the whole: smaller parts are not spoken of."""
+"""Smallest share of the whole that a message mentions."""
 HOPELESS = 4
-"""So many times over the budget the bound alone answers. Nearer to it, where searchers learn from how far a proposal is from
-feasible, the predictor gives the numbers, and the bound only overrules a launch."""
+"""From this many times the budget, the bound alone decides. Below that, searchers need the distance from feasibility. So the
+predictor gives the numbers, and the bound only overrules a launch."""
 _LOG_SIGMA, _SIGMAS_ABOVE = 0.2, 3.1
 """The peak is above the bound with probability 0.999, and 1.9 times the bound in the middle. 62 published runs of timm models on
 an A100 (GPUMemNet) took at least 1.15 times the bound, and 1.8 times in the middle."""
 _TIME_FACTOR, _TIME_LOG_SIGMA = 2.0, 0.6
-"""Of the time at the device's peak rates: a step takes one to four times as long."""
+"""Median and sigma of the step time relative to the peak rates. A step takes one to four times as long."""
 
 
 class _Needs(NamedTuple):
-    """What a step needs on any device."""
+    """Lower bounds on a step's needs on any device."""
 
     held_bytes: float
     """Parameters, buffers, gradients and optimizer state, the most that are alive at once."""
@@ -83,7 +83,7 @@ class _Needs(NamedTuple):
     """Gradients and optimizer state, the most that are alive at once."""
     gradient_bytes: float
     made_bytes: float
-    """All but parameters, buffers and inputs, the most that is alive at once."""
+    """Peak of live bytes without parameters, buffers and inputs."""
     product_flops: float
 
 
@@ -136,17 +136,17 @@ def _needs(graph: OpGraph) -> _Needs:
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """The memory that a step holds at once, whoever hands it out: without an allocator's slack, workspaces and the context."""
+    """Lower bound on the memory of a step: its live bytes without an allocator's slack, workspaces and the context."""
 
     num_bytes: int
     in_words: str
-    """What it is made of."""
+    """Its parts, in words."""
     step_time_s: float
-    """What the step takes at the peak rates of the device, seconds."""
+    """Time of the step at the device's peak rates, in seconds."""
 
     @staticmethod
     def of(graph: OpGraph, device: Device) -> LeastMemory:
-        """Of ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
+        """The bound for ``graph``; see :attr:`OpGraph.least_bytes_by_kind`."""
         from perfguard.graph import roofline_s  # imports torch
 
         parts = graph.least_bytes_by_kind
@@ -157,14 +157,14 @@ class LeastMemory:
 
     @staticmethod
     def behind(error: TooLargeError, device: Device) -> LeastMemory:
-        """Of a workload that cannot even be described: one of its tensors, written once."""
+        """The bound for a workload with a tensor that is too large to describe: this tensor, written once."""
         return LeastMemory(error.num_bytes, "one tensor alone", error.num_bytes / device.bandwidth_bytes_per_s)
 
     def __str__(self) -> str:
         return f"at least {format_bytes(self.num_bytes)} ({self.in_words})"
 
     def prediction(self, device: Device, *, steps: int | None) -> Prediction:
-        """What can be said of a step that needs more than the device has: finite, and surely above the bound."""
+        """Prediction for a step that does not fit the device: finite, and above the bound with near certainty."""
         step_time = Estimate(max(self.step_time_s, 1e-9) * _TIME_FACTOR, _TIME_LOG_SIGMA)
         return Prediction(
             peak_memory=Estimate(self.num_bytes * math.exp(_SIGMAS_ABOVE * _LOG_SIGMA), _LOG_SIGMA),

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "perfguard.predictors"
 DEFAULT_PREDICTOR = "guardnet"
 Target = Literal["memory", "time"]
-"""What is learnt from runs: the peak of memory, and the time of a step."""
+"""Quantities that are learnt from runs: the peak of memory, and the time of a step."""
 TARGETS: tuple[Target, ...] = get_args(Target)
 COVERAGE = 0.9
-"""Of the intervals that are spoken of."""
+"""Coverage of reported intervals."""
 HALF_INTERVAL = 1.6448536269514722
 """Half of the width of that central interval, in standard deviations of a normal distribution."""
 SIGMA_OF_MAD = 1.4826
 """The standard deviation of a normal variable, as a multiple of its median absolute deviation (MAD)."""
 MOST_WIDENED = math.log(10.0)
-"""No end of an interval is moved by more than a factor of ten, however badly the predictor does: see `widened_log_sigma`."""
+"""Limit of the widening: no end of an interval moves by more than a factor of ten. See `widened_log_sigma`."""
 _NORMAL = NormalDist()
 
 
@@ -83,7 +83,7 @@ def widened_log_sigma(log_sigma: float, factor: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a workload is expected to cost on a device."""
+    """Predicted cost of a workload on a device."""
 
     peak_memory: Estimate
     """Bytes of device memory at the peak, the driver's context included."""
@@ -107,9 +107,9 @@ class Prediction:
     energy: Estimate | None = None
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
-    """What the trace could not account for, in words."""
+    """Parts that the trace does not account for, in words."""
     widening: Mapping[Target, float] = field(default_factory=dict)
-    """What :meth:`widened` has done to the standard deviations already; empty: nothing."""
+    """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
 
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""
@@ -155,18 +155,18 @@ class Observation:
     device: Device
     measurement: Measurement
     predicted: Mapping[Target, Estimate] = field(default_factory=dict)
-    """What had been predicted of it, before it ran; empty: nothing is known of that."""
+    """Prediction of the run from before it ran; empty: unknown."""
     widening: Mapping[Target, float] = field(default_factory=dict)
-    """By what the standard deviations of ``predicted`` had been widened, see :meth:`Prediction.widened`; empty: by nothing."""
+    """Factors by which the standard deviations of ``predicted`` were widened, see :meth:`Prediction.widened`; empty: none."""
     predicted_by: str = ""
-    """The predictor that ``predicted``: name and version; empty: nobody knows."""
+    """Name and version of the predictor that ``predicted``; empty: unknown."""
     regime: int = 0
     """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
     has the highest. See :func:`perfguard.learning.assess_log`."""
     decision_id: str = ""
-    """Its key in the measurement log; empty: it is in none."""
+    """Key in the measurement log; empty: it is not logged."""
     recorded_at_ns: int = 0
-    """When it came into the log, since 1970; 0: it is in none."""
+    """Time of logging since 1970; 0: it is not logged."""
     study: str = ""
     """The study that launched it; empty: none is known."""
 
@@ -213,7 +213,7 @@ class Refinable(Protocol):
 
     @property
     def shift_on_reference(self) -> float:
-        """How far the refinement in use is from the shipped weights, as a mean |logarithm|.
+        """Distance of the refinement in use from the shipped weights, as a mean |logarithm|.
 
         The mean is over a summary of the shipped weights' training data. 0: there is no refinement, or no summary.
         """
@@ -233,7 +233,7 @@ def load_predictor(name: str = DEFAULT_PREDICTOR) -> Predictor:
     """The predictor that an installed package registered as ``name``.
 
     Raises:
-        PredictorError: if nobody did, or its weights are refused.
+        PredictorError: if there is none, or its weights are refused.
     """
     found = entry_points(group=ENTRY_POINT_GROUP)
     for entry_point in found:

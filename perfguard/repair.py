@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 Remedy = Literal["accumulation", "precision", "checkpointing"]
 _MOST_SAMPLES = 2**20
 _MOST_PASSES = 32
-"""Of one optimizer step after a repair: more would take too long to be worth it, to trace and to run."""
+"""Most micro-batches in one optimizer step after a repair. More would take too long to trace and to run."""
 _GROWTH = 8
-"""From one batch that fits to the next that is tried; each of these is traced, those between are not."""
+"""Factor between batches that are tried. Each of these is traced, those between are not."""
 _FIRST_BATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What the objective has to change. Without any change every field has its default."""
+    """Changes that the objective has to apply. Without any change, every field has its default."""
 
     micro_batch_size: int | None = None
     """Samples of one forward and backward pass. None: the batch as proposed."""
@@ -53,7 +53,7 @@ class Repair:
 
 
 AS_PROPOSED = Repair()
-"""No change."""
+"""The repair that changes nothing."""
 
 
 def check_remedies(remedies: Sequence[str]) -> tuple[Remedy, ...]:
@@ -71,7 +71,7 @@ def batch_size_of(workload: Workload) -> int:
     """The first dimension that all inputs and targets share.
 
     Raises:
-        WorkloadError: if they share none, so that nobody can tell what the batch is.
+        WorkloadError: if they share none, so that the batch size is unknown.
     """
     leading = {shape[0] for shape in shapes_in((workload.inputs, workload.targets)) if shape}
     if len(leading) != 1:

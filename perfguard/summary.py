@@ -30,20 +30,20 @@ _WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """What PerfGuard knows of one trial. None: not predicted, or not measured."""
+    """Record of one trial. None: not predicted, or not measured."""
 
     number: int
     verdict: str | None
     reason: str
     predicted: Mapping[str, float]
-    """By quantity: "memory" in bytes, times in seconds, "energy" in joules."""
+    """Predictions by quantity: "memory" in bytes, times in seconds, "energy" in joules."""
     intervals: Mapping[str, tuple[float, float]]
     """The central 90% of each predicted quantity."""
     limits: Mapping[str, float]
     measured: Mapping[str, float]
     status: str | None
     not_measured: str = ""
-    """Why a trial that ran was not measured; empty: it was, or did not run."""
+    """Reason why a trial that ran was not measured; empty: it was, or did not run."""
     capacity_bytes: float | None = None
     """The device's own memory. None: not judged, or by an older PerfGuard."""
 
@@ -63,7 +63,7 @@ class TrialRecord:
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that a pruned trial that would have run was predicted to take; None for others, and where nobody knows."""
+        """Predicted seconds of a pruned trial that would have run; None for others, and without a prediction."""
         predicted_s = self.predicted.get("time", math.nan)
         over_budget = self.predicted.get("memory", 0.0) > self.limits.get("memory", math.inf)
         may_fail = self.fails_at_once or (self.capacity_bytes is None and over_budget)  # an older trial does not say
@@ -102,14 +102,14 @@ class GuardSummary(ABC):
     num_pruned: int
     """Trials, or different configurations, that were turned down before launch."""
     pruned_for: Mapping[Quantity | None, int]
-    """How many of them each limit turned down; None where nobody knows which."""
+    """Number of them by the limit that they break; None: an unknown limit."""
     num_measured: int
     """Launched trials of which it is known whether they broke a budget."""
     num_violations: int | None
     """Measured trials that broke a budget, or ran out of memory or time. None: none was measured."""
     num_crashes_avoided: int
-    """Of ``num_pruned`` those that need more memory than the device has: they would have ended in their first steps, so no time
-    is counted for them."""
+    """Number of pruned trials that need more memory than the device has. They would have ended in their first steps, so they
+    save no time."""
     saved_s: float | None
     """Time that the others were predicted to take, had each run to its end, in seconds; one over a memory budget that is a part
     of the device's memory would have run. None: there is none whose trial time was predicted."""
@@ -148,7 +148,7 @@ class GuardSummary(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What stands above the table."""
+        """Title of the table."""
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -156,12 +156,12 @@ class GuardSummary(ABC):
 
     @property
     def launched_in_words(self) -> str:
-        """For instance "9, 1 repaired"."""
+        """Number of launched trials in words, for instance "9, 1 repaired"."""
         return f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
 
     @property
     def pruned_in_words(self) -> str:
-        """For instance "3 (peak memory 2, trial time 1)"."""
+        """Number of pruned trials in words, for instance "3 (peak memory 2, trial time 1)"."""
         names = {quantity: "unknown" if quantity is None else NOUNS[quantity] for quantity in self.pruned_for}
         counts = ", ".join(f"{names[quantity]} {count}" for quantity, count in self.pruned_for.items())
         return f"{self.num_pruned}" + (f" ({counts})" if counts else "")

@@ -19,7 +19,7 @@ EVEN_CHANCE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do with a trial, and why."""
+    """The action for a trial, with its reasons."""
 
     action: Action
     reason: str
@@ -28,9 +28,9 @@ class Verdict:
     """None: the guard could not predict, so the trial is launched unguarded."""
     limits: tuple[Limit, ...] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
-    """For each limit how far the trial is from feasible, as a logarithm; positive: it does not hold with the required chance."""
+    """Distance from feasibility for each limit, as a logarithm. Positive: the limit does not hold with the required chance."""
     repair: Repair = AS_PROPOSED
-    """What the trial has to change, where ``action`` is "repair"; the prediction is the repaired trial's."""
+    """Changes that the trial has to apply, if ``action`` is "repair". The prediction is the repaired trial's."""
 
     @classmethod
     def of(cls, prediction: Prediction, limits: Iterable[Limit], *, accepted: float) -> Verdict:
@@ -57,10 +57,10 @@ class Decision:
     """A verdict that was written to the measurement log."""
 
     id: str
-    """Its key in the log; empty if it could not be logged."""
+    """Key in the log; empty if it could not be logged."""
     verdict: Verdict
     steps: int | None = None
-    """Of the whole trial. None: unknown."""
+    """Steps of the whole trial. None: unknown."""
 
 
 def check_risk(risk: float) -> float:

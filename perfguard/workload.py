@@ -27,7 +27,8 @@ ZeroGrad = Literal["before-forward", "before-backward", "after-step"]
 Retain = Literal["outputs", "nothing"]
 BatchOn = Literal["host", "device"]
 Tf32 = Literal["default", "on", "off"]
-"""Of float32 on GPUs that have TF32: PyTorch's default (convolutions and recurrent layers, not matrix products), all, none."""
+"""Use of TF32 for float32 on GPUs that have it: "default" (convolutions and recurrent layers, not matrix products), all, or
+none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """What a trial would run: a model, one batch, a loss and an optimizer.
+    """The work of a trial: a model, one batch, a loss and an optimizer.
 
     Nothing is executed on a real device. The model is traced on PyTorch's meta device, and is not changed.
 
@@ -73,7 +74,7 @@ class Workload:
     """The micro-batch: what one forward pass gets. A tensor, a TensorSpec, or a shape (a tuple of integers, float32). For several
     arguments a tuple or list of those (by position), or a dict of them (by name)."""
     targets: Any = None
-    """What ``loss`` receives beside the output, described in the same way. None: ``loss`` receives only the output."""
+    """Arguments of ``loss`` after the output, described in the same way. None: ``loss`` receives only the output."""
     loss: Callable[..., torch.Tensor] | None = None
     """``loss(output, targets)`` returns a scalar, or several (a tuple, a list, a dict), which are summed. None: the model returns
     its loss (a scalar, or an object or dict with ``loss``)."""
@@ -155,7 +156,7 @@ class Workload:
 
 
 def _tf32_switches() -> Tf32:
-    """What PyTorch's switches say now. Reading an old one raises where a new one was set, so the new ones come first."""
+    """State of PyTorch's switches. Reading an old switch raises if a new one was set, so the new ones come first."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
@@ -176,7 +177,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     The user's random numbers are left where they were.
 
     Raises:
-        KeyError: as ``build`` raised it, if it asks for a parameter that ``params`` does not have.
+        KeyError: as ``build`` raised it, if it reads a parameter that ``params`` does not have.
         TooLargeError: if a tensor that it makes does not fit into any memory.
         BuildError: if it raises anything else, or returns something that is not a Workload.
     """
@@ -189,7 +190,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
         except TooLargeError:
             raise
         except Exception as error:
-            if asks_for_missing(error, params):
+            if is_missing_parameter(error, params):
                 raise
             workload = _build_on_the_host(build, params)
     if not isinstance(workload, Workload):
@@ -197,7 +198,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     return workload
 
 
-def asks_for_missing(error: BaseException, params: Mapping[str, Any]) -> bool:
+def is_missing_parameter(error: BaseException, params: Mapping[str, Any]) -> bool:
     """Whether ``error`` means that ``params`` lacks a parameter."""
     return isinstance(error, KeyError) and bool(error.args) and isinstance(error.args[0], str) and error.args[0] not in params
 
@@ -209,19 +210,19 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
     except WorkloadError:
         raise
     except Exception as error:
-        if asks_for_missing(error, params):
+        if is_missing_parameter(error, params):
             raise
         raise BuildError(f"build({dict(params)!r}) raised {type(error).__name__}: {error}{_mend(error, params)}") from error
 
 
 def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
     """A sentence on the parameters that ``build`` reads and the trial lacks, with the nearest that it has."""
-    asked = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
-    return f"build(params) asks for {asked}, which the trial has not suggested"
+    missing = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
+    return f"build(params) reads {missing}, which the trial has not suggested"
 
 
 def _mend(error: Exception, params: Mapping[str, Any]) -> str:
-    """What to write instead of the attribute or the argument that does not exist; empty where nobody can tell."""
+    """A correction for an attribute or argument that does not exist; empty: none is known."""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         if error.obj is params:
             return f" (parameters are items: params[{error.name!r}])" if error.name in params else _nearest(error.name, params)

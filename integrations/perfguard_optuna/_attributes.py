@@ -124,7 +124,7 @@ def measured_attributes_of(measurement: Measurement) -> dict[str, Any]:
 
 
 def record_of(trial: FrozenTrial) -> TrialRecord:
-    """What PerfGuard wrote into ``trial``."""
+    """The record that PerfGuard wrote into ``trial``."""
     attributes = trial.user_attrs
 
     def by_quantity(field: str) -> dict[str, float]:
@@ -165,6 +165,6 @@ def write_attributes(study: optuna.Study, trial: FrozenTrial | optuna.Trial, att
 
 
 def write_constraints(study: optuna.Study, trial: FrozenTrial | optuna.Trial, constraints: Mapping[str, float]) -> None:
-    """What ``Trial.set_constraint`` does (Optuna 5.0), for a FrozenTrial; see :func:`write_attributes`."""
+    """Set constraints as ``Trial.set_constraint`` does (Optuna 5.0), for a FrozenTrial; see :func:`write_attributes`."""
     for quantity, value in constraints.items():
         study._storage.set_trial_system_attr(trial._trial_id, f"{_CONSTRAINTS_KEY}:{PREFIX}:{quantity}", value)

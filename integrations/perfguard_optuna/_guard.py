@@ -31,7 +31,7 @@ from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
-from perfguard.workload import Build, Workload, asks_for_missing, build_workload, why_missing
+from perfguard.workload import Build, Workload, build_workload, is_missing_parameter, why_missing
 from perfguard_optuna._attributes import (
     PREFIX,
     attributes_of,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 AnyTrial = FrozenTrial | optuna.Trial
 TrialKey = tuple[str, int, datetime.datetime | None]
 _Place = tuple[str, tuple[str, ...]]
-"""A study, and the names of the parameters that ``build`` looked at."""
+"""A study, and the names of the parameters that ``build`` read."""
 MOST_REJECTIONS_IN_A_ROW = 300
 PATIENCE = 30
 """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
@@ -104,13 +104,13 @@ class OptunaGuard(Guard):
         self.build = build
         self.within_timeout = within_timeout
         self.deadline: float | None = None
-        """When the study's time ends, on time.monotonic's clock; set by a GuardedStudy."""
+        """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
         self._judged: dict[TrialKey, _Judged] = {}
         self._launched: dict[int, Launched] = {}
         self._finished: set[TrialKey] = set()
         self._build_errors: dict[TrialKey, Exception] = {}
         self._missing: dict[TrialKey, Collection[str]] = {}
-        """What ``build`` asked for that a trial did not have when it was last asked about."""
+        """Parameters that ``build`` read and the trial did not have at its last judgement."""
         self._unjudged: set[TrialKey] = set()
         self._remembered_for: Build | None = build
         self._rejections: dict[_Place, dict[tuple[Any, ...], _Rejection]] = {}
@@ -143,11 +143,11 @@ class OptunaGuard(Guard):
             unknown = ConfigurationError(self.why_unjudged(build, self._missing.get(_key(study, trial), ())))
             with self._counted_if_unjudged(study, trial):
                 decision = self.decide(_raiser(unknown), study=study.study_name, trial=trial.number, params=trial.params)
-            self._warned_about_build = True  # the guard has just said why
+            self._warned_about_build = True  # the guard has just warned
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
         launched = self._launched.get(threading.get_ident()) or self.launch(study, trial, decision)
-        launched.asked_for_repair = True  # it is in the block's hands
+        launched.repair_was_read = True  # the block applies it
         with pruned_if_out_of_resources():
             try:
                 yield GuardedRun(launched.run, decision, lambda: self.too_slow(study, launched))
@@ -177,7 +177,7 @@ class OptunaGuard(Guard):
     ) -> Decision | None:
         """Decide on ``trial`` and write the verdict into it.
 
-        None: not yet, because ``build`` is missing, asks for a parameter that ``params`` does not have, or, unless this is the
+        None: not yet, because ``build`` is missing, reads a parameter that ``params`` does not have, or, unless this is the
         ``final`` attempt, took a default for one. The parameters of a trial that did not fit are remembered: they are judged
         once more if another trial was launched since, and not again. ``threshold`` is the chance of breaking a limit to accept,
         in the place of what the risk budget has left.
@@ -193,11 +193,11 @@ class OptunaGuard(Guard):
         try:
             workload = build_watched(build, watched)
         except Exception as error:
-            if asks_for_missing(error, params):
+            if is_missing_parameter(error, params):
                 self._missing[_key(study, trial)] = {error.args[0]}
                 return None
             is_hopeless = isinstance(error, TooLargeError) and not watched.missing
-            if not final and not is_hopeless:  # it may be for want of a parameter: `build(**params)` says so in its own way
+            if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
                 self._build_errors[_key(study, trial)] = error
                 return None
             return self.settle(study, trial, watched, _raiser(error))
@@ -298,11 +298,11 @@ class OptunaGuard(Guard):
         except Exception as error:
             self._warn_once(
                 UnguardedTrialWarning,
-                f"PerfGuard could not write into trial {trial.number} (said once): {type(error).__name__}: {error}",
+                f"PerfGuard could not write into trial {trial.number} (shown once): {type(error).__name__}: {error}",
             )
 
     def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
-        """How far a trial of ``study`` with that verdict is from feasible, one number for each limit."""
+        """Constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
         return constraints_of(verdict, established_constraints(study, self.limited_quantities))
 
     @property
@@ -312,7 +312,7 @@ class OptunaGuard(Guard):
         return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
 
     def time_left_s(self) -> float | None:
-        """What is left of the study's time; None where that is no limit."""
+        """Remaining time of the study; None: it has no time limit."""
         if not self.within_timeout or self.deadline is None:
             return None
         return max(0.0, self.deadline - time.monotonic())
@@ -361,8 +361,8 @@ class OptunaGuard(Guard):
             self._end_unjudged(
                 study,
                 trial,
-                f"PerfGuard was never asked about a trial{self._and_so('it ran unguarded')}: the objective does not call "
-                "trial.should_prune(), and Optuna asks a pruner nowhere else. Make the study with "
+                f"PerfGuard never judged a trial{self._and_so('it ran unguarded')}: the objective does not call "
+                "trial.should_prune(), and Optuna calls a pruner nowhere else. Make the study with "
                 "`study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
                 "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion.",
             )
@@ -372,7 +372,7 @@ class OptunaGuard(Guard):
 
     @contextmanager
     def _counted_if_unjudged(self, study: optuna.Study, trial: AnyTrial) -> Iterator[None]:
-        """Write into a trial that a strict guard refuses why; nobody else has to say so again."""
+        """Write the reason into a trial that a strict guard refuses, and mark it as reported."""
         try:
             yield
         except UnguardedTrialError as error:
@@ -402,7 +402,7 @@ class OptunaGuard(Guard):
         self._keep(study, trial, Decision("", verdict), {})
 
     def _warn_unmeasured(self, error: Exception) -> None:
-        self._warn_once(MeasurementWarning, f"PerfGuard could not measure a trial (said once): {type(error).__name__}: {error}")
+        self._warn_once(MeasurementWarning, f"PerfGuard could not measure a trial (shown once): {type(error).__name__}: {error}")
 
     def running(self, study: optuna.Study, trial: AnyTrial) -> Launched | None:
         """``trial``, if the calling thread has launched it."""
@@ -410,7 +410,7 @@ class OptunaGuard(Guard):
         return launched if launched is not None and _key(study, launched.trial) == _key(study, trial) else None
 
     def too_slow(self, study: optuna.Study, launched: Launched) -> str | None:
-        """Why a running trial will break its time budget at the measured pace, written into it; None if it may hold it."""
+        """Record and return why a running trial will break its time budget at the measured pace; None: it may hold it."""
         if self.on_violation == "warn":
             return None
         reason = self.breaks_time_budget(launched.decision, launched.run, time_left_s=self.time_left_s())
@@ -420,10 +420,10 @@ class OptunaGuard(Guard):
         return reason
 
     def repair_of(self, study: optuna.Study, trial: AnyTrial) -> Repair:
-        """What a trial has to change to fit; the objective that asks is trusted to do so."""
+        """The change that makes a trial fit. An objective that calls this is trusted to apply it."""
         launched = self.running(study, trial)
         if launched is not None:
-            launched.asked_for_repair = True
+            launched.repair_was_read = True
         decision = self.decision_of(study, trial)
         return AS_PROPOSED if decision is None else decision.verdict.repair
 
@@ -450,7 +450,7 @@ class OptunaGuard(Guard):
         if launched.ignored_repair:
             self._warn_once(
                 UnguardedTrialWarning,
-                "PerfGuard repaired a trial, but its objective did not ask `repair_of(trial)` what to change, so it ran as "
+                "PerfGuard repaired a trial, but its objective did not call `repair_of(trial)`, so it ran as "
                 "proposed, and PerfGuard learns nothing from it.",
             )
         else:
@@ -458,7 +458,7 @@ class OptunaGuard(Guard):
         return measurement
 
     def _measured(self, launched: Launched, status: Status, note: str, *, at_last_step: bool = False) -> Measurement | None:
-        """What a trial cost that ends here; None if that cannot be told."""
+        """The cost of a trial that ends here; None if it could not be measured."""
         self._finished.add(_key(launched.study_name, launched.trial))
         try:
             return launched.run.finish(status, note=note, at_last_step=at_last_step)
@@ -467,7 +467,7 @@ class OptunaGuard(Guard):
             return None
 
     def _what_happened(self, study: optuna.Study, launched: Launched, measurement: Measurement) -> dict[str, float]:
-        """A trial that was expected to fit, and did not, is infeasible for the sampler all the same."""
+        """Constraints of a trial that broke a limit in spite of its verdict. They are infeasible for the sampler."""
         quantity = {"oom": "memory", "timeout": "time"}.get(measurement.status)
         if quantity is None:
             return {}
@@ -481,14 +481,16 @@ class OptunaGuard(Guard):
         return {quantity if quantity in names else names[0]: excess} if names else {}
 
     def finish_abandoned(self, study: optuna.Study) -> None:
-        """End the measuring of a trial whose end nobody told: in a plain study the next trial's first call does."""
+        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
         launched = self._launched.pop(threading.get_ident(), None)
         if launched is None:
             return
         trials = study.get_trials(deepcopy=False) if launched.study_name == study.study_name else []
-        told = next((trial for trial in trials if trial.number == launched.trial.number), None)
-        failed = told is not None and told.state == TrialState.FAIL
-        note = "ended at its last step, because its end was not told" if launched.run.num_steps else "its end was not told"
+        ended = next((trial for trial in trials if trial.number == launched.trial.number), None)
+        failed = ended is not None and ended.state == TrialState.FAIL
+        note = (
+            "ended at its last step, because its end was not reported" if launched.run.num_steps else "its end was not reported"
+        )
         measurement = self._measured(launched, "failed" if failed else "ok", note, at_last_step=True)
         if measurement is not None:
             self.learn(launched.decision, _without_memory_before_a_step(measurement))
@@ -496,7 +498,8 @@ class OptunaGuard(Guard):
     def why_unjudged(
         self, build: Build | None = None, missing: Collection[str] = (), params: Mapping[str, Any] | None = None
     ) -> str:
-        """Why a trial with ``params`` is launched without a verdict: its workload is not known, or ``missing`` keeps it so."""
+        """The reason why a trial with ``params`` is launched without a verdict: an unknown workload, or ``missing``
+        parameters."""
         if missing:
             return (
                 f"{why_missing(missing, params or {})}{self._and_so('trials run unguarded')}. Correct the name in build, or "
@@ -511,7 +514,7 @@ class OptunaGuard(Guard):
         return f"The objective suggested nothing that PerfGuard could judge by{unguarded}. Suggest what build needs."
 
     def _and_so(self, consequence: str) -> str:
-        """What follows, in a warning; where the guard is strict it does not, and the study ends."""
+        """The consequence for a warning. A strict guard has none, because it ends the study."""
         return "" if self.strict else f", so {consequence}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -523,14 +526,14 @@ class _Rejection:
     """Parameters that do not fit."""
 
     names: tuple[str, ...]
-    """Those that ``build`` looked at."""
+    """Parameters that ``build`` read."""
     verdict: Verdict
     num_launched: int
     """Trials that the guard had launched when they were judged last."""
     num: int
-    """How often they were proposed and turned down."""
+    """Number of rejected proposals of these parameters."""
     num_judged: int
-    """How often of these they were judged, and not turned down from memory."""
+    """Number of judgements among them. The other proposals were rejected from memory."""
 
     def is_final(self, num_launched: int) -> bool:
         """Whether judging them again would come to the same: nothing was launched since, or it was done before."""
@@ -539,17 +542,17 @@ class _Rejection:
 
 @dataclass(slots=True)
 class Search:
-    """How one search is doing: what it proposed since it last found something to launch."""
+    """State of one search: its proposals since the last launch."""
 
     guard: OptunaGuard
     num_rejected: int = 0
     """Proposals in a row that do not fit."""
     least_doubtful: float = 1.0
-    """The least chance of breaking a limit among them."""
+    """Their least chance of breaking a limit."""
     last: Verdict | None = None
-    """Of the last of them."""
-    has_said: bool = False
-    """Whether it has said that nothing fits."""
+    """Verdict on the last of them."""
+    has_warned: bool = False
+    """Whether it has warned that nothing fits."""
     has_launched: bool = False
     """Whether it ever found something to launch."""
 
@@ -574,11 +577,11 @@ class Search:
         self.num_rejected, self.last = self.num_rejected + 1, verdict
         self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
 
-    def say_that_nothing_fits(self) -> None:
-        """Say once that the search finds nothing, and what to do; nothing is said where nothing was proposed."""
-        if self.last is None or self.has_said:
+    def warn_that_nothing_fits(self) -> None:
+        """Warn once that the search finds nothing, and how to fix it. Without a proposal there is no warning."""
+        if self.last is None or self.has_warned:
             return
-        self.has_said = True
+        self.has_warned = True
         what, verb, remedy = "fits", "would", ""
         if self.last.p_violation <= EVEN_CHANCE:
             more_risk = math.ceil(10 * self.last.p_violation) / 10
@@ -596,7 +599,7 @@ class Search:
             self.guard._warn_once(
                 BudgetWarning,
                 f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
-                "trial that is more likely to fit than not (said once). More trials than `risk` says may break a budget. "
+                "trial that is more likely to fit than not (shown once). More trials than `risk` says may break a budget. "
                 "Raise the budget, or the risk, to silence this warning.",
                 about="patience",
             )
@@ -611,7 +614,7 @@ class GuardedRun:
         self._too_slow = too_slow
         self.verdict = decision.verdict
         self.repair = decision.verdict.repair
-        """What to change so that the trial fits; see :class:`perfguard.repair.Repair`."""
+        """Change that makes the trial fit; see :class:`perfguard.repair.Repair`."""
 
     def step(self) -> None:
         """Mark the end of one training step.
@@ -632,7 +635,7 @@ class GuardedRun:
 
     @property
     def measurement(self) -> Measurement | None:
-        """What the trial cost; None while it runs."""
+        """Measured cost of the trial; None while it runs."""
         return self._run.measurement
 
 
@@ -644,25 +647,25 @@ class Launched:
     trial: AnyTrial
     decision: Decision
     run: Run
-    asked_for_repair: bool = False
+    repair_was_read: bool = False
 
     @property
     def ignored_repair(self) -> bool:
         """Whether the objective ran a trial as proposed that was to be repaired."""
-        return self.decision.verdict.action == "repair" and not self.asked_for_repair
+        return self.decision.verdict.action == "repair" and not self.repair_was_read
 
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
     decision: Decision
     params: Mapping[str, Any]
-    """Those that ``build`` looked at."""
+    """Parameters that ``build`` read."""
 
 
 class WatchedParams(dict[str, Any]):
-    """Parameters that remember which of them were looked at, and which were asked for that are not there.
+    """Parameters that record which of them were read, and which missing ones were.
 
-    ``build`` may take them out, as it may of any dict: what was given is kept beside.
+    ``build`` may remove items, as from any dict, so a copy of the given ones is kept.
     """
 
     def __init__(self, params: Mapping[str, Any]) -> None:
@@ -672,16 +675,16 @@ class WatchedParams(dict[str, Any]):
         self._used: set[str] = set()
 
     def refill(self) -> None:
-        """Be again as given, for another attempt; what was looked at stays remembered."""
+        """Restore the given items for another attempt. The record of what was read stays."""
         self.clear()
         self.update(self._given)
 
     def all(self) -> dict[str, Any]:
-        """All parameters that were given, without looking at any."""
+        """All given parameters, without recording them as read."""
         return dict(self._given)
 
     def used(self) -> dict[str, Any]:
-        """The parameters that were looked at."""
+        """The parameters that were read."""
         return {name: value for name, value in self._given.items() if name in self._used}
 
     def _look_at_all(self) -> None:
@@ -692,18 +695,18 @@ class WatchedParams(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         present = key in self
         return self[key] if present else default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         if default and key not in self:
             return default[0]
         value = self[key]
@@ -711,7 +714,7 @@ class WatchedParams(dict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        """As of a dict."""
+        """Same as for a dict."""
         self._look_at_all()
         return super().popitem()
 
@@ -740,22 +743,22 @@ class WatchedParams(dict[str, Any]):
     __hash__ = None
 
     def keys(self) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         self._look_at_all()
         return dict.keys(self)
 
     def values(self) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         self._look_at_all()
         return dict.values(self)
 
     def items(self) -> Any:
-        """As of a dict."""
+        """Same as for a dict."""
         self._look_at_all()
         return dict.items(self)
 
     def copy(self) -> dict[str, Any]:
-        """As of a dict."""
+        """Same as for a dict."""
         self._look_at_all()
         return dict(dict.items(self))
 
@@ -817,7 +820,7 @@ def _values(params: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Any, ...
 
 
 def _key(study: optuna.Study | str, trial: AnyTrial) -> TrialKey:
-    """The start tells a trial from one of the same number in a study of the same name that was deleted."""
+    """Key of a trial. The start distinguishes it from a trial in a deleted study of the same name."""
     return study if isinstance(study, str) else study.study_name, trial.number, trial.datetime_start
 
 

@@ -79,7 +79,7 @@ class PerfGuardPruner(WatchingPruner):
         return self.guard.build
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Judge ``trial`` when it is seen for the first time; later, look at its pace and ask the inner pruner.
+        """Judge ``trial`` at its first call. At later calls, check its pace and call the inner pruner.
 
         Called by ``trial.should_prune()``.
         """

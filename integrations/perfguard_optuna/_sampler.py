@@ -1,9 +1,9 @@
-"""PerfGuardSampler: proposes what is predicted to fit, and tells the sampler inside where the border is.
+"""PerfGuardSampler: proposes what is predicted to fit, and passes constraints on to the inner sampler.
 
-Drawing again is not enough: nothing tells the inner sampler why its proposal came back. So each rejected proposal becomes a
-PRUNED trial of the study with its constraints, which TPE learns from as it is; then the inner sampler is asked again. ``build``
-itself shows what a proposal needs: each parameter that it reads is drawn. So a joint limit is judged on joint proposals, and a
-conditional space is followed branch by branch.
+Drawing again is not enough, because the inner sampler would not learn why its proposal was rejected. So each rejected proposal
+becomes a PRUNED trial of the study with its constraints. TPE learns from it without a change. Then the inner sampler proposes
+again. Each parameter that ``build`` reads is drawn. So a joint limit is judged on joint proposals, and a conditional space is
+followed branch by branch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import Build, Workload, asks_for_missing
+from perfguard.workload import Build, Workload, is_missing_parameter
 from perfguard_optuna._attributes import PREFIX, attributes_of
 from perfguard_optuna._guard import MOST_REJECTIONS_IN_A_ROW, OptunaGuard, Search, WatchedParams, build_watched
 from perfguard_optuna._pruner import PerfGuardPruner
@@ -34,7 +34,7 @@ _GRID_KEYS = ("grid_id", "search_space")
 _BISECTIONS = 6
 _GOALS = 5
 _MOST_REJECTED_FOR_GP = 100
-"""Its cost grows with the cube of the trials."""
+"""Most rejected proposals for the GP, whose cost grows with the cube of the trials."""
 _MOST_REPEATS = 5
 """Proposals in a row that were rejected before, after which the next ones are drawn at random."""
 
@@ -97,26 +97,26 @@ class PerfGuardSampler(BaseSampler):
         return f"PerfGuardSampler({self.inner})"
 
     def reseed_rng(self) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.reseed_rng()
         self._random.reseed_rng()
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.before_trial(study, trial)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As the inner sampler."""
+        """Same as for the inner sampler."""
         self.inner.after_trial(study, trial, state, values)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """As the inner sampler: a single parameter cannot be judged."""
+        """Same as for the inner sampler, because a single parameter cannot be judged."""
         return self.inner.sample_independent(self._view(study, trial), trial, param_name, param_distribution)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The inner sampler's space and every other parameter that a trial has had: ``build`` may ask for it."""
+        """The inner sampler's space and every other parameter of earlier trials, because ``build`` may read it."""
         return _known_distributions(study) | self.inner.infer_relative_search_space(self._view(study, trial), trial)
 
     def sample_relative(
@@ -133,7 +133,8 @@ class PerfGuardSampler(BaseSampler):
                     f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
                 ) from error
             self.guard._warn_once(
-                UnguardedTrialWarning, f"PerfGuardSampler could not guide the search (said once): {type(error).__name__}: {error}"
+                UnguardedTrialWarning,
+                f"PerfGuardSampler could not guide the search (shown once): {type(error).__name__}: {error}",
             )
             inner_space = self.inner.infer_relative_search_space(study, trial)
             return self.inner.sample_relative(study, trial, inner_space)
@@ -165,7 +166,7 @@ class PerfGuardSampler(BaseSampler):
                 moved = self._moved_to_fit(study, proposal)
                 if moved is not None:
                     return self._accept(study, trial, moved)
-                if "fixed_params" in trial.system_attrs:  # the user asked for this one; it says nothing of the space
+                if "fixed_params" in trial.system_attrs:  # an enqueued point, which is no evidence about the space
                     raise self._pruned(study, trial, verdict)
             if _is_stopping(study) or self._search.is_over:
                 self._give_up(study, trial, verdict)
@@ -187,7 +188,7 @@ class PerfGuardSampler(BaseSampler):
     def _propose(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], *, at_random: bool = False
     ) -> _Proposal:
-        """One joint proposal of the inner sampler, or of a random one, as far as ``build`` asks for it.
+        """One joint proposal of the inner sampler, or of a random one, with the parameters that ``build`` reads.
 
         A point that was rejected before is not built again.
         """
@@ -208,31 +209,31 @@ class PerfGuardSampler(BaseSampler):
             rejected = self.guard.remembered(study, params, self._search.threshold)
             if rejected is not None and not fixed.keys() >= set(rejected.names):
                 for used in rejected.names:
-                    params[used]  # as build would look at it
+                    params[used]  # recorded as read, as build would
                 return _Proposal(drawn, params, search_space, None, False, rejected.verdict)
             try:
                 workload = build_watched(self._build, params)
-                wanted = params.missing
+                missing = params.missing
             except Exception as error:
-                if asks_for_missing(error, drawn | fixed):
-                    wanted = {error.args[0]}
-                else:  # it may be for want of a parameter; if not, the guard will say why when the trial is judged
-                    wanted = set(search_space) - set(drawn) - set(fixed)
-            asked = next((name for name in search_space if name in wanted), None)
-            if asked is None:
+                if is_missing_parameter(error, drawn | fixed):
+                    missing = {error.args[0]}
+                else:  # a parameter may be missing; otherwise the guard warns when it judges the trial
+                    missing = set(search_space) - set(drawn) - set(fixed)
+            required = next((name for name in search_space if name in missing), None)
+            if required is None:
                 break
             draft = _with_params(trial, study, drawn | fixed, search_space)
-            drawn[asked] = inner.sample_independent(view, draft, asked, search_space[asked])
+            drawn[required] = inner.sample_independent(view, draft, required, search_space[required])
         return _Proposal(drawn, params, search_space, workload, set(params.used()) <= set(fixed))
 
     @functools.cached_property
     def _random(self) -> BaseSampler:
-        """For a sampler that proposes nothing new: the same numbers in each run."""
+        """Random fallback for a sampler that repeats itself. Its seed is fixed."""
         sampler = RandomSampler(seed=0)
         return PartialFixedSampler(self.inner._fixed_params, sampler) if isinstance(self.inner, PartialFixedSampler) else sampler
 
     def _check(self, workload: Workload) -> Verdict | None:
-        """None: it cannot be judged, so it is launched, and the guard says why when it is."""
+        """The verdict on ``workload``; None: it cannot be judged. It is launched then, and the guard warns at that point."""
         try:
             return self.guard._settle(self.guard._judge(workload, threshold=self._search.threshold), workload)[0]
         except Exception:
@@ -247,7 +248,7 @@ class PerfGuardSampler(BaseSampler):
         return proposal.params
 
     def _reject(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal, verdict: Verdict) -> None:
-        """Record a proposal as a pruned trial, as if the inner sampler had been asked for it and told what became of it."""
+        """Record a proposal as a pruned trial, and report it to the inner sampler as one of its own."""
         with self._lock:
             self._search.rejected(verdict)
         storage, attributes = study._storage, study._storage.get_trial_system_attrs(trial._trial_id)
@@ -309,7 +310,7 @@ class PerfGuardSampler(BaseSampler):
 
     def _give_up(self, study: optuna.Study, trial: FrozenTrial, verdict: Verdict) -> None:
         if not _is_stopping(study) or not self._search.has_launched:
-            self._search.say_that_nothing_fits()
+            self._search.warn_that_nothing_fits()
         if study._thread_local.in_optimize_loop:
             study.stop()
         raise self._pruned(study, trial, verdict)
@@ -331,16 +332,16 @@ class _Proposal:
     """A joint proposal and what it would run."""
 
     params: dict[str, Any]
-    """For the trial: what the inner sampler drew."""
+    """Parameters for the trial, as the inner sampler drew them."""
     watched: WatchedParams
-    """Those, and the trial's fixed ones, as ``build`` saw them."""
+    """Drawn and fixed parameters, as ``build`` read them."""
     space: Mapping[str, BaseDistribution]
     workload: Workload | None
-    """None: ``build`` failed, or asks for a parameter that no trial has had."""
+    """None: ``build`` failed, or reads a parameter that no trial has had."""
     is_fixed: bool
-    """Whether all that ``build`` looked at was fixed by the user, who is not contradicted."""
+    """Whether the user fixed all parameters that ``build`` read. Such a proposal is not changed."""
     rejection: Verdict | None = None
-    """Why it was rejected before; then it is not built again."""
+    """Earlier verdict on the same point, which is then not built again."""
 
     def moved(self, goal: Mapping[str, Any], share: float, space: Mapping[str, BaseDistribution], build: Any) -> _Proposal:
         """The proposal with its drawn parameters moved by ``share`` of the way to ``goal``."""
@@ -356,9 +357,9 @@ class _Proposal:
 
 
 class NewProposals(PerfGuardSampler):
-    """What a GuardedStudy puts around a sampler that proposes again what was rejected: it is asked until it proposes another.
+    """Wraps the sampler of a GuardedStudy and draws again while it repeats a rejected proposal.
 
-    Nothing else changes: the proposal is judged when the trial has suggested it, and becomes a trial whatever the verdict.
+    Nothing else changes. The proposal is judged when the trial has suggested it, and becomes a trial whatever the verdict.
     """
 
     def __init__(self, inner: BaseSampler, guard: OptunaGuard, build: Build, search: Search) -> None:
@@ -385,23 +386,23 @@ class NewProposals(PerfGuardSampler):
 
 
 class _StudyWithRejected(optuna.Study):
-    """A study as the GP sampler should see it: rejected proposals are completed trials, so that it learns where the border is.
+    """A view of a study for the GP sampler. Rejected proposals appear as completed trials, so that it learns the constraints.
 
     The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets that of the nearest completed
-    trial. The model of the objective then learns nothing from it, least of all to stay away from the border. In a study that
-    was begun without constraints it gets the worst value instead: there is no other way to say that it will not do. The trial
-    that is asked for is left out of the running ones: the GP would take its own last, rejected proposal for one under way.
+    trial. Then the model of the objective learns nothing from it, and does not avoid the limit. A study without constraints
+    has no other way to mark infeasible trials, so there it gets the worst value instead. The trial that is being sampled is
+    left out of the running ones. Otherwise the GP would treat its last, rejected proposal as a running trial.
     """
 
-    def __init__(self, study: optuna.Study, asking: FrozenTrial) -> None:
+    def __init__(self, study: optuna.Study, sampled: FrozenTrial) -> None:
         self.__dict__.update(study.__dict__)
-        self._asking = asking.number
+        self._sampled = sampled.number
 
     def _get_trials(
         self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
     ) -> list[FrozenTrial]:
         trials = super()._get_trials(deepcopy=deepcopy, states=states, use_cache=use_cache)
-        trials = [trial for trial in trials if trial.number != self._asking]
+        trials = [trial for trial in trials if trial.number != self._sampled]
         if states is None or TrialState.COMPLETE not in states:
             return trials
         completed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
@@ -433,7 +434,7 @@ def _as_completed(
 
 
 def _is_stopping(study: optuna.Study) -> bool:
-    """Whether ``study.stop()`` was called, as a grid does that is exhausted; outside of optimize nobody listens to it."""
+    """Whether ``study.stop()`` was called, as an exhausted grid does. Outside of ``optimize`` that has no effect."""
     return bool(study._thread_local.in_optimize_loop and study._stop_flag)
 
 
@@ -461,7 +462,7 @@ def _with_params(
 
 
 def _unit(value: Any, distribution: BaseDistribution) -> float:
-    """Where a number lies in its range, 0 to 1, on a logarithmic scale if it is drawn so."""
+    """Position of a number in its range, 0 to 1. The scale is logarithmic if the number is drawn so."""
     low, high = float(distribution.low), float(distribution.high)  # type: ignore[attr-defined]
     if distribution.log:  # type: ignore[attr-defined]
         low, high, value = math.log(low), math.log(high), math.log(value)

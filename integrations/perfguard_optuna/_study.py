@@ -41,7 +41,7 @@ class GuardedStudy(optuna.Study):
         pruner: BasePruner | None = None,
         count: Literal["launched", "proposed"] = "launched",
     ) -> None:
-        """As ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
+        """Same as ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
 
         With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
         budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
@@ -87,7 +87,7 @@ class GuardedStudy(optuna.Study):
                 break
             super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
         if self._stop_flag and not objective.search.has_launched and type(self.sampler) is not PerfGuardSampler:
-            objective.search.say_that_nothing_fits()  # the sampler has come to the end of its space
+            objective.search.warn_that_nothing_fits()  # the sampler has come to the end of its space
 
 
 class _GuardedObjective:
@@ -133,7 +133,7 @@ class _GuardedObjective:
                 return
             self.search.rejected(decision.verdict)
             if self.search.is_over:
-                self.search.say_that_nothing_fits()  # once
+                self.search.warn_that_nothing_fits()  # once
                 trial.study.stop()
             self.propose_nothing_again(trial.study)
 
@@ -147,7 +147,7 @@ class _GuardedTrial(optuna.Trial):
 
     @classmethod
     def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None, search: Search) -> _GuardedTrial:
-        """The same trial. ``Trial.__init__`` would ask the sampler again, so its state is taken over instead (Optuna 5.0)."""
+        """The same trial, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)
         guarded._guard, guarded._build, guarded._search = guard, build, search
@@ -193,7 +193,7 @@ class _GuardedTrial(optuna.Trial):
 
 
 def repair_of(trial: optuna.Trial) -> Repair:
-    """What the objective has to change so that ``trial`` fits (``on_violation="repair"``); without a repair all is as proposed.
+    """Changes that make ``trial`` fit (``on_violation="repair"``). Without a repair, all values are as proposed.
 
     Example:
         >>> repair = repair_of(trial)                                                               # doctest: +SKIP

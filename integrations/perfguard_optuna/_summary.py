@@ -1,4 +1,4 @@
-"""What the guard did for a study: counts, violations, time saved, and how good its predictions were."""
+"""Summary of a guarded study: counts, violations, time saved, and errors of predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perfguard_optuna._attributes import record_of
 
 _FIRST, _LAST = 5, 10
 _FACTOR = 10.0
-"""Errors from here on are no percentage that anybody reads."""
+"""Relative errors from this size are printed as a factor instead of a percentage."""
 _CELL_WIDTHS = {"memory": 9, "time": 8}
 _HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
 
@@ -29,21 +29,21 @@ class StudySummary(GuardSummary):
     """The guard's summary of a study. Errors are mean relative errors, |predicted / measured - 1|; None: nothing to compare."""
 
     num_unjudged: int
-    """Launched without a verdict, because PerfGuard was not asked, or could not tell what the trial runs."""
+    """Trials launched without a verdict, because PerfGuard was not called, or did not know their workload."""
     why_unjudged: str
-    """Why the first of those was not judged; empty: there is none, or nobody knows."""
+    """Reason of the first of those trials; empty: there is none, or the reason is unknown."""
     why_not_measured: str
-    """Why a launched trial was not measured; empty: all were, or nobody knows."""
+    """Reason why a launched trial was not measured; empty: all were, or the reason is unknown."""
     launched_s: float
     """Time that the launched trials took."""
     first_error: float | None
-    """Of the first five measured trials' predictions, memory and trial time together."""
+    """Error of the first five measured trials' predictions, memory and trial time together."""
     last_error: float | None
-    """Of the last ten."""
+    """Error of the last ten."""
 
     @property
     def title(self) -> str:
-        """What stands above the table."""
+        """Title of the table."""
         return "PerfGuard"
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -180,5 +180,5 @@ def finished_trials(study: optuna.Study) -> Sequence[tuple[FrozenTrial, TrialRec
 
 
 def records_of(study: optuna.Study) -> Sequence[TrialRecord]:
-    """What PerfGuard wrote into each finished trial of ``study``, in order."""
+    """The records that PerfGuard wrote into the finished trials of ``study``, in order."""
     return [record for _, record in finished_trials(study)]

@@ -1,4 +1,4 @@
-"""GuardedTraining: a training whose loop is somebody else's, judged at its begin and measured to its end."""
+"""GuardedTraining: a training in the loop of another library, judged at its begin and measured to its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOW_TO_GIVE_A_BATCH = "Give `batch=`: tensors, or TensorSpec((32, 3, 224, 224)) 
 
 
 class GuardedTraining:
-    """``with guard.trial(trial, workload)``, whose begin, steps and end are told by the callback of a trainer.
+    """``with guard.trial(trial, workload)`` for a trainer, whose callback reports the begin, the steps and the end.
 
     Args:
         guard: the guard of the study.
@@ -35,8 +35,8 @@ class GuardedTraining:
             raise ConfigurationError(f"trial must be what Optuna hands to the objective, but got {trial!r}.")
         if guard.on_violation == "repair":
             raise ConfigurationError(
-                "A trainer that is already made cannot be repaired. Use on_violation='prune' or 'warn', or ask "
-                "guard.trial(trial, workload) before it is made and give it the micro-batch that run.repair says."
+                "A trainer that is already made cannot be repaired. Use on_violation='prune' or 'warn', or call "
+                "guard.trial(trial, workload) before it is made and give it the micro-batch of run.repair."
             )
         self._guard = guard
         self._trial = trial

@@ -1,9 +1,9 @@
 """A pruner that is notified of the end of every trial of a plain study, even if the objective never calls it.
 
-Optuna 5.0 calls a pruner only where the objective calls ``should_prune()``. There is one exception: a HyperbandPruner is asked,
-when a trial begins, suggests and ends, for the study as its sampler should see it (``optuna.pruners._filter_study``). A pruner
-that inherits from it is asked too, and answers with the same study. Its sampler hears of the end of each trial as ever, and so
-does whoever watches. Nothing of Optuna is replaced.
+Optuna 5.0 calls a pruner only where the objective calls ``should_prune()``. A HyperbandPruner is the one exception. Optuna calls
+it when a trial begins, suggests and ends, to get the study that the sampler sees (``optuna.pruners._filter_study``). This pruner
+inherits from it and returns the same study, with a sampler whose ``after_trial`` also notifies the pruner. Nothing of Optuna is
+replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WatchingPruner(HyperbandPruner):
         super().__init__()
 
     def trial_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Called when ``trial`` ends in ``state``, before that is written. What it raises ends ``optimize``, as of a sampler."""
+        """Called when ``trial`` ends in ``state``, before that is written. An exception ends ``optimize``, as from a sampler."""
 
     def _get_bracket_id(self, study: optuna.Study, trial: FrozenTrial) -> int:
         return 0
@@ -34,21 +34,21 @@ class WatchingPruner(HyperbandPruner):
 
 
 class _WatchedStudy(optuna.Study):
-    """The same study, with one state for both; only its sampler's ``after_trial`` is heard by somebody else too."""
+    """A study that shares the state of the original. Only its sampler differs: ``after_trial`` also notifies the pruner."""
 
-    __slots__ = ("_pruner_that_watches",)
-    _pruner_that_watches: WatchingPruner
+    __slots__ = ("_notified_pruner",)
+    _notified_pruner: WatchingPruner
 
     @classmethod
     def of(cls, study: optuna.Study, pruner: WatchingPruner) -> _WatchedStudy:
         watched = cls.__new__(cls)
         watched.__dict__ = study.__dict__
-        watched._pruner_that_watches = pruner
+        watched._notified_pruner = pruner
         return watched
 
     @property
     def sampler(self) -> Any:
-        return _WatchedSampler(self.__dict__["sampler"], self._pruner_that_watches)
+        return _WatchedSampler(self.__dict__["sampler"], self._notified_pruner)
 
     @sampler.setter
     def sampler(self, sampler: BaseSampler) -> None:
@@ -56,7 +56,7 @@ class _WatchedStudy(optuna.Study):
 
 
 class _WatchedSampler:
-    """The study's sampler; the end of a trial is told to the pruner as well."""
+    """The study's sampler, which also notifies the pruner of the end of a trial."""
 
     def __init__(self, sampler: BaseSampler, pruner: WatchingPruner) -> None:
         self._sampler = sampler
@@ -66,6 +66,6 @@ class _WatchedSampler:
         return getattr(self._sampler, name)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """As of the sampler."""
+        """Same as for the sampler, and notify the pruner."""
         self._sampler.after_trial(study, trial, state, values)
         self._pruner.trial_ended(study, trial, state)

@@ -105,7 +105,7 @@ class PerfGuardCallback(pl.Callback):
 
     def _can_be_traced(self, pl_module: pl.LightningModule, make_workload: Callable[[], Workload]) -> bool:
         if _overrides(pl_module, "setup") and _overrides(pl_module, "train_dataloader"):
-            return False  # the loader may need what setup makes, and the trainer asks for it only once
+            return False  # the loader may need what setup makes, and the trainer calls it only once
         try:
             self._guard.trace(make_workload())
         except Exception:  # on_fit_start tries again, and says why it cannot
@@ -133,7 +133,7 @@ class PerfGuardCallback(pl.Callback):
 
 
 def workload_of(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any = None) -> Workload:
-    """What ``trainer.fit`` is going to run in one step of ``pl_module``, to which it is attached.
+    """The workload of one step of ``pl_module`` in ``trainer.fit``. The module is attached to the trainer.
 
     Raises:
         WorkloadError: where that is not one training step, on one device, of one optimizer.
@@ -183,8 +183,8 @@ class _TrainingStep(nn.Module):
         module = self.module
         with _on_its_own(module):
             batch = module.on_after_batch_transfer(batch, 0)  # augmentations that run on the device
-            asks_for_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            return module.training_step(batch, 0) if asks_for_index else module.training_step(batch)
+            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def _on_its_own(root: nn.Module) -> Iterator[None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of what would leave traces."""
+    """Does nothing. It replaces hooks with lasting effects."""
 
 
 def _or_zero(metric: Metric | MetricCollection, name: str) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def _optimizers_in(configured: Any) -> list[Any]:
 
 
 def _count(number: float) -> int | None:
-    """Steps; None where nobody knows how many."""
+    """Number of steps; None: unknown."""
     return math.ceil(number) if 0 < number < math.inf else None
 
 
@@ -266,10 +266,10 @@ def _overrides(pl_module: pl.LightningModule, hook: str) -> bool:
 
 
 def _is_compiled(pl_module: pl.LightningModule) -> bool:
-    """Whether ``fit`` was given ``torch.compile(pl_module)``; only this private attribute tells (Lightning 2.0 to 2.6)."""
+    """Whether ``fit`` was given ``torch.compile(pl_module)``. Only a private attribute shows it (Lightning 2.0 to 2.6)."""
     return getattr(pl_module, "_compiler_ctx", None) is not None
 
 
 def _tear_down(trainer: pl.Trainer) -> None:
-    """What the trainer does after ``on_exception`` (Lightning 2.0 to 2.6), which an exception raised there makes it skip."""
+    """Tear down as the trainer does after ``on_exception`` (Lightning 2.0 to 2.6). An exception raised there skips it."""
     trainer._teardown()

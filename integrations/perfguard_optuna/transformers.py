@@ -39,7 +39,7 @@ class PerfGuardCallback(TrainerCallback):
     The trainer calls no callback on an error. So the ``with`` block turns an out-of-memory error into a pruned trial. Everything
     else works without the block.
 
-    The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, ask
+    The first event that callbacks get comes when the weights, but nothing else, are on the device. To judge before that, use
     ``guard.trial(trial, workload_of(args, model, batch))``, see :func:`workload_of`.
 
     What is judged is the model's own loss on one batch, with the trainer's optimizer, precision, accumulation and checkpointing;
@@ -163,7 +163,7 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
     trial runs inside a :class:`PerfGuardCallback`. Trials that do not fit, or that run out of memory, are PRUNED.
 
     Args:
-        trainer: a trainer with a ``model_init``, as the search wants it.
+        trainer: a trainer with a ``model_init``, which the search requires.
         guard: the guard of the search.
         batch: as for :class:`PerfGuardCallback`.
 
@@ -198,7 +198,8 @@ def _refuse_what_is_not_one_step(args: TrainingArguments) -> None:
 
 
 def _checkpoint_activations(args: TrainingArguments, model: nn.Module) -> None:
-    """As the trainer does it. ``gradient_checkpointing`` is called ``activation_checkpointing`` in later Transformers 5."""
+    """Turn on checkpointing as the trainer does. ``gradient_checkpointing`` is called ``activation_checkpointing`` in later
+    Transformers 5."""
     wanted = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     if not wanted or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return

@@ -51,7 +51,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
 
 
 def _lanes(placements: Sequence[Placement]) -> list[int]:
-    """For each placement, in the order of their starts, the lowest row of its device that is free."""
+    """The lowest free row of its device for each placement, in the order of their starts."""
     free_at: list[float] = []
     lanes = []
     for placement in placements:

@@ -23,10 +23,10 @@ Method = Literal["best", "exact", "longest-first"]
 DEFAULT_SLOWDOWN = 0.7
 _TICKS_PER_S = 1000
 TINY_S = 1e-9
-"""Less than this is rounding."""
+"""Smaller times are rounding errors."""
 
 Assignment = tuple[int, ...]
-"""For each job the index of its slot."""
+"""Index of the slot of each job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Slot:
     """One device."""
 
     name: str
-    """For instance "a100-0"."""
+    """Name of the slot, for instance "a100-0"."""
     kind: str
     """Key of ``Job.time_s``."""
     memory_bytes: int
@@ -83,7 +83,7 @@ class Schedule:
 
     @property
     def makespan_s(self) -> float:
-        """When the last job ends."""
+        """End of the last job."""
         return max((placement.end_s for placement in self.placements), default=0.0)
 
 
@@ -139,7 +139,7 @@ class _Problem:
     jobs: tuple[Job, ...]
     slots: tuple[Slot, ...]
     choices: tuple[tuple[int, ...], ...]
-    """For each job the indices of its slots."""
+    """Indices of the possible slots of each job."""
     at_once: int
     slowdown: float
 
@@ -160,7 +160,7 @@ class _Problem:
         return Schedule(tuple(placement for run in runs for placement in run), method)
 
     def longest_first(self) -> Assignment:
-        """Each job, the longest first, where the jobs so far would end earliest with it."""
+        """Assign jobs in the order of decreasing time, each to the slot with the earliest end."""
         ends = [0.0] * len(self.slots)
         assignment: list[int] = []
         for job, choices in zip(self.jobs, self.choices, strict=True):
@@ -171,7 +171,7 @@ class _Problem:
 
 
 def _run(queue: Sequence[Job], slot: Slot, at_once: int, slowdown: float) -> list[Placement]:
-    """When the jobs of one device start and end, if each starts as soon as there is room for it."""
+    """Starts and ends of the jobs of one device, if each starts as soon as there is room for it."""
     waiting = list(queue)
     running: list[tuple[Job, float, float]] = []  # job, start, seconds of work that are left
     done: list[Placement] = []

@@ -96,7 +96,7 @@ class PerfGuardCallback(Callback):
                     self.ledger.finish(trial.trial_id, "interrupted", note=note)
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
-        """What still runs is cut off: by Ctrl-C, or by an error in the driver."""
+        """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
         for trial_id in list(self.ledger.entries):
             self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
         if self.ledger.verbose >= 1:
@@ -111,7 +111,7 @@ class PerfGuardCallback(Callback):
 def _verbosity() -> int:
     """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
 
-    Tune tells it to none but its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
+    Tune passes it only to its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -143,7 +143,7 @@ def status_of_failure(error: Exception | None) -> Status:
 
 
 def _error_of(trial: Trial) -> Exception | None:
-    """What the trial failed with: pickled by Ray into the trial's folder on this machine a moment ago, or as text."""
+    """The error of the trial, which Ray has just pickled into the trial's folder on this machine, or as text."""
     path = trial.pickled_error_file
     try:
         if path is not None and Path(path).is_file():

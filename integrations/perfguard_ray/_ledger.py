@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 _PLACEHOLDERS = {"__fn_ph", "__ref_ph", "__id_ph"}
-"""What Tune puts in the place of objects, until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
+"""Tune's placeholders for objects until the trial is made (Ray 2.3 to 2.60, tune/impl/placeholder.py)."""
 
 _MEASURED = tuple(field.name for field in fields(Measurement))
 _MAX_SHOWN = 120
@@ -36,7 +36,7 @@ REPAIR_KEY = "perfguard_repair"
 
 
 def repair_of(config: Mapping[str, Any]) -> Repair:
-    """What the training function has to change so that its trial fits; without ``on_violation="repair"``, nothing.
+    """Changes that make the trial of ``config`` fit. Without ``on_violation="repair"`` there are none.
 
     Example:
         >>> repair_of({"batch_size": 64, "perfguard_repair": {"micro_batch_size": 16, "accumulation": 4}}).accumulation
@@ -51,16 +51,16 @@ class Entry:
 
     decision: Decision
     config: Mapping[str, Any]
-    """What the trial runs with: what the decision was made on, and its repair, if it has one."""
+    """Configuration of the trial: that of the decision, with its repair if it has one."""
     started_at: float | None = None
-    """By the wall clock, so that it outlives the process; None: waiting."""
+    """Start by the wall clock, so that it outlives the process; None: waiting."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """The latest measurement that the trial reported since its latest start."""
     earlier_time_s: float = 0.0
     """Measured in starts before the latest, where the trial goes on from what they reached."""
     earlier_steps: int = 0
     stopped: bool = False
-    """Its measured pace had broken the time budget."""
+    """Whether it was stopped because its measured pace broke the time budget."""
 
     @property
     def rejected(self) -> bool:
@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def pace(self) -> Pace | None:
-        """Of the latest start; None while too few steps are done."""
+        """Pace since the latest start; None while too few steps are done."""
         mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
         return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
 
@@ -127,7 +127,8 @@ class Ledger:
         self.begun_at = time.time()
         self.entries: dict[str, Entry] = {}
         self.changes: dict[str, Entry] = {}
-        """What trials are to run with from their next start on: a scheduler has changed them, and the guard has agreed."""
+        """Configurations of trials from their next start on. A scheduler has changed them, and the guard has accepted the
+        change."""
         self.num_judged = 0
         self.num_rejected = 0
         """Different configurations that were turned down; each has a row in the log, or two."""
@@ -196,7 +197,7 @@ class Ledger:
         return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
 
     def _forget(self, rejection: Rejection) -> None:
-        """Another verdict has taken its place."""
+        """Remove a rejection that another verdict has replaced."""
         self.num_rejected -= 1
         self.superseded.add(rejection.decision.id)
         self._rejected = {key: known for key, known in self._rejected.items() if known is not rejection}
@@ -206,7 +207,7 @@ class Ledger:
         return build_here_or_on_a_worker(self.build, config, self.guard.device)
 
     def _workload_key(self, make_workload: functools._lru_cache_wrapper[Workload]) -> Hashable:
-        """What the verdict on a workload depends on; None: it cannot be built or traced, as the decision on it will say."""
+        """Key of everything that a verdict on a workload depends on; None: the workload cannot be built or traced."""
         try:
             workload = make_workload()
             return self.guard.trace(workload).content_hash, workload.mode, workload.steps, workload.steps_per_epoch
@@ -214,13 +215,13 @@ class Ledger:
             return None
 
     def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
-        """The trial's actor is up. A trial that nobody judged is judged now, for the log alone: it runs whatever the verdict."""
+        """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
         entry = self.entries.get(trial_id)
         change = self.changes.pop(trial_id, None)
         if change is not None and _equal(change.config, config):
             self.finish(trial_id, "ok")
             entry = self.entries[trial_id] = change
-        elif entry is not None and not _equal(entry.config, config):  # changed by a scheduler that does not ask the guard
+        elif entry is not None and not _equal(entry.config, config):  # changed by a scheduler that does not call the guard
             self.finish(trial_id, "ok")
             entry = None
         if entry is None:
@@ -231,7 +232,7 @@ class Ledger:
         if not self.num_judged:
             self._unguarded(
                 "search",
-                "A trial runs that PerfGuard was not asked about: the guarded search proposes none of this run's trials, so none "
+                "A trial runs that PerfGuard has not judged: the guarded search proposes none of this run's trials, so none "
                 "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
             )
         entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
@@ -240,7 +241,7 @@ class Ledger:
             self._unguarded(
                 "late",
                 f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration "
-                "comes from a scheduler or a search that does not ask the guard. Use PerfGuardPopulationBasedTraining instead.",
+                "comes from a scheduler or a search that does not call the guard. Use PerfGuardPopulationBasedTraining instead.",
             )
         return entry
 
@@ -265,9 +266,9 @@ class Ledger:
             self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
 
     def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
-        """What the trial has cost by its latest report."""
+        """The cost of the trial until its latest report."""
         report = entry.report
-        told = {name: report[name] for name in _MEASURED if name in report}
+        reported = {name: report[name] for name in _MEASURED if name in report}
         return Measurement(
             **{
                 "device_id": self.guard.device.id,
@@ -276,7 +277,7 @@ class Ledger:
                 "step_time_s": None,
                 "method": "none",
                 "framework": "",
-                **told,
+                **reported,
                 "status": status,
                 "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
                 "num_steps": entry.num_steps,
@@ -295,7 +296,7 @@ class Ledger:
         self.warn_once(topic, UnguardedTrialWarning, message)
 
     def why_not_measured(self, entry: Entry) -> str | None:
-        """Why what the trial reports says nothing about the guarded device; None: it ran there, or has not reported."""
+        """The reason why a trial's report is not a measurement of the guarded device; None: it is, or there is no report."""
         if not entry.report:
             return None
         measurement = self.measurement(entry, "ok")
@@ -316,7 +317,7 @@ class Ledger:
             print(line, flush=True)
 
     def get_state(self) -> dict[str, Any]:
-        """What must survive the driver."""
+        """State that must survive a restart of the driver."""
         names = ("study", "begun_at", "num_judged", "num_rejected", "num_repeated", "num_unjudged", "num_ended")
         return {
             "entries": dict(self.entries),
@@ -371,10 +372,10 @@ def number_of(trial: Trial) -> int | None:
 
 
 def _key_of(config: Mapping[str, Any]) -> Hashable:
-    """Equal for equal configurations, whatever the order of their names; None: it cannot be told."""
+    """A key that is equal for equal configurations, in any order of their names; None: there is no key."""
     try:
         return hashlib.sha256(repr(_frozen(config)).encode()).hexdigest()
-    except Exception:  # of an object in it that cannot be pickled
+    except Exception:  # an object in it cannot be pickled
         return None
 
 

@@ -1,4 +1,4 @@
-"""What runs inside a trial: one line that measures it and lets its reports carry the measurement."""
+"""The part inside a trial: one line measures it and adds the measurement to its reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
 
         def train(config):
             with perfguard_ray.measure():
-                ...  # build the model, train, tune.report({"loss": loss}) as ever
+                ...  # build the model, train, tune.report({"loss": loss}) as before
 
     Reports gain ``perfguard/peak_memory_bytes``, ``perfguard/step_time_s``, ``perfguard/total_time_s``, ``perfguard/num_steps``
     and how they were taken. Steps are counted by torch's ``optimizer.step()``; with another framework call ``run.step()`` after
@@ -41,7 +41,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
         device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. What the report names is the
             device that the trial really used.
     """
-    # The rates of the CPU are not asked for here: measuring them would cost each new actor a quarter of a second.
+    # The rates of the CPU are not measured here: that would cost each new actor a quarter of a second.
     run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
     _carry_with_reports(run)
     run.start()
@@ -113,12 +113,12 @@ def metrics_of(run: Run) -> dict[str, Any]:
 
 
 def report_in(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`metrics_of` wrote into ``result``; empty if the trial does not measure itself."""
+    """The metrics of :func:`metrics_of` in ``result``; empty if the trial does not measure itself."""
     return {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
 
 
 def measurement_in(error: BaseException | None) -> Measurement | None:
-    """What a trial had cost when it failed with ``error``, if it measured itself."""
+    """The measurement of a trial that failed with ``error``; None: it does not measure itself."""
     while error is not None:
         measurement = getattr(error, _ATTRIBUTE, None)
         if isinstance(measurement, Measurement):

@@ -1,4 +1,4 @@
-"""resources: what a trial asks Ray for, from what it is predicted to need."""
+"""resources: the resource request of a trial, from its prediction."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResour
 
 
 class TrialResources:
-    """What :func:`resources` returns: a function of the configuration, for the process that made it: the driver.
+    """Result of :func:`resources`: a function of the configuration, for the process that made it, the driver.
 
     It travels to the workers with the trainable, and comes back to the driver as a copy (Tune keeps trainables pickled), but the
     guard stays where it is.
@@ -72,7 +72,7 @@ class TrialResources:
         ledger = _ledgers_here.get(self._key)
         if ledger is None:
             raise ConfigurationError(
-                "The resources of a trial were asked for outside the process that called perfguard_ray.resources(search). "
+                "The resources of a trial were requested outside the process that called perfguard_ray.resources(search). "
                 "Call it in the script that calls Tuner.fit() or Tuner.restore()."
             )
         return ledger
@@ -95,7 +95,7 @@ class TrialResources:
         return own | {"GPU": min(1.0, math.ceil(_GRAIN * needed_bytes / device.memory_bytes) / _GRAIN)}
 
     def _prediction(self, config: Mapping[str, Any]) -> Prediction | None:
-        """That of the decision on this configuration, which has just been made; else a new one, which is not logged."""
+        """The prediction of the decision on this configuration, if it was just made. Otherwise a new one, which is not logged."""
         ledger = self._ledger
         for entry in reversed(ledger.entries.values()):
             if entry.config == config:
@@ -108,7 +108,7 @@ class TrialResources:
             ledger.warn_once(
                 "resources",
                 UnguardedTrialWarning,
-                f"PerfGuard could not predict a trial, which asks for a whole device (said once): "
+                f"PerfGuard could not predict a trial, which requests a whole device (shown once): "
                 f"{type(error).__name__}: {error}",
             )
             return None

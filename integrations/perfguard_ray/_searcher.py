@@ -1,4 +1,4 @@
-"""PerfGuardSearcher: any of Ray Tune's searchers, asked until it proposes something that fits."""
+"""PerfGuardSearcher: wraps any searcher of Ray Tune and draws until a proposal fits."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ class PerfGuardSearcher(Searcher):
     def suggest(self, trial_id: str) -> Any:
         """The wrapped searcher's next configuration that fits; None: not now; FINISHED: no more."""
         if self._gave_up_at == self._num_completed and self._inner_ids:
-            return None  # nothing has changed since it was asked in vain
+            return None  # nothing has changed since the last attempt
         what = ""
         for attempt in range(self.max_proposals):
             inner_id = trial_id if attempt == 0 else f"{trial_id}-{attempt}"
             suggestion = self.searcher.suggest(inner_id)
             if suggestion is None and self._num_in_vain and not self._inner_ids:  # it waits, and nothing runs
-                self._tell_untold({"error": True})
+                self._complete_rejected({"error": True})
                 what = "waits for the results of proposals none of which fits"
                 continue
             if suggestion is None or suggestion == Searcher.FINISHED:
@@ -159,15 +159,15 @@ class PerfGuardSearcher(Searcher):
     def _turn_down(self, inner_id: str) -> None:
         self._num_in_vain += 1
         if _optuna_trial(self.searcher, inner_id) is not None:
-            self.searcher.on_trial_complete(inner_id)  # neither result nor error: OptunaSearch tells its study PRUNED
+            self.searcher.on_trial_complete(inner_id)  # neither result nor error: OptunaSearch reports PRUNED to its study
             return
         _free_place(self.searcher, inner_id)
         self._untold.append(inner_id)
         if self._worst:
-            self._tell_untold({"result": {"training_iteration": 1, **self._worst}})
+            self._complete_rejected({"result": {"training_iteration": 1, **self._worst}})
 
-    def _tell_untold(self, end: dict[str, Any]) -> None:
-        """Give the wrapped searcher an end of the proposals that were turned down; their places are free already."""
+    def _complete_rejected(self, end: dict[str, Any]) -> None:
+        """Complete the rejected proposals in the wrapped searcher. Its limiters have released them already."""
         searcher = _without_limiters(self.searcher)
         for inner_id in self._untold:
             searcher.on_trial_complete(inner_id, **copy.deepcopy(end))
@@ -182,10 +182,10 @@ class PerfGuardSearcher(Searcher):
             self._remember_worst(result)
         self.searcher.on_trial_complete(self._inner_ids.pop(trial_id, trial_id), result=result, error=error)
         if self._worst:
-            self._tell_untold({"result": {"training_iteration": 1, **self._worst}})
+            self._complete_rejected({"result": {"training_iteration": 1, **self._worst}})
 
     def _remember_worst(self, result: Mapping[str, Any]) -> None:
-        """The worst value of each metric: what an infeasible configuration is scored with, so that no model is torn apart."""
+        """Record the worst value of each metric. Infeasible configurations get it as their score."""
         metrics, modes = ([given] if isinstance(given, str) else given or [] for given in (self.metric, self.mode))
         for metric, mode in zip(metrics, modes, strict=False):
             value = result.get(metric)
@@ -217,11 +217,11 @@ class PerfGuardSearcher(Searcher):
         self.searcher.restore(checkpoint_path)
 
     def on_pause(self, trial_id: str) -> None:
-        """For BOHB."""
+        """Forward the call, which BOHB needs."""
         self.searcher.on_pause(self._inner_ids.get(trial_id, trial_id))
 
     def on_unpause(self, trial_id: str) -> None:
-        """For BOHB."""
+        """Forward the call, which BOHB needs."""
         self.searcher.on_unpause(self._inner_ids.get(trial_id, trial_id))
 
 
@@ -248,7 +248,7 @@ def _optuna_trial(searcher: Any, inner_id: str) -> Any:
 
 
 def _tell_constraints(searcher: Any, inner_id: str, margins: Mapping[str, float]) -> None:
-    """How far the configuration is from feasible, for samplers that model it (Optuna 5); negative where it fits."""
+    """Report constraints to samplers that model them (Optuna 5): the distance from feasibility, negative where it fits."""
     set_constraint = getattr(_optuna_trial(searcher, inner_id), "set_constraint", None)
     if set_constraint is not None:
         for quantity, margin in margins.items():

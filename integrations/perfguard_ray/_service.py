@@ -1,4 +1,4 @@
-"""One predictor for a whole cluster: a Ray actor that every run asks, and that learns from the log that they all write."""
+"""One predictor for a whole cluster: a Ray actor that serves every run, and learns from their common log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from perfguard.store import MeasurementStore
 NAMESPACE = "perfguard"
 DEFAULT_NAME = "predictor"
 _PROTOCOL = 1
-"""Of the messages between client and server; the version of PerfGuard must be equal too, or the figures would not be."""
+"""Version of the messages between client and server. The versions of PerfGuard must be equal, too."""
 _MOST_GRAPHS = 4096
 _MOST_ANSWERS = 65_536
 _START_TIMEOUT_S = 60.0
@@ -77,18 +77,18 @@ class SharedPredictor:
 
     @property
     def name(self) -> str:
-        """Name and version of the predictor that answers, or would."""
+        """Name and version of the predictor that serves this run."""
         return self._name or self._here().name
 
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        """The service's answer, or this process's while it is away; see :class:`perfguard.predictor.Predictor`."""
+        """Predict in the service, or in this process while it is away; see :class:`perfguard.predictor.Predictor`."""
         return self.predict_many([(graph, device, steps)])[0]
 
     def predict_many(self, questions: Sequence[tuple[OpGraph, Device, int | None]]) -> list[Prediction]:
-        """As :meth:`predict`, for several at once: one call to the service for all."""
+        """Same as :meth:`predict`, for several graphs with one call to the service."""
         if self._reachable():
             try:
-                return self._ask(questions)
+                return self._remote_predictions(questions)
             except RayActorError as error:
                 self._lose(f"it has died ({type(error).__name__})")
             except GetTimeoutError:
@@ -99,7 +99,7 @@ class SharedPredictor:
         return [here.predict(graph, device, steps=steps) for graph, device, steps in questions]
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
-        """Tell the service that the log has grown; it reads the log itself. ``observations`` serve while it is away."""
+        """Notify the service of new rows in the log, which it reads itself. ``observations`` are used while it is away."""
         self._observations = observations
         if self._local is not None:
             self._local.fine_tune(observations)
@@ -108,24 +108,24 @@ class SharedPredictor:
                 self._server.learn.remote(device_id)
 
     def status(self) -> dict[str, Any]:
-        """What the service has done so far; empty while it is away."""
+        """Counters of the service; empty while it is away."""
         try:
             return dict(ray.get(self._server.status.remote(), timeout=_ANSWER_TIMEOUT_S)) if self._reachable() else {}
         except RayError:
             return {}
 
     def stop(self) -> None:
-        """End the service for everybody."""
+        """End the service for all runs."""
         if self._server is not None:
             ray.kill(self._server)
         self._server, self._away_since = None, time.monotonic()
 
-    def _ask(self, questions: Sequence[tuple[OpGraph, Device, int | None]]) -> list[Prediction]:
-        asked = [_Question(graph.content_hash, None, device, steps) for graph, device, steps in questions]
-        answers = ray.get(self._server.predict.remote(asked), timeout=_ANSWER_TIMEOUT_S)
+    def _remote_predictions(self, questions: Sequence[tuple[OpGraph, Device, int | None]]) -> list[Prediction]:
+        requests = [_Question(graph.content_hash, None, device, steps) for graph, device, steps in questions]
+        answers = ray.get(self._server.predict.remote(requests), timeout=_ANSWER_TIMEOUT_S)
         unknown = [index for index, answer in enumerate(answers) if answer is None]
         if unknown:  # the service has never seen these graphs
-            again = [asked[index]._replace(graph=questions[index][0].to_bytes()) for index in unknown]
+            again = [requests[index]._replace(graph=questions[index][0].to_bytes()) for index in unknown]
             for index, answer in zip(
                 unknown, ray.get(self._server.predict.remote(again), timeout=_ANSWER_TIMEOUT_S), strict=True
             ):
@@ -148,19 +148,19 @@ class SharedPredictor:
             server = actor.options(**options).remote(self.predictor_name, self.log)
             greeting = ray.get(server.hello.remote(), timeout=_START_TIMEOUT_S)
         except (RayError, AttributeError) as error:  # AttributeError: an actor of that name which is no such service
-            self._lose(f"it cannot be started or asked ({type(error).__name__}: {str(error).splitlines()[-1]})")
+            self._lose(f"it cannot be started or reached ({type(error).__name__}: {str(error).splitlines()[-1]})")
             return
-        spoken, expected = ((one["version"], one["protocol"]) for one in (greeting, greeting_of(self.predictor_name, self.log)))
-        if spoken != expected:
+        found, expected = ((one["version"], one["protocol"]) for one in (greeting, greeting_of(self.predictor_name, self.log)))
+        if found != expected:
             self._lose(
-                f"it belongs to PerfGuard {spoken[0]}, this is {expected[0]}. Install one version everywhere, or give this run's "
+                f"it belongs to PerfGuard {found[0]}, this is {expected[0]}. Install one version everywhere, or give this run's "
                 f"service another name"
             )
             return
         for what, ours in (("predictor", self.predictor_name), ("log", _safe(self.log))):
             if greeting[what] != ours:
                 raise ConfigurationError(
-                    f"The predictor service {self.service_name!r} has the {what} {greeting[what]!r}, but this run asks for "
+                    f"The predictor service {self.service_name!r} has the {what} {greeting[what]!r}, but this run needs "
                     f"{ours!r}. Use the same, or give this run's service another name: SharedPredictor(name=...)."
                 )
         self._server, self._name = server, greeting["name"]
@@ -171,7 +171,7 @@ class SharedPredictor:
             self._warned = True
             warnings.warn(
                 f"The predictor service {self.service_name!r} is away: {why}. Predictions are made in this process; the service "
-                f"is tried again every {_RETRY_AFTER_S:g} s (said once).",
+                f"is tried again every {_RETRY_AFTER_S:g} s (shown once).",
                 ServiceWarning,
                 stacklevel=4,
             )
@@ -192,7 +192,7 @@ class SharedPredictor:
 class _Question(NamedTuple):
     graph_hash: str
     graph: bytes | None
-    """None: the service may know it."""
+    """The graph; None: the service may have it already."""
     device: Device
     steps: int | None
 
@@ -224,20 +224,20 @@ class PredictorServer:
             self._fine_tune(device_id)
 
     async def hello(self) -> dict[str, Any]:
-        """Who this is."""
+        """Version, protocol, predictor and log of the service."""
         return {**self._greeting, "name": self._predictor.name}
 
     async def status(self) -> dict[str, Any]:
-        """Counts since the start of this process: questions, predictions made for them, updates, observations learnt from."""
+        """Counts since the start of this process: requests, predictions, updates and observations learnt."""
         return dict(self._counts)
 
     async def predict(self, questions: Sequence[_Question]) -> list[Prediction | str | None]:
-        """Predictions; a text is the error; None is a graph that the service does not know and was not given."""
+        """Predictions in order. A text is an error. None: the service does not know the graph, and the request lacks it."""
         self._counts["questions"] += len(questions)
         return [await self._answer(question) for question in questions]
 
     async def learn(self, device_id: str) -> None:
-        """Learn from the log what is new about a device; soon, and once for many calls."""
+        """Schedule learning from a device's new rows in the log. Calls until then are merged into one."""
         self._to_learn.add(device_id)
         if self._learning is None or self._learning.done():
             self._learning = asyncio.get_running_loop().create_task(self._learn())

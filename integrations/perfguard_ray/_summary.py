@@ -1,4 +1,4 @@
-"""What the guard did for a Tune run: what ran, what was turned down and why, and how good the predictions were."""
+"""Summary of a guarded Tune run: trials that ran, rejected ones with reasons, and errors of predictions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunSummary(GuardSummary):
     num_failed: int
     """Trials that ended with an error of their own."""
     not_measured: Mapping[str, int]
-    """Why launched trials say nothing about the guarded device: how many for each reason."""
+    """Reasons why launched trials do not measure the guarded device, with the number of trials."""
     launched_s: float | None
     """Time that the measured trials took, in seconds."""
     memory_error: float | None
@@ -48,7 +48,7 @@ class RunSummary(GuardSummary):
 
     @property
     def title(self) -> str:
-        """What stands above the table."""
+        """Title of the table."""
         return f"PerfGuard: {self.study} on {self.device}"
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -149,7 +149,7 @@ def _record_of(row: LoggedDecision, ledger: Ledger) -> TrialRecord:
 
 
 def _why_not_measured(row: LoggedDecision, device: Device) -> str:
-    """Why a trial that has ended says nothing about the guarded device; empty: it does."""
+    """The reason why a finished trial does not measure the guarded device; empty: it does."""
     if row.set_aside:
         return row.set_aside
     name = row.measured_device_name or "another device"

@@ -19,25 +19,25 @@ OPERATOR = "operator"
 
 
 def on_new_gpu(group: str) -> str:
-    """The group that stands for ``group`` on a GPU that was never seen."""
+    """The group that replaces ``group`` on a GPU without training rows."""
     return f"{NEW_GPU} {OPERATOR}" if group == OPERATOR else NEW_GPU
 
 
 def difficulty(spread: float, floor: float) -> float:
-    """What a residual is divided by; ``floor`` keeps members that agree by chance from being believed."""
+    """Divisor of a residual. ``floor`` bounds it from below, because members can agree by chance."""
     return math.hypot(spread, floor)
 
 
 class Calibration(NamedTuple):
-    """What turns a spread into a standard deviation."""
+    """Converts a spread into a standard deviation."""
 
     floor: Mapping[str, float]
-    """By target."""
+    """Floors by target."""
     scale: Mapping[str, float]
-    """By "target", for groups without a scale of their own, and "target/group"."""
+    """Scales by "target", for groups without a scale of their own, and by "target/group"."""
 
     def scale_of(self, target: str, group: str, *, known_gpu: bool = True) -> float | None:
-        """What the difficulty of a run of ``group`` is multiplied by; None: there was nothing to learn it from."""
+        """Factor on the difficulty of a run of ``group``; None: there were no runs to fit it to."""
         return self.scale.get(f"{target}/{group if known_gpu else on_new_gpu(group)}", self.scale.get(target))
 
     def log_sigma(self, target: str, group: str, spread: float, *, known_gpu: bool = True) -> float:

@@ -102,7 +102,7 @@ class GuardEnsemble:
         """The weighted mean of networks and forests.
 
         The networks alone predict the time of single operators and of float32. The forests alone predict it for half precision
-        on a GPU that was not timed: from two cards a network learns the cards themselves, not the meaning of their figures.
+        on a GPU that was not timed. From two cards a network learns the cards themselves, not the meaning of their figures.
         """
         number = len(self.networks)
         alone = np.array([run.is_single for run in runs]) | (column(runs, "half") == 0)

@@ -1,4 +1,4 @@
-"""From edges that a compiler fuses to kernels, and from kernels to the graph that it would launch.
+"""Converts the edges that a compiler fuses into kernels, and kernels into the graph that it launches.
 
 A kernel is a set of operators (LILOU's algorithm 1: union-find over the fused edges). Two operators are united only where the
 resulting graph still has an order. If a value leaves a kernel and returns through another, no schedule runs that kernel in one
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from perfguard.graph import Op, OpGraph
 
 FUSED = "fused"
-"""Attribute of an operator that stands for several: their names, in order."""
+"""Attribute of a fused operator: the names of its parts, in order."""
 _LIBRARY_KINDS = ("conv", "conv_backward", "matmul", "attention", "rnn")
 
 
@@ -109,10 +109,10 @@ def dependencies(graph: OpGraph) -> set[tuple[int, int]]:
 
 
 def merged(graph: OpGraph, kernels: Sequence[Sequence[int]]) -> tuple[OpGraph, list[list[int]]]:
-    """The graph in which each of ``kernels`` is one operator, and of each of its operators which ones of ``graph`` it stands for.
+    """The graph in which each of ``kernels`` is one operator, and the operators of ``graph`` in each of them.
 
     FLOPs are those of ``graph``; no operator moves more bytes than its parts did. Of an operator with several inputs the trace
-    knows the bytes read in all; they are shared out by the sizes of the storages. What nobody reads is taken for a result.
+    knows the bytes read in all; they are divided by the sizes of the storages. A storage without a reader counts as a result.
 
     Args:
         graph: what eager execution launches.
@@ -166,7 +166,7 @@ def _read_elsewhere(graph: OpGraph, kernel_of: Mapping[int, int]) -> set[tuple[i
 
 
 def _one(graph: OpGraph, kernel: Sequence[int], number: int, read_after: set[tuple[int, int]]) -> Op:
-    """The operator that stands for the ``number``-th kernel."""
+    """The operator of the ``number``-th kernel."""
     ops = [graph.ops[index] for index in kernel]
     if len(ops) == 1:
         return ops[0]

@@ -1,4 +1,4 @@
-"""LILOU's graph partitioner: which operators a compiler fuses, by a network that looks at the edges between them.
+"""LILOU's graph partitioner: which operators a compiler fuses, by a network over the edges between them.
 
 The network is from section 3.2.1 of "LILOU: Resource-aware Model-driven Latency Prediction For GPU-accelerated Model Serving".
 Operators have their type, the sizes of input, output and parameters, and FLOPs. They pass one layer of graph attention,
@@ -49,7 +49,7 @@ _NOTE = (
 
 
 class Edges(NamedTuple):
-    """A graph as the network sees it: n operators, m edges."""
+    """Input of the network for one graph: n operators, m edges."""
 
     sizes: torch.Tensor  # shape: (n, len(SIZES))
     kind: torch.Tensor  # shape: (n,)
@@ -127,7 +127,7 @@ class EdgeClassifier(nn.Module):
         self.out = nn.Linear(hidden, 1)
 
     def forward(self, edges: Edges) -> torch.Tensor:
-        """Of each edge the logit of being fused. Shape: (m,)."""
+        """The logit of fusion for each edge. Shape: (m,)."""
         kind = nn.functional.one_hot(edges.kind, len(OP_KINDS)).float()
         x = torch.cat([edges.sizes, kind, self.name(edges.name), self.compiler(edges.compiler)], dim=1)
         own = torch.relu(self.own(x))
@@ -158,7 +158,7 @@ class FusionModel:
         self.compilers = tuple(compilers)
 
     def chances(self, graph: OpGraph, compiler: str) -> npt.NDArray[np.float64]:
-        """Of each of ``graph.edges`` the chance that ``compiler`` fuses it. Shape: (num_edges,)."""
+        """The probability that ``compiler`` fuses each of ``graph.edges``. Shape: (num_edges,)."""
         if not graph.edges.shape[1]:
             return np.zeros(0)
         with torch.inference_mode():
@@ -167,12 +167,12 @@ class FusionModel:
         return found
 
     def fused(self, graph: OpGraph, compiler: str) -> tuple[OpGraph, list[list[int]]]:
-        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and what that stands for."""
+        """``graph`` as ``compiler`` is expected to launch it: one operator for each kernel, and the operators in it."""
         return merged(graph, kernels_of(graph, self.chances(graph, compiler)))
 
 
 def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
-    """What `perfguard_models.train_fusion` wrote.
+    """Read the files of `perfguard_training.train_fusion`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.
@@ -202,11 +202,11 @@ class Compiled(NamedTuple):
     """A compiled inference: what eager execution would launch, and what is launched."""
 
     eager: OpGraph
-    """Without the option "compiled": weights that have only seen eager runs know it."""
+    """The graph without the option "compiled", for weights that were trained on eager runs only."""
     graph: OpGraph
     """One operator for each kernel."""
     kernels: list[list[int]]
-    """Of each operator of ``graph`` those of ``eager``."""
+    """Operators of ``eager`` in each operator of ``graph``."""
 
     def time_shares(self, device: Device) -> npt.NDArray[np.float64]:
         """The share of each eager operator's time that is left after fusion.
@@ -231,10 +231,10 @@ _compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
 
 
 def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
-    """What ``device`` launches for ``graph`` if it is a compiled inference.
+    """The kernels that ``device`` launches for ``graph``, if it is a compiled inference.
 
-    None: it is not compiled; or it is training, of whose backward operators nothing was learnt, which is taken as eager, and
-    ``unmodelled`` says so.
+    None: it is not compiled, or it is training. No training rows cover its backward operators, so training is predicted as
+    eager and is named in ``unmodelled``.
     """
     if "compiled" not in graph.options or graph.mode != "infer":
         return None

@@ -1,4 +1,4 @@
-"""GuardNet's network: it sees the operators of a step and corrects physics by factors.
+"""GuardNet's network: it reads the operators of a step and corrects physics by factors.
 
 Step time is a sum over operators, each its roofline time times a learnt factor. Peak memory is the replay's peak times a learnt
 factor that depends on what is kept at the peak and on the heaviest operator. Both start at pure physics: the last layers are
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from perfguard.graph import GraphBatch
 
 _OPS_AT_ONCE = 8192
-"""More would not fit the processor's caches."""
+"""A limit that keeps data in the CPU's caches."""
 
 
 class Correction(NamedTuple):
@@ -114,7 +114,7 @@ class GuardNetwork(nn.Module):
 
     @staticmethod
     def _sizes(data: Data | Batch, mean_op: torch.Tensor, log_memory: torch.Tensor, log_time: torch.Tensor) -> torch.Tensor:
-        """What a study varies (size, depth, batch, channels), each roughly within ±1. Shape: (B, 9)."""
+        """Quantities that a study varies (size, depth, batch, channels), each roughly within ±1. Shape: (B, 9)."""
 
         def column(name: str) -> torch.Tensor:
             values: torch.Tensor = data.globals[:, GRAPH_FEATURES.index(name)]

@@ -1,4 +1,4 @@
-"""What a fitted learner is: something that is shown steps on devices as arrays, and says what they cost."""
+"""Interface of a fitted learner: it predicts the cost of steps from arrays of features."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from perfguard_models.features.step import STEP_FEATURES
 Arrays = dict[str, npt.NDArray[Any]]
 """The features of one step on one device, by name."""
 TARGETS = ("memory", "time", "gpu_util", "sm_active")
-"""What is predicted. Memory and time as logarithms of bytes and seconds, utilisation as the logit of a share."""
+"""Predicted quantities. Memory and time are logarithms of bytes and seconds, utilisation is the logit of a share."""
 Predicted = dict[str, npt.NDArray[np.float64]]
-"""For each target, its prediction for each step: log bytes, log seconds, or the logit of a share. NaN: cannot say."""
+"""Predictions for each step by target: log bytes, log seconds, or the logit of a share. NaN: no prediction."""
 State = dict[str, torch.Tensor]
-"""What was learnt, as named tensors: what a weight file holds."""
+"""Fitted parameters as named tensors, for a weight file."""
 
 
 class Example(Protocol):
@@ -35,7 +35,7 @@ class Example(Protocol):
 
     @property
     def view(self) -> Arrays:
-        """Its features."""
+        """Features of the step."""
 
 
 class Step(NamedTuple):
@@ -65,7 +65,7 @@ class Learner(Protocol):
     """The features that it reads, by the names of :data:`perfguard_models.trained.FEATURE_SETS`."""
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """What ``runs`` cost."""
+        """Predicted cost of ``runs``."""
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
         """The tensors, and what else (JSON) is needed to make them a predictor again."""
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
 
 def predict_with_spread(learner: Learner, runs: Sequence[Example]) -> tuple[Predicted, Predicted]:
-    """What ``runs`` cost, and for each target the standard deviation between the learner's members; 0 where it has one."""
+    """Predicted cost of ``runs``, and for each target the standard deviation between the learner's members; 0 for one member."""
     if not isinstance(learner, Ensemble):
         predicted = learner.predict(runs)
         return predicted, {target: np.zeros(len(runs)) for target in predicted}

@@ -38,7 +38,7 @@ _TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32,
 _PRODUCTS = ("linear", "bmm")
 _FEATURE_SETS = ("relative", "shape", "both")
 DEVICE_DESCRIPTORS = ("power", "power and tensor", "power and generation")
-"""How a card stands apart, for each member."""
+"""Descriptors of a device for each member."""
 _FALLBACK_KIND = {"linear": "bmm", "bmm": "linear", "softmax": "pointwise", "norm": "pointwise", "pointwise": "softmax"}
 _ENOUGH_POWER = math.log(1.4)
 """Watts per TFLOP/s and nanometre from which a card keeps its clock (P100, V100, A100: 1.5 to 1.8; T4 and P4: 0.7 to 0.9)."""
@@ -95,7 +95,7 @@ class OperatorForest:
         floor = self.floors_s(kernels, runs) * single[kernels.run]
         found = []
         for member in range(len(DEVICE_DESCRIPTORS)):
-            seconds = self._seconds(kernels, member, untaught=np.where(single, self.factors["operator"], 0.0)[kernels.run])
+            seconds = self._seconds(kernels, member, fallback=np.where(single, self.factors["operator"], 0.0)[kernels.run])
             launched = np.where(single[kernels.run], seconds + floor, np.maximum(seconds, kernels.of("launch")))
             total = np.zeros(len(runs))
             np.add.at(total, kernels.run, kernels.number * launched)
@@ -104,22 +104,25 @@ class OperatorForest:
             found.append(part)
         return found
 
-    def _seconds(self, kernels: Kernels, member: int, *, untaught: Array) -> Array:
-        """Of each operator once, without its floor. ``untaught``: the logarithm of what is made of a bare roofline."""
-        seconds = kernels.roofline * np.exp(untaught)
+    def _seconds(self, kernels: Kernels, member: int, *, fallback: Array) -> Array:
+        """Seconds of each operator once, without its floor. ``fallback``: log factor on the roofline of kinds without a
+        forest."""
+        seconds = kernels.roofline * np.exp(fallback)
         for at, kind in enumerate(SUPPORTED_KINDS):
             chosen = kernels.kind == at
-            taught = next(
+            fitted_kind = next(
                 (own for own in (kind, _FALLBACK_KIND[kind]) if f"{own} {sights_of(own)[0]} {member}" in self.forests), None
             )
-            if taught is None or not chosen.any():
+            if fitted_kind is None or not chosen.any():
                 continue
             own = kernels.chosen(chosen)
-            said = [
-                self.forests[f"{taught} {sight} {member}"].predict(columns_of(taught, own, sight, DEVICE_DESCRIPTORS[member]))
-                for sight in sights_of(taught)
+            log_factors = [
+                self.forests[f"{fitted_kind} {sight} {member}"].predict(
+                    columns_of(fitted_kind, own, sight, DEVICE_DESCRIPTORS[member])
+                )
+                for sight in sights_of(fitted_kind)
             ]
-            seconds[chosen] = base_s(taught, own) * np.exp(np.mean(said, axis=0))
+            seconds[chosen] = base_s(fitted_kind, own) * np.exp(np.mean(log_factors, axis=0))
         return seconds
 
     def floors_s(self, kernels: Kernels, runs: Sequence[Example]) -> Array:
@@ -191,12 +194,12 @@ def kernels_of(runs: Sequence[Example]) -> Kernels:
 
 
 def sights_of(kind: str) -> tuple[str, ...]:
-    """What the forests of a kind of operator differ in."""
+    """Feature sets of the forests of a kind of operator."""
     return _FEATURE_SETS if kind in _PRODUCTS else _FEATURE_SETS[:1]
 
 
 def _tiled(kernels: Kernels, tile: tuple[int, int]) -> tuple[Array, Array, Array]:
-    """Of products: waves over the multiprocessors, whole waves, and how much larger the tiles are than the product."""
+    """Waves of tiles over the multiprocessors, whole waves, and the ratio of the tiles to the product."""
     batch, m, n, _ = np.maximum(kernels.size, 1).T
     down, across = np.ceil(m / tile[0]), np.ceil(n / tile[1])
     waves = batch * down * across / kernels.of("sms")
@@ -204,7 +207,8 @@ def _tiled(kernels: Kernels, tile: tuple[int, int]) -> tuple[Array, Array, Array
 
 
 def _compute_s(kernels: Kernels) -> Array:
-    """Of products: the least over candidate tiles. A small tile reads more for each multiplication (8 columns at a time)."""
+    """Compute time of products, the least over candidate tiles. A small tile reads more for each multiplication (8 columns at
+    a time)."""
     k = np.maximum(kernels.size[:, 3], 1)
     rate = kernels.of("flops") / kernels.of("sms")
     best = np.full(len(k), np.inf)
@@ -215,13 +219,13 @@ def _compute_s(kernels: Kernels) -> Array:
 
 
 def base_s(kind: str, kernels: Kernels) -> Array:
-    """What the trees correct."""
+    """Baseline that the trees correct, in seconds."""
     traffic = kernels.moved / kernels.of("bandwidth")
     return np.asarray(traffic + _compute_s(kernels) if kind in _PRODUCTS else traffic)
 
 
 def columns_of(kind: str, kernels: Kernels, sight: str, apart: str) -> npt.NDArray[np.float32]:
-    """What the trees see. Shape: (n, columns)."""
+    """Input of the trees. Shape: (n, columns)."""
     if kind not in _PRODUCTS:
         return np.stack(_streaming_columns(kernels), axis=1).astype(np.float32)
     columns = [*_shape_columns(kernels)] if sight != "relative" else []

@@ -28,7 +28,7 @@ _ROWS_A_BATCH = 12_000
 _TRAFFIC = [COLUMNS.index("log_read"), COLUMNS.index("log_written")]
 _EMBEDDING = 12
 _LOG_CONSTANT = 21.0
-"""Where learning starts for what a run takes beside the replay's bytes, whatever its size: 1.2 GiB."""
+"""Initial value of the constant memory beside the replay's bytes, as a logarithm: 1.2 GiB."""
 _DROPOUT = 0.05
 
 
@@ -118,7 +118,7 @@ class OperatorNetwork:
         return made
 
     def pack(self, runs: Sequence[Example]) -> Packed:
-        """What the network reads of ``runs``."""
+        """Input of the network for ``runs``."""
         sizes = [len(run.view["name"]) for run in runs]
         joined = {
             key: torch.from_numpy(np.concatenate([run.view[key] for run in runs])).float()

@@ -1,4 +1,4 @@
-"""How a step runs, apart from its sizes: what decides which measured runs say how sure its prediction is."""
+"""The setting of a step: how it runs, apart from its sizes. Intervals are calibrated by setting."""
 
 from __future__ import annotations
 

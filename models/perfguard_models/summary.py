@@ -32,14 +32,14 @@ class Summary(NamedTuple):
     device_ids: npt.NDArray[np.str_]  # shape: (N,)
     sums: npt.NDArray[np.float32]  # shape: (N, len(STEP_FEATURES))
     log_value: Mapping[str, npt.NDArray[np.float64]]
-    """By target; NaN where they do not know the like. Shapes: (N,)"""
+    """Log values by target; NaN: not predicted by the weights. Shapes: (N,)"""
     members: Mapping[str, npt.NDArray[np.float64]]
-    """What networks alone and trees alone say. Shapes: (N, 2)"""
+    """Predictions of the networks alone and of the trees alone. Shapes: (N, 2)"""
     log_sigma: Mapping[str, npt.NDArray[np.float64]]
-    """How unsure they are, as the standard deviation of a logarithm. Shapes: (N,)"""
+    """Their standard deviations, as logarithms. Shapes: (N,)"""
 
     def of(self, device_id: str, target: str) -> Summary:
-        """Of the steps on one GPU whose ``target`` is known."""
+        """The steps on one GPU with a known ``target``."""
         chosen = (self.device_ids == device_id) & np.isfinite(self.log_value[target])
         by_target = (self.log_value, self.members, self.log_sigma)
         chosen_of = ({name: values[chosen] for name, values in of.items()} for of in by_target)
@@ -56,7 +56,7 @@ NOTHING = Summary(
 
 
 def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summary:
-    """What `perfguard_training.summary` wrote; nothing if it was made for other weights than those of this hash.
+    """Read the files of `perfguard_training.summary`. The summary is empty if it was made for weights with another hash.
 
     Raises:
         PredictorError: if the files are missing or damaged.

@@ -35,9 +35,9 @@ class FeatureSet(NamedTuple):
     columns: object
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
     compute: Callable[[GraphBatch, Device], list[Arrays]]
-    """Of each graph of a batch."""
+    """Computes the features of each graph of a batch."""
     module: str
-    """Whose source decides whether features that were kept are still good."""
+    """Module whose source code is part of the cache key of features."""
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
@@ -52,7 +52,7 @@ FEATURE_SETS: Mapping[str, FeatureSet] = {
         step.STEP_FEATURES, lambda graphs, device: [{"sums": row} for row in step.step_features(graphs, device)], step.__name__
     ),
 }
-"""By name: those that GuardNet's learners read."""
+"""Feature sets of GuardNet's learners by name."""
 LEARNERS: Mapping[str, type[Learner]] = {
     learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest, TwoClocks)
 }
@@ -141,7 +141,7 @@ def trained_of(
     learner_of: Callable[[str], type[Learner]] = learner_class,
     feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS,
 ) -> FittedModel:
-    """What the two files hold; see :func:`read_trained`.
+    """The model in the two files; see :func:`read_trained`.
 
     Raises:
         PredictorError: if they are damaged, of another version, or do not belong together.

@@ -44,7 +44,7 @@ class Forest(NamedTuple):
         return out + self.base
 
     def tensors(self, prefix: str) -> State:
-        """For a weight file."""
+        """Tensors of the forest for a weight file."""
         named = {field: torch.from_numpy(np.ascontiguousarray(getattr(self, field))) for field in _FIELDS}
         return {f"{prefix}.{field}": value for field, value in named.items()} | {
             f"{prefix}.base": torch.tensor([self.base], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a predictor must beat to be worth its weight: lines, rooflines and trees on hand-made sums."""
+"""Baselines for a predictor: lines, rooflines and trees on hand-made features."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Scaled:
 
 
 def _groups(runs: Sequence[Example], target: str) -> dict[str, npt.NDArray[np.bool_]]:
-    """Which runs share a factor, by its name."""
+    """Groups of runs that share a factor, by its name."""
     single = np.array([run.is_single for run in runs])
     return {target: ~single, f"{target} operator": single}
 
@@ -154,7 +154,7 @@ class Trees:
 
 
 class TreesWithoutReplay(Trees):
-    """The same, without what only a replay can know: what hand-made features came to before."""
+    """Trees on hand-made features, without those of a replay."""
 
     name = "trees-no-replay"
     replay = False

@@ -30,7 +30,7 @@ _PARTS = 3
 
 
 def structural_matrix(run: Example) -> npt.NDArray[np.float32]:
-    """How many edges lead from an operator of kind i to one of kind j. Shape: (len(OP_KINDS), len(OP_KINDS))."""
+    """Number of edges from an operator of kind i to one of kind j. Shape: (len(OP_KINDS), len(OP_KINDS))."""
     matrix = np.zeros((_NUMBER, _NUMBER), dtype=np.float32)
     kind = run.view["kind"]
     source, sink = run.view["edge_index"]

@@ -63,7 +63,7 @@ class GraphLearner(ABC):
         }  # fmt: skip
         self._scale: dict[str, torch.Tensor] = {}
         self._labels = torch.zeros(4, len(self.targets))
-        """Of each target the mean and the scale, and the lowest and the highest answer, scaled; NaN where it had no label."""
+        """Mean, scale, and scaled minimum and maximum of each target; NaN: no labels."""
         self._labels[1], self._labels[2:] = 1, math.nan
         self._network: nn.Module | None = None
 

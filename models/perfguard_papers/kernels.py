@@ -60,7 +60,7 @@ _BATCH = 512
 _LEARNING_RATE = 3e-3
 _MOST_ROWS = 60_000
 _GUARDNET_EPOCHS = 60
-"""Of the network that it is compared with: as many as it gains from; its batches are of 12,000 rows."""
+"""Epochs of the reference network, after which it stops improving. Its batches are of 12,000 rows."""
 _ARCHITECTURES = re.compile(r"^(maxwell|volta|turing|ampere|pascal)_")
 
 
@@ -171,7 +171,7 @@ class KernelModel:
         self.network, self.families, self.scale = network.eval(), tuple(families), scale
 
     def packed(self, rows: Sequence[KernelRow]) -> Kernels:
-        """Each row a kernel of one operator."""
+        """Rows as kernels, one for each row's operator."""
         x = torch.from_numpy(np.stack([row.x for row in rows]))
         return Kernels(
             (x - self.scale[0]) / self.scale[1],
@@ -248,8 +248,8 @@ def score_of(model: KernelModel, rows: Sequence[KernelRow]) -> KernelScore:
 
 
 def judged(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
-    """By split ("shape": a fifth of all shapes, on every card; "gpu": each card) and operator ("all", and "products": linear and
-    bmm, whose kernel is a choice)."""
+    """Scores by split ("shape": a fifth of all shapes, on every card; "gpu": each card) and operator ("all", and "products":
+    linear and bmm, whose kernel is a choice)."""
     splits: dict[str, list[Callable[[KernelRow], bool]]] = {
         "shape": [_is_held_out],
         "gpu": [functools.partial(_is_of, gpu) for gpu in sorted({row.gpu for row in rows})],
@@ -317,7 +317,7 @@ def _together(scores: Sequence[KernelScore]) -> KernelScore:
 
 
 def read_kernel_model(tensors: Traversable, card: Traversable) -> KernelModel:
-    """What :func:`main` wrote.
+    """Read the files of :func:`main`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.

@@ -28,7 +28,7 @@ GLOBAL_COLUMNS = (
 )  # fmt: skip
 _DEVICE = GLOBAL_COLUMNS.index("device_flops")
 DEVICE_COLUMNS = slice(_DEVICE, len(GLOBAL_COLUMNS))
-"""What `globals` says of the device."""
+"""Columns of `globals` for the device."""
 
 
 class Layers(NamedTuple):

@@ -39,7 +39,7 @@ _PRIOR_RUNS = 1.0
 
 
 def _compiled(graph: OpGraph, device: Device) -> Compiled | None:
-    """What is launched for a compiled graph; None: it is not, or in half precision, of which compiled runs were learnt."""
+    """The kernels of a compiled graph; None: it is not compiled, or in half precision, where compiled runs are training rows."""
     return None if device.kind == "cuda" and graph.precision != "fp32" else as_compiled(graph, device)
 
 

@@ -26,7 +26,7 @@ class Error(NamedTuple):
 
 
 def calibrated(errors: Iterable[Error]) -> Calibration:
-    """From runs that were held out."""
+    """Fit a calibration to the errors of held-out runs."""
     by_target: defaultdict[str, list[Error]] = defaultdict(list)
     for error in errors:
         if math.isfinite(error.residual) and math.isfinite(error.spread):

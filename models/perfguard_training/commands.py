@@ -95,7 +95,7 @@ def show_leaderboard(words: Sequence[str]) -> None:
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """What was typed, but where the tables, the cache and the result lie."""
+    """Options of the command line, without the paths of tables, cache and results."""
     options: list[str] = []
     for name, value in zip(words, [*words[1:], ""], strict=True):
         if name in ("--predictors", "--splits", "--most-operators", "--set"):

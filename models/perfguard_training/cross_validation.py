@@ -15,15 +15,15 @@ from perfguard_training.calibration import Error, calibrated
 from perfguard_training.dataset import Fold, Run
 
 Judged = list[tuple[Fold, Predicted]]
-"""The folds of a split, with what a predictor said of the judged runs; "spread TARGET" is how far its members are apart."""
+"""The folds of a split with the predictions for their test runs. "spread TARGET" is the members' standard deviation."""
 Found = dict[tuple[str, str], Judged]
-"""By split and predictor."""
+"""Predictions by split and predictor."""
 CALIBRATED = ("memory", "time")
 """Quantities that have intervals."""
 
 
 def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
-    """What calibration learns from: every judged run, predicted by a learner that has not seen its family, or not its GPU."""
+    """Errors for the calibration: every test run, predicted by a learner without its family, or without its GPU."""
     return [
         Error(
             target,
@@ -39,10 +39,10 @@ def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
 
 
 def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[str, npt.NDArray[np.float64]]]:
-    """For each fold the standard deviations (of logarithms) by a calibration on the errors of the other folds.
+    """Standard deviations (of logarithms) for each fold, by a calibration on the errors of the other folds.
 
     Returns:
-        By quantity, shape: (judged runs,); NaN where the other folds have too few runs to calibrate on.
+        By quantity, shape: (test runs,); NaN where the other folds have too few runs to calibrate on.
     """
     errors = [errors_of(runs, split, [part]) for part in judged]
     found = []

@@ -49,10 +49,10 @@ class Run(NamedTuple):
     variant: str
     """Precision, layout and "compiled", for reports by group."""
     structure: str
-    """What runs share that differ in nothing but the batch and the GPU; runs under another framework are others."""
+    """Key that runs share if only their batches and GPUs differ. Runs under another framework have another key."""
     batch_size: int
     labels: dict[str, float]
-    """Of TARGETS, those that were measured."""
+    """Measured values of TARGETS."""
     capacity_bytes: int
     fits: bool
     view: Arrays
@@ -71,12 +71,12 @@ class Run(NamedTuple):
 
 
 _FEATURES_OF_PAPERS = "perfguard_papers.served"
-"""By name: the papers' package imports this one."""
+"""Imported by name, because the papers' package imports this one."""
 _SHARED_BY_FEATURES = ("perfguard_models.features.convolutions", "perfguard_models.features.exact")
 
 
 def feature_sets() -> Mapping[str, FeatureSet]:
-    """All features that a learner may read, by name."""
+    """Feature sets by name."""
     found: Mapping[str, FeatureSet] = importlib.import_module(_FEATURES_OF_PAPERS).FEATURE_SETS
     return found
 
@@ -170,7 +170,7 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
 
 
 def _absurd(row: MeasuredRow) -> str:
-    """Why a reading cannot be: a unit that is off by 1,024, say."""
+    """The reason why a reading is impossible, for instance a unit that is off by 1,024."""
     if row.peak_memory_bytes is not None and not 2**20 <= row.peak_memory_bytes <= 2**40:
         return "a peak below a mebibyte or above a tebibyte"
     if row.step_time_s is not None and not 1e-6 <= row.step_time_s <= 3600:
@@ -275,7 +275,7 @@ def _logit(share: float | None) -> float | None:
 
 
 class Fold(NamedTuple):
-    """A named split: indices of what is learnt from and of what is judged."""
+    """A named split: indices of the training rows and of the test rows."""
 
     name: str
     learn: list[int]
@@ -285,8 +285,8 @@ class Fold(NamedTuple):
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by the name of a split.
 
-    With "family", each family is judged once, by a predictor that has seen none of it. With "gpu", the same
-    holds for each GPU. With "random", one part of ``number`` is judged. This one is only for comparison.
+    With "family", each family is the test set once, for a predictor without it. With "gpu", the same holds for each
+    GPU. With "random", one part of ``number`` is the test set. This one is only for comparison.
 
     Raises:
         ValueError: for another name.
@@ -307,7 +307,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
 
 
 def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tuple[str, str], int]:
-    """To which of ``number`` parts each family of each table goes: the largest first, to the part that has least of its table."""
+    """The part, out of ``number``, of each family of each table. Families are assigned from the largest on, each to the part
+    with the least of its table."""
     part_of: dict[tuple[str, str], int] = {}
     for table in sorted({run.table for run in runs}):
         sizes = Counter(run.family for run in runs if run.table == table)

@@ -26,14 +26,14 @@ from perfguard_training.operator_network import TrainableNetwork
 _FEWEST_ROWS = 50
 _ROUNDS = 2
 _QUANTILE = 0.45
-"""Of memory: a relative error counts what is too high for more than what is too low."""
+"""Quantile for memory. It is below the median, because a relative error punishes too high values more."""
 _CONSTANTS = np.linspace(0, 3 * 2**30, 97)
 _FACTORS = math.log(0.5), math.log(4.0)
 """Ends for intervals that are open on one side."""
 
 
 class _Interval(NamedTuple):
-    """Where the logarithm of measured over computed lies. Shapes: (n,); equal where it was measured."""
+    """Bounds on log(measured / computed). Shapes: (n,). They are equal where it was measured."""
 
     low: npt.NDArray[np.float64]
     high: npt.NDArray[np.float64]
@@ -99,7 +99,7 @@ class TrainableEnsemble(GuardEnsemble):
         return forest_of_boosting(model.fit(x, y))
 
     def _bounds(self, runs: Sequence[Run]) -> _Interval:
-        """Of runs whose memory was not measured, but that fitted or did not."""
+        """Bounds for runs without measured memory that fitted or did not."""
         start = self.start(runs, LIMIT)
         low, high = np.full(len(runs), -np.inf), np.full(len(runs), np.inf)
         pairs = bracketed(runs)
@@ -116,7 +116,7 @@ class TrainableEnsemble(GuardEnsemble):
 
 
 def bracketed(runs: Sequence[Run]) -> dict[tuple[str, str], tuple[int | None, int | None]]:
-    """For each network on each GPU the largest batch that fitted and the smallest that did not, as indices."""
+    """Indices of the largest batch that fitted and the smallest that did not, for each network on each GPU."""
     found: dict[tuple[str, str], tuple[int | None, int | None]] = {}
     for index, run in enumerate(runs):
         ok, failed = found.get((run.gpu, run.structure), (None, None))

@@ -1,4 +1,4 @@
-"""Which operators compilers fuse, from the compilers' own records: labels to learn from.
+"""Labels of fused operators, from the compilers' own records.
 
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 20
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
@@ -49,7 +49,7 @@ _MODELS_OF_FAMILY = 2
 _CELLS = 60
 _BATCHES = (1, 2, 4, 8)
 _NOT_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
-"""What a trace leaves out because it only allocates, beside views."""
+"""Operators that only allocate. A trace leaves them out, as it does views."""
 
 
 class Case(NamedTuple):
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     name: str
     make_model: Callable[[], nn.Module]
     inputs: Any
-    """As `Workload` takes them."""
+    """Inputs, as `Workload` takes them."""
 
 
 class LabelledGraph(NamedTuple):
@@ -73,7 +73,7 @@ class LabelledGraph(NamedTuple):
     """Operators of each kernel, ascending. One operator may be part of several (a softmax is a reduction and a division)."""
 
     def edge_labels(self) -> npt.NDArray[np.int8]:
-        """Of each of ``graph.edges``: 1 fused, 0 not, -1 where the record does not say. Shape: (num_edges,).
+        """Labels of ``graph.edges``: 1 fused, 0 not, -1 not recorded. Shape: (num_edges,).
 
         An edge is fused if one kernel takes part in both operators.
         """
@@ -136,7 +136,7 @@ class _ScheduledError(Exception):
 
 @contextmanager
 def _pretended_gpu() -> Iterator[None]:
-    """What Inductor (torch 2.13) asks of the machine before it generates code, answered as on an A100."""
+    """Patch the device queries of Inductor (torch 2.13) with the properties of an A100."""
     from torch._inductor import scheduler
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -215,7 +215,7 @@ def _empty(inputs: Any) -> Any:
 
 
 def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
-    """For each scheduled kernel the names of the aten calls that it computes.
+    """Yield the names of the aten calls in each scheduled kernel.
 
     A call of a library (convolution, matrix product) is a kernel of its own. Generated kernels that copy its input into another
     layout or add its bias also name it as an origin. Its output is written in any case, so it does not count there. Inductor
@@ -243,7 +243,7 @@ def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[s
 
 
 def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
-    """Of each aten call that launches a kernel the index of its operator in ``graph``: both are in the order of dispatch."""
+    """Operator index in ``graph`` of each aten call that launches a kernel. Both are in the order of dispatch."""
     names, calls = [], []
     for node in called.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
@@ -381,7 +381,7 @@ def _transformers() -> Iterator[Case]:
 
 
 def labelled(case: Case, compiler: str) -> LabelledGraph | str:
-    """What ``compiler`` makes of ``case``, or why there is nothing to say."""
+    """Labels of ``case`` from ``compiler``, or the reason why there are none."""
     try:
         model = case.make_model().eval()
         if compiler == "onnxruntime":
@@ -403,7 +403,7 @@ def to_json(row: LabelledGraph) -> dict[str, Any]:
 
 
 def read_labels(path: str | Path) -> Iterator[LabelledGraph]:
-    """Each complete line; one cut short by an interruption ends the reading."""
+    """Yield the graph of each complete line. An interrupted last line ends the reading."""
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

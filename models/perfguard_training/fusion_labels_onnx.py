@@ -1,4 +1,4 @@
-"""Which operators ONNX Runtime fuses: labels for `fusion`, from the graph that it writes after optimising.
+"""Labels of the operators that ONNX Runtime fuses, from the graph that it writes after optimising.
 
 An operator of the optimised graph stands for all operators of the original one that lie between its inputs and its outputs, whose
 names ONNX Runtime keeps. The graph is that of `graph_from_onnx`; its operators are found in the file by the names of the values
@@ -21,7 +21,7 @@ from perfguard.graph import OpGraph
 from perfguard.onnx import graph_from_onnx
 
 _MOST_BYTES = 400 * 2**20
-"""Of weights: they are really made and written."""
+"""Most bytes of weights, which are allocated and written to the file."""
 
 
 def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tuple[int, ...], ...]]:
@@ -51,7 +51,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path, optimised = Path(folder) / "model.onnx", Path(folder) / "optimised.onnx"
-        # The exporter would fold batch norms itself, were it not told to preserve the mode.
+        # Without PRESERVE the exporter would fold batch norms itself.
         as_it_is = torch.onnx.TrainingMode.PRESERVE
         torch.onnx.export(model.eval(), arguments, str(path), dynamo=False, training=as_it_is, opset_version=17)
         options = onnxruntime.SessionOptions()
@@ -70,7 +70,7 @@ def onnxruntime_case(model: nn.Module, inputs: Any) -> tuple[OpGraph, tuple[tupl
 
 
 def _covered(before: Any, after: Any) -> list[set[int]]:
-    """Of each operator of the optimised graph the indices of the original ones that it stands for.
+    """Indices of the original operators that each operator of the optimised graph replaces.
 
     Optimising also moves transpositions, which renames values. So operators of a type of which there are as many after as before
     are taken to be swallowed by nothing.
@@ -94,7 +94,7 @@ def _covered(before: Any, after: Any) -> list[set[int]]:
 
 
 def _operators_of_nodes(graph: OpGraph, file: Any) -> Mapping[int, int]:
-    """Of the file's operators that the graph has, by index, the index in the graph.
+    """Index in the graph of the file's operators, by their index in the file.
 
     A storage carries the name of the value that it was made for. An operator that runs in place makes no storage: it is the
     reader of the value that was there, of the same name as aten's.

@@ -45,14 +45,14 @@ _PROBED: Mapping[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairRules:
-    """Which pairs of operators are fused, by their names without the mark of running in place."""
+    """Fusion of pairs of operators, by their names without the mark of running in place."""
 
     fused: frozenset[tuple[str, str]]
     several_readers: bool
     """Whether an operator that several others read is fused with any of them."""
 
     def labels(self, graph: OpGraph) -> npt.NDArray[np.int8]:
-        """Of each edge 1 if it is fused by the rules. Shape: (num_edges,)."""
+        """1 for each edge that the rules fuse, else 0. Shape: (num_edges,)."""
         source, sink = graph.edges
         readers = np.bincount(source, minlength=len(graph.ops))
         pairs = [(_name(graph, a), _name(graph, b)) for a, b in zip(source, sink, strict=True)]

@@ -67,7 +67,7 @@ def mapped(function: Callable[[Group], T], groups: Sequence[Group], *, jobs: int
 
 
 def read_group(group: Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | str]]:
-    """Each row with its device and its graph, or with the reason why it has none."""
+    """Yield each row with its device and its graph, or with the reason why it has no graph."""
     previous: tuple[str, OpGraph | str] = ("", "")
     if isinstance(group.rows[0], OperatorRow):  # written down, not traced
         for row in group.rows:

@@ -1,4 +1,4 @@
-"""All predictors on the same rows, each judged on what it has not seen.
+"""All predictors on the same rows, each evaluated on rows that it was not fitted to.
 
 Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is judged on the same
 others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of memory and
@@ -122,7 +122,7 @@ def _prepare() -> None:
 
 
 def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
-    """The part of ``fold`` that a predictor of these kinds of table learns from and is judged on."""
+    """The part of ``fold`` that a predictor of these kinds of table is fitted to and evaluated on."""
     return Fold(
         fold.name,
         [index for index in fold.learn if runs[index].table in tables],
@@ -160,7 +160,7 @@ def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_oper
 
 
 def label_of(run: Run) -> str:
-    """What runs are judged together."""
+    """Group of runs that are evaluated together."""
     if run.table == "operator":
         return f"operator {run.model}"
     if run.table == "transformer":
@@ -241,14 +241,14 @@ class FitScore(NamedTuple):
     caught_at_risk: float
     """Share of the failed runs that are out of memory with more than the guard's default risk; NaN: without intervals."""
     pruned_at_risk: float
-    """The same of the fitting runs."""
+    """Share of the fitting runs that are out of memory with more than the guard's default risk."""
     pairs: int
     balanced: float
     """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
 
 
 def fit_scores(runs: Sequence[Run], found: Found) -> dict[tuple[str, str, str], FitScore]:
-    """By split, GPU with mode, and predictor."""
+    """Scores by split, GPU with mode, and predictor."""
     pairs = bracketed(runs)
     scores = {}
     for (split, predictor), judged in found.items():
@@ -308,7 +308,7 @@ def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitSc
 
 
 def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
-    """A line that was judged on fewer rows than others of its group has their number."""
+    """Mark a line with the number of its rows, if it was evaluated on fewer rows than others of its group."""
     names = [name for name in order if any(predictor == name for _, predictor in cells)]
     text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     for group in sorted({group for group, _ in cells}):
@@ -344,7 +344,7 @@ def _fits(score: FitScore) -> str:
 
 
 def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
-    """The same as data."""
+    """Errors and scores as JSON."""
     fits = [
         {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
         for (split, group, name), score in scores.items()
@@ -353,7 +353,7 @@ def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """For JSON: four decimals, and null for what is not a number."""
+    """Round to four decimals for JSON. NaN and infinity become null."""
     return {
         key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
         for key, value in values.items()

@@ -23,7 +23,7 @@ class Trainable(Learner, Protocol):
     """A learner that can be fitted."""
 
     tables: ClassVar[tuple[str, ...]]
-    """Kinds of table that it learns from and is judged on."""
+    """Kinds of table that it is fitted to and evaluated on."""
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """Learn from ``runs``; ``on_epoch(done, of, loss)`` is called now and then. With a ``checkpoint``, a fit of the same runs
@@ -70,7 +70,7 @@ class Epochs:
 
 
 def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Whose training it is: the learner's and its settings', on these runs."""
+    """Cache key of a training: the learner, its settings and the runs."""
     digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
     for run in runs:
         digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())

@@ -52,11 +52,11 @@ class TrainableForest(OperatorForest):
             if rest.any():
                 self.factors["operator"] = float(np.median(np.log(seconds[rest] / kernels.roofline[rest])))
         if whole:
-            said = self.combined(self.parts(whole))
-            self.factors["step"] = float(np.median(labels_of(whole, "time") - said))
+            predicted = self.combined(self.parts(whole))
+            self.factors["step"] = float(np.median(labels_of(whole, "time") - predicted))
 
     def _fit_kind(self, kind: str, kernels: Kernels, seconds: Array, weight: Array) -> None:
-        """Rows near the floor say little beyond it: they weigh as much as the share of their time that is above it."""
+        """Fit one kind. A row's weight is the share of its time above the floor: rows near the floor are uninformative."""
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         y = np.log(seconds / base_s(kind, kernels))
@@ -88,7 +88,8 @@ def least_relative_error(values: Sequence[float]) -> float:
 
 
 def _floors_of(kernels: Kernels, gpus: Sequence[str], seconds: Array) -> dict[str, float]:
-    """Of single operators, one in each run: just under the fastest of each name on each GPU, and what fits all GPUs best."""
+    """Floors of single operators, one in each run: just below the fastest run of each name on each GPU, and a common fit for
+    all GPUs."""
     own = np.array([f"{name_of(name)} {gpu}" for name, gpu in zip(kernels.name, gpus, strict=True)])
     floors: dict[str, float] = {}
     for key in sorted(set(own[kernels.kind < len(SUPPORTED_KINDS)])):

@@ -31,7 +31,7 @@ _WHERE = {
     "roofline": ("perfguard_papers.baselines", "Roofline"),
     "flops": ("perfguard_papers.baselines", "FlopsLinear"),
 }
-"""By name, for the papers' package imports this one."""
+"""Modules by name. They are imported late, because the papers' package imports this one."""
 NAMES = tuple(_WHERE)
 
 

@@ -29,7 +29,7 @@ _MOST_OPERATORS = 30_000
 
 
 def summary_of(raws: Iterable[tuple[str, RawPrediction]]) -> Summary:
-    """Of raw predictions on the GPUs of these names."""
+    """The summary of raw predictions on the GPUs of these names."""
     found = [(device_id, raw, features) for device_id, raw in raws if (features := raw.step_features) is not None]
 
     def column(values: Callable[[RawPrediction], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
@@ -80,7 +80,7 @@ def drawn(runs: Iterable[Run], *, seed: int = 0) -> set[int]:
 
 
 def main() -> None:
-    """Draw, ask the shipped weights, write."""
+    """Draw steps, predict them with the shipped weights, and write the summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))

@@ -34,18 +34,18 @@ from perfguard_training.fusion_rules import most_frequent_rules, probed_rules
 _FOLDS = 5
 _HIDDEN = 64
 _FEWEST_OCCURRENCES = 30
-"""Of an operator in the corpus, for an embedding of its own."""
+"""Fewest occurrences of an operator in the corpus for an embedding of its own."""
 _EDGES_A_BATCH = 3000
 _EPOCHS = 25
 _LEARNING_RATE = 5e-3
 _LOWEST_CHANCE = 0.5
 
 Judge = Callable[[Sequence[LabelledGraph]], Callable[[LabelledGraph], npt.NDArray[Any]]]
-"""From training rows to a function that says of each edge of a graph whether it is fused: a chance, or 0 and 1."""
+"""Fits training rows. The result is a function from a graph to the fusion of each edge: a probability, or 0 and 1."""
 
 
 class Score(NamedTuple):
-    """Of edges whose label is known."""
+    """Score over edges with a known label."""
 
     precision: float
     recall: float
@@ -56,9 +56,9 @@ class Score(NamedTuple):
 def score_of(predicted: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> Score:
     """Positive: fused. Shapes: (m,); labels of -1 do not count."""
     known = labels >= 0
-    said, true = predicted[known] > _LOWEST_CHANCE, labels[known] == 1
-    both = int((said & true).sum())
-    return Score(both / max(int(said.sum()), 1), both / max(int(true.sum()), 1), float((said == true).mean()), len(true))
+    positive, true = predicted[known] > _LOWEST_CHANCE, labels[known] == 1
+    both = int((positive & true).sum())
+    return Score(both / max(int(positive.sum()), 1), both / max(int(true.sum()), 1), float((positive == true).mean()), len(true))
 
 
 def names_in(rows: Iterable[LabelledGraph]) -> list[str]:
@@ -130,7 +130,7 @@ def _probed(compilers: Iterable[str]) -> Judge:
 
 
 def judged(rows: Sequence[LabelledGraph]) -> dict[str, dict[str, Score]]:
-    """By method and compiler ("all": both): scores over five folds by family, all edges of all folds together."""
+    """Scores by method and compiler ("all": both), over five folds by family, all edges of all folds together."""
     families = sorted({row.family for row in rows})
     random.Random(0).shuffle(families)
     fold_of = {family: at % _FOLDS for at, family in enumerate(families)}
@@ -146,20 +146,20 @@ def judged(rows: Sequence[LabelledGraph]) -> dict[str, dict[str, Score]]:
 def _over_folds(method: Judge, rows: Sequence[LabelledGraph], fold_of: dict[str, int]) -> dict[str, Score]:
     found: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[np.int8]]]] = {}
     for fold in range(_FOLDS):
-        says = method([row for row in rows if fold_of[row.family] != fold])
+        predict = method([row for row in rows if fold_of[row.family] != fold])
         for row in rows:
             if fold_of[row.family] == fold:
-                pair = says(row), row.edge_labels()
+                pair = predict(row), row.edge_labels()
                 found.setdefault(row.compiler, []).append(pair)
                 found.setdefault("all", []).append(pair)
     return {
-        compiler: score_of(np.concatenate([said for said, _ in pairs]), np.concatenate([true for _, true in pairs]))
+        compiler: score_of(np.concatenate([predicted for predicted, _ in pairs]), np.concatenate([true for _, true in pairs]))
         for compiler, pairs in sorted(found.items())
     }
 
 
 def disagreement(rows: Sequence[LabelledGraph], first: str, second: str) -> dict[str, float]:
-    """On how many edges of the same graphs two compilers decide differently."""
+    """Share of the edges of the same graphs on which two compilers differ."""
     by_model = {compiler: {row.model: row for row in rows if row.compiler == compiler} for compiler in (first, second)}
     models, edges, differ = 0, 0, 0
     for model, row in by_model[first].items():

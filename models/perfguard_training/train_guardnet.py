@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a trained network leaves over on one family's held-out rows."""
+    """Residuals of a trained network on one family's held-out rows."""
 
     family: str
     embedding: dict[str, torch.Tensor]  # shape: (n, width) for each target

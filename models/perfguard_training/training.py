@@ -1,4 +1,4 @@
-"""One predictor from tables to weights: judged on folds by family and by GPU, then fitted to everything.
+"""One predictor from tables to weights: evaluated on folds by family and by GPU, then fitted to all rows.
 
 The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
 """
@@ -81,6 +81,6 @@ def train_and_write(
 
 
 def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
-    """What to type. The tables are named by their sources, not by their paths."""
+    """Command line that repeats the training. The tables are named by their sources, not by their paths."""
     words = ["perfguard train", *["TABLE"] * number, f"--predictor {name} --out DIR --most-operators {most_operators}"]
     return " ".join([*words, *(f"--set {key}={value}" for key, value in settings.items())])

@@ -21,7 +21,7 @@ from perfguard.predictor import load_predictor
 from perfguard.tables import Evaluated, evaluate, predicted_columns, read_table, report
 
 _WIDTH = 160
-"""Where nobody looks at a terminal, columns need not be broken."""
+"""Width of a table that is not printed to a terminal. Its columns need no line breaks."""
 
 
 def evaluate_table(arguments: argparse.Namespace) -> None:

@@ -66,7 +66,7 @@ def learn(arguments: argparse.Namespace) -> None:
         try:
             if arguments.watch:
                 _watch(_trainer(log, arguments), hold, every_s)
-            elif hold():  # before anything heavy is imported: many workers may ask
+            elif hold():  # before anything heavy is imported, because many workers may try
                 generation = _trainer(log, arguments).update(may_promote=hold)
                 print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.", flush=True)
             else:
@@ -94,7 +94,7 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _watch(trainer: OnlineTrainer, hold: Callable[[], bool], every_s: float) -> None:
-    said = ""
+    printed = ""
     while True:
         try:
             if hold():
@@ -104,9 +104,9 @@ def _watch(trainer: OnlineTrainer, hold: Callable[[], bool], every_s: float) -> 
                 news = "Another learner is at work; waiting."
         except LogError as error:
             news = f"{error} Trying again every {every_s:g} s."
-        if news != said:
+        if news != printed:
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {news}", flush=True)
-            said = news
+            printed = news
         time.sleep(every_s)
 
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     forget = _verb(verbs, "forget", "set the selected measurements aside: they stay in the log, and nothing is learnt from them")
     _add_selection(forget)
     forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
-    forget.add_argument("--yes", action="store_true", help="do not ask")
+    forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
     prune = _verb(verbs, "prune", "remove the selected decisions with their measurements, for good")
     _add_selection(prune)
@@ -294,14 +294,14 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 
 def _confirm(arguments: argparse.Namespace, question: str) -> None:
-    """Ask, unless --yes was given.
+    """Ask for confirmation, unless --yes was given.
 
     Raises:
-        LogError: if the answer is no, or nobody is there to give one.
+        LogError: if the answer is no, or standard input is no terminal.
     """
     if arguments.yes:
         return
     if not sys.stdin.isatty():
-        raise LogError("Nothing was changed: say --yes where nobody can be asked.")
+        raise LogError("Nothing was changed: add --yes where there is no terminal.")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise LogError("Nothing was changed.")

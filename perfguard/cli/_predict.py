@@ -22,7 +22,7 @@ from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_joules, format_seconds
-from perfguard.workload import Build, Workload, asks_for_missing, build_workload
+from perfguard.workload import Build, Workload, build_workload, is_missing_parameter
 
 _MOST_KINDS = 6
 _MOST_ROWS = 15
@@ -33,14 +33,14 @@ MIG_QUANTILE = 0.95
 
 
 class Subject(NamedTuple):
-    """What a command is asked about: an ONNX file or the workload that a function builds."""
+    """Input of a command: an ONNX file or the workload that a function builds."""
 
     network: str | Workload
     steps: int | None
     options: Mapping[str, Any]
 
     def graph_on(self, device: Device) -> OpGraph:
-        """Its operators as ``device`` would run them."""
+        """The operators of the network as ``device`` runs them."""
         return graph_of(self.network, device, **self.options)
 
 
@@ -116,7 +116,7 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """What the words of a command name."""
+    """The network or workload that a command's arguments name."""
     _check_batch_size(arguments.batch_size)
     if not arguments.source.lower().endswith(".onnx"):
         if arguments.dim:
@@ -135,7 +135,7 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
 
 
 def _dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
-    """From "batch=8" or "input=8x3x224x224"."""
+    """Parse "batch=8" or "input=8x3x224x224"."""
     name, separator, value = text.rpartition("=")
     parts = value.lower().split("x")
     if not separator or not name or not all(part.isdecimal() for part in parts):
@@ -157,9 +157,9 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     try:
         workload = build_workload(build, params)
     except KeyError as error:
-        if not asks_for_missing(error, params):
+        if not is_missing_parameter(error, params):
             raise
-        raise BuildError(f"build asks for the hyperparameter {error.args[0]!r}: add --set {error.args[0]}=VALUE.") from error
+        raise BuildError(f"build needs the hyperparameter {error.args[0]!r}: add --set {error.args[0]}=VALUE.") from error
     changes = {name: value for name in ("mode", "precision", "steps") if (value := getattr(arguments, name)) is not None}
     return dataclasses.replace(workload, **changes)
 

@@ -35,12 +35,12 @@ class Ranked(NamedTuple):
     device: Device
     prediction: Prediction
     samples: int
-    """In one step or batch; 1 if the batch size is not known."""
+    """Samples in one step or batch; 1 if the batch size is not known."""
     price_per_hour: float | None
 
     @property
     def fits(self) -> bool:
-        """With a chance of at least 95%."""
+        """Whether it fits with a chance of at least 95%."""
         return self.prediction.p_oom(self.device.memory_bytes) <= 1 - _LIKELY_TO_FIT
 
     @property

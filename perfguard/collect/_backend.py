@@ -1,4 +1,4 @@
-"""Where configurations run, in a worker process: the processor, or one CUDA card."""
+"""Backends that run configurations in a worker process: the CPU, or one CUDA card."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _CUDA = torch.device("cuda")
 
 
 class Backend(Protocol):
-    """What a run needs of where it runs."""
+    """Interface of the device that a run uses."""
 
     torch_device: torch.device
 
     def limit(self, num_bytes: int) -> None:
-        """From now on this process gets no more than this, the driver's context included."""
+        """Limit the memory of this process, the driver's context included."""
 
     def start_afresh(self, recipe: Recipe) -> str:
-        """Leave nothing of the run before, and set the switches of ``recipe``. What could not be cleaned, in words."""
+        """Remove the state of the last run, and set the switches of ``recipe``. Returns what could not be cleaned, in words."""
 
     def synchronize(self) -> None:
         """Wait until all that was launched is done."""
 
     def probe(self) -> Probe:
-        """What measures a whole run."""
+        """Probe that measures a whole run."""
 
     def window(self) -> DriverWindow | None:
-        """What measures the timed steps alone; None where no driver tells anything."""
+        """Driver counters over the timed steps alone; None without a driver."""
 
     def facts(self) -> dict[str, str]:
         """Name, memory and versions, for the rows."""
@@ -137,7 +137,7 @@ class Card:
 
 
 def versions() -> str:
-    """Of Python, and of what networks are made with."""
+    """Versions of Python and of the libraries that define networks."""
     found = [f"python {platform.python_version()}"]
     for name in ("timm", "torchvision", "transformers", "triton"):
         try:
@@ -148,7 +148,7 @@ def versions() -> str:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts: the private writable memory of this process."""
+    """Bytes that RLIMIT_DATA counts: the private writable memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

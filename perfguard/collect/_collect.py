@@ -29,12 +29,12 @@ from perfguard.measure import CardHealth, Signs, Trouble, is_busy, trouble_betwe
 from perfguard.tables._recipe import Space
 
 CPU_MEMORY_BYTES = 2**28
-"""What configurations may take of a processor's memory, if nothing else is said: other work shares it."""
+"""Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
 _REACH = {"cuda": 1.0, "cpu": 0.35}
 _MOST_FAILURES_IN_A_ROW = 25
 _PLANS_AHEAD = 4
 _GRACE_S = 30.0
-"""For the run under way when the time is over; a lease ends soon after."""
+"""Time to finish the current run after the time limit. A lease ends soon after."""
 _MIB = 2**20
 _OF_THE_STEPS = ("step_time_ms", "step_time_iqr_ms", "step_energy_j", "gpu_util", "sm_clock_mhz")
 _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_peak_mib")
@@ -42,10 +42,10 @@ _MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_
 
 @dataclass(slots=True)
 class CollectReport:
-    """What one session of collecting brought."""
+    """Result of one session of collecting."""
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Of this session, by space and status."""
+    """Rows of this session, by space and status."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Configurations that were not run, by reason."""
     trouble: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class CollectReport:
 
     @property
     def num_rows(self) -> int:
-        """Of this session."""
+        """Number of rows of this session."""
         return self.rows.total()
 
 
@@ -166,7 +166,7 @@ def collect(
                 continue
             row, trouble = watch.run(plan, stop=lambda: bool(stop()) or time.monotonic() > last_moment)
             if row is None:
-                continue  # given up in the middle; the reason is said above
+                continue  # ended early; the reason is printed above
             row = columns_of(plan) | fixed | row
             journal.write(row)
             on_row(row)
@@ -193,7 +193,7 @@ class _Watch:
     @classmethod
     @contextmanager
     def on(cls, device: Device, worker: Worker, on_note: Callable[[str], None]) -> Iterator[_Watch]:
-        """With the health of the card that the worker uses; a processor has none."""
+        """A watch with the health of the worker's card. A CPU has none."""
         if device.kind == "cpu":
             yield cls(worker, None)
             return
@@ -208,16 +208,18 @@ class _Watch:
             health.close()
 
     def look_at_the_idle_card(self, on_note: Callable[[str], None]) -> None:
-        """Before anything of ours runs: what shows then is somebody else's."""
+        """Check the card before the first run. Any load at that time belongs to other users."""
         if not is_busy(self._before):
             return
         self._busy_by_itself = not self._before.others
-        who = f"processes {', '.join(map(str, self._before.others))} use it" if self._before.others else "nobody is seen on it"
+        who = (
+            f"processes {', '.join(map(str, self._before.others))} use it" if self._before.others else "no process is seen on it"
+        )
         share = f"{self._before.utilisation or 0:.0%}"
         on_note(f"The GPU is not ours alone ({share} busy, {who}): rows are marked, their times and energy left out.")
 
     def run(self, plan: Plan, *, stop: Callable[[], bool]) -> tuple[Row | None, Trouble]:
-        """The measured columns of ``plan``, and what befell the card; no row if ``stop()`` said so."""
+        """The measured columns of ``plan``, and the trouble of the card; no row if ``stop()`` ended the run."""
         assert plan.recipe is not None
         self._worker.start()
         age = self._worker.rows
@@ -280,11 +282,11 @@ def _prepare_planner() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[Callable[[], str]]:
-    """A function that says which signal asked to stop; empty: none. A lost connection sends SIGHUP."""
+    """Yield a function that returns which signal arrived; empty: none. A lost connection sends SIGHUP."""
     received: list[str] = []
 
     def receive(number: int, _: FrameType | None) -> None:
-        received.append(f"{signal.Signals(number).name} asked for it")
+        received.append(f"{signal.Signals(number).name} was received")
 
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread

@@ -1,4 +1,4 @@
-"""What networks of vision and text are made with. The fork server imports this, so that no process has to pay for it again."""
+"""Imports the libraries of vision and text networks. The fork server imports this module, so that no process repeats it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from perfguard.tables._networks import ARCHITECTURES
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-with suppress(Exception):  # what is missing or broken was said by whoever chose the spaces
+with suppress(Exception):  # the choice of spaces has reported what is missing or broken
     importlib.import_module("timm")
 with suppress(Exception):
     for name in ARCHITECTURES.values():

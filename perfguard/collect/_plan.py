@@ -1,4 +1,4 @@
-"""From a draft to a configuration to run: the batch that takes the wanted share of the memory, as PerfGuard traces it."""
+"""Turns a draft into a configuration: finds the batch that takes the wanted share of the memory, by tracing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from perfguard.graph import roofline_s, trace
 from perfguard.tables._recipe import Recipe
 
 _PROBED_BATCHES = 2, 8
-"""Where the search begins; one is too few for a batch norm."""
+"""The first batches of the search. A batch of one is too small for a batch norm."""
 _MOST_SAMPLES = 2**20
 _TOLERANCE = 0.05
 _MOST_TRACES = 5
 _ROUND = 16
-"""What tensor cores like, and most people choose multiples of."""
+"""Batches are rounded to this multiple, which suits tensor cores and is a common choice."""
 _LONGEST_STEP_S = {"cuda": 0.25, "cpu": 0.005}
-"""By the roofline. A longer step costs a row's worth of others; runs that should not fit are exempt, they end early."""
+"""Longest step by the roofline, in seconds. Longer steps take the time of many rows. Runs that should not fit are exempt,
+because they end early."""
 
 
 class Plan(NamedTuple):

@@ -31,7 +31,7 @@ Row = dict[str, str]
 
 
 def run_recipe(recipe: Recipe, device: Device, place: Backend, *, long: bool = False) -> Row:
-    """What ``recipe`` cost, as columns of a row. An error of the run is its status, never raised.
+    """Run ``recipe`` and return its cost as columns of a row. An error of the run is its status, never raised.
 
     Args:
         recipe: what to run.

@@ -1,4 +1,4 @@
-"""What is measured, in which order: a seeded sequence of configurations of which every prefix is balanced.
+"""A seeded sequence of configurations to measure. Every prefix of it is balanced.
 
 The spaces take turns. Within a space the n-th configuration is read off the n-th point of a scrambled Sobol sequence, one
 coordinate for each choice. After any number of points each choice was made about as often as it should be, and so was each
@@ -37,7 +37,7 @@ _TIMM = (
     "poolformer_s12", "edgenext_small", "mobilevit_s", "coatnet_nano_rw_224", "xcit_tiny_12_p16_224", "cait_xxs24_224",
 )  # fmt: skip
 _FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "cait")
-"""Networks of timm that are made for one size of image; asked for another they may refuse."""
+"""Networks of timm that are made for one size of image. They may raise for another size."""
 _TORCHVISION = (
     "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
@@ -56,30 +56,30 @@ _CHECKPOINTING_IN_TIMM = (
 )
 
 PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
-"""Without which a space cannot be had at all."""
+"""Packages that a space requires."""
 
 
 class Draft(NamedTuple):
     """A configuration whose batch is still open."""
 
     number: int
-    """Its place in the order, from 0."""
+    """Position in the order, from 0."""
     recipe: Recipe
-    """With a batch of 1."""
+    """The recipe with a batch of 1."""
     memory_share: float
-    """The share of the memory that its batch is to take; above 1 it should not fit."""
+    """Target share of the memory. Above 1 the run should not fit."""
     round_batch: bool
-    """Its batch is to be a multiple of 16."""
+    """Whether to round the batch to a multiple of 16."""
     long: bool
-    """It is timed for so long that the driver's counter of energy tells something."""
+    """Whether the timing is long enough for the driver's energy counter."""
 
 
 class Scope(NamedTuple):
-    """What can be chosen on a device."""
+    """Choices on a device."""
 
     on_gpu: bool
     reach: float
-    """How much of the logarithmic range of each size is used, 0 to 1; less makes smaller networks."""
+    """Share of the logarithmic range of each size, 0 to 1. A smaller share makes smaller networks."""
 
 
 class Point:
@@ -208,7 +208,7 @@ def _draft(index: int, space: Space, point: Point) -> Draft:
 
 
 def _memory_share(which: float, where: float) -> float:
-    """From 0.02 to 1.3; a quarter from 0.8 upwards, where it is decided whether a run fits."""
+    """Draw a share between 0.02 and 1.3. A quarter of them is above 0.8, where it is decided whether a run fits."""
     if which < _NEAR_THE_LIMIT:
         return 0.8 + 0.5 * where
     return 0.02 * math.exp(math.log(0.8 / 0.02) * where)

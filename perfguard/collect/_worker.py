@@ -58,20 +58,20 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection | None = None
         self.rows = 0
-        """That the present process has run."""
+        """Number of recipes that the present process has run."""
         self.starts = 0
         self.facts: dict[str, str] = {}
 
     @property
     def last_pid(self) -> int:
-        """Of the last process that told; it may have ended since."""
+        """Id of the last process that started; it may have ended since."""
         return int(self.facts.get("pid", 0))
 
     def start(self) -> None:
-        """Have a process that is ready; a fresh one where there is none, or it is old.
+        """Start a process, unless there is one that is not too old.
 
         Raises:
-            MeasuringError: if it cannot be started, with what it said.
+            MeasuringError: if it cannot be started. The message has the process's error.
         """
         if self._process is not None and self.rows >= _ROWS:
             self.close()
@@ -91,7 +91,7 @@ class Worker:
         self.facts = hello
 
     def run(self, recipe: Recipe, *, long: bool, stop: Callable[[], bool]) -> Row | None:
-        """What ``recipe`` cost; None if it was given up because ``stop()`` said so.
+        """Measure ``recipe``; None if ``stop()`` ended it early.
 
         Raises:
             MeasuringError: if no process can be started any more.
@@ -129,7 +129,7 @@ class Worker:
             self._pipe = None
 
     def _answer(self, limit_s: float, stop: Callable[[], bool]) -> Row | str:
-        """What the process said, or why it said nothing."""
+        """The process's reply, or why there is none."""
         assert self._pipe is not None
         end = time.monotonic() + limit_s
         while not self._pipe.poll(_POLL_S):
@@ -152,7 +152,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_threads: int) -> None:
-    """The worker's own life: say what there is, then run what comes until the pipe closes."""
+    """Main loop of the worker: send the facts of the device, then run recipes until the pipe closes."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides; it kills
     warnings.simplefilter("ignore")
@@ -172,11 +172,11 @@ def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_thread
     kinds = set[str]()
     while True:
         try:
-            asked = json.loads(pipe.recv_bytes())
+            request = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
-        recipe = Recipe.from_json(asked["recipe"])
-        pipe.send_bytes(json.dumps(run_recipe(recipe, device, place, long=asked["long"])).encode())
+        recipe = Recipe.from_json(request["recipe"])
+        pipe.send_bytes(json.dumps(run_recipe(recipe, device, place, long=request["long"])).encode())
         if recipe.kind not in kinds:  # its library was imported
             kinds.add(recipe.kind)
             gc.collect()

@@ -51,7 +51,7 @@ def look_up(name: str, memory_bytes: int | None = None) -> Device | None:
 
     Args:
         name: as people or the driver write it.
-        memory_bytes: the card's memory. It tells cards with the same NVML name apart: the RTX 3080 is sold with 10 and 12 GB.
+        memory_bytes: the card's memory. It distinguishes cards with the same NVML name: the RTX 3080 is sold with 10 and 12 GB.
     """
     card, _, profile = name.replace("/", ":").partition(":")
     if profile:
@@ -146,7 +146,7 @@ def _devices() -> Mapping[str, Device]:
 
 @functools.lru_cache(maxsize=1)
 def _nvml_names() -> dict[str, str]:
-    """By id. Cards of several sizes may share one."""
+    """NVML names by device id. Cards of several sizes may share one."""
     return {row["id"]: row["nvml_name"] for row in _file()["devices"]}
 
 

@@ -1,4 +1,4 @@
-"""Which device is meant: a name, a Device, or the GPU that NVML shows."""
+"""Finds a device by its name, as a Device, or as the GPU that NVML shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _SAME_MEMORY = 0.1  # the sizes that one name is sold with are at least a fifth apart
 
 # For cards outside the catalog: low guesses, so that an unknown card is thought slower rather than faster than it is.
-_SUSTAINED_CLOCK = 0.85  # NVML tells the highest clock; data sheets count with the boost clock
+_SUSTAINED_CLOCK = 0.85  # NVML reports the highest clock; data sheets use the boost clock
 _CORES_PER_SM = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _DEFAULT_CORES_PER_SM = 128
 _DEFAULT_CORES = 2048
@@ -94,8 +94,8 @@ def visible_gpu(*, nvml: Nvml | None = None) -> Device | None:
 def detect_gpu(index: int | str = 0, *, nvml: Nvml | None = None) -> Device | None:
     """The GPU that NVML shows at ``index``; None where there is no NVML, no such GPU, or no permission.
 
-    A card that the catalog knows comes with the catalog's figures (and with the memory that NVML tells, should that be another
-    size). Any other card is described by what NVML tells, with cautious rates; its ``source`` says so.
+    A card of the catalog gets the catalog's figures, with NVML's memory where the sizes differ. Any other card gets NVML's
+    figures and cautious rates; its ``source`` says so.
 
     Args:
         index: as NVML counts, in the order of the PCI bus whatever ``CUDA_VISIBLE_DEVICES`` says; or a UUID ("GPU-...",
@@ -148,18 +148,18 @@ def id_of(name: str) -> str:
 
 
 def _from_nvml(nvml: Nvml, handle: Any, name: str, memory_bytes: int) -> Device:
-    def ask(query: Callable[[], _T], default: _T) -> _T:
+    def read(query: Callable[[], _T], default: _T) -> _T:
         try:
             return query() or default
         except nvml.NVMLError:
             return default
 
-    major, minor = ask(lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)), (0, 0))
-    cores = ask(lambda: nvml.nvmlDeviceGetNumGpuCores(handle), _DEFAULT_CORES)
-    clock_mhz = ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), _DEFAULT_CLOCK_MHZ)
-    memory_clock_mhz = ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM), 0)
-    bus_bits = ask(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle), 0)
-    power_mw = ask(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle), 0)
+    major, minor = read(lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)), (0, 0))
+    cores = read(lambda: nvml.nvmlDeviceGetNumGpuCores(handle), _DEFAULT_CORES)
+    clock_mhz = read(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM), _DEFAULT_CLOCK_MHZ)
+    memory_clock_mhz = read(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM), 0)
+    bus_bits = read(lambda: nvml.nvmlDeviceGetMemoryBusWidth(handle), 0)
+    power_mw = read(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle), 0)
     clock_hz = clock_mhz * 1e6 * _SUSTAINED_CLOCK
     return Device(
         id=id_of(name),

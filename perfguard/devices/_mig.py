@@ -23,17 +23,17 @@ class MigProfile:
     """One way to cut a part from a GPU."""
 
     name: str
-    """As nvidia-smi writes it, for instance "2g.10gb"."""
+    """The profile as nvidia-smi writes it, for instance "2g.10gb"."""
     compute_slices: int
     """Sevenths of the GPU's multiprocessors."""
     memory_slices: int
     """Eighths of the GPU's memory."""
     memory_bytes: int
-    """What a process in it may use: cautious, see the note in the module."""
+    """Memory of a process in the instance, a cautious value; see the note in the module."""
 
     @property
     def num_instances(self) -> int:
-        """How many of them one GPU holds."""
+        """Number of such instances on one GPU."""
         return min(7 // self.compute_slices, _MEMORY_SLICES // self.memory_slices)
 
 

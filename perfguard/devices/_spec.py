@@ -27,7 +27,7 @@ class Device:
     kind: DeviceKind
     """"cuda" or "cpu"."""
     memory_bytes: int
-    """What programs can use, as CUDA reports it."""
+    """Memory for programs, as CUDA reports it."""
     bandwidth_bytes_per_s: float
     """Peak bandwidth of the device memory."""
     peak_flops: Mapping[str, float]
@@ -43,11 +43,11 @@ class Device:
     architecture: str
     """Vendor's name of the generation, for instance "Ampere"."""
     context_bytes: int
-    """What the driver takes before the first tensor: CUDA context and kernels. 0 on a CPU."""
+    """Memory of the driver before the first tensor: CUDA context and kernels. 0 on a CPU."""
     launch_overhead_s: float
     """Least time of one operator in eager PyTorch."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth_bytes_per_s", "num_sms", "boost_clock_hz"):

@@ -1,4 +1,4 @@
-"""Where the bytes and the seconds of a step are."""
+"""Memory and time of a step, by operator and by module."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NAMED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GR
 
 
 class OperatorCost(NamedTuple):
-    """All calls of one aten operator in a step."""
+    """Cost of all calls of one aten operator in a step."""
 
     name: str
     calls: int
     flops: int
     num_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     seconds: float
-    """Their roofline time."""
+    """Roofline time of all calls."""
 
 
 def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) -> dict[str, int]:
@@ -49,7 +49,7 @@ def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) ->
 
 
 def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
-    """What each aten operator costs on ``device`` at its peak rates, slowest first."""
+    """Cost of each aten operator on ``device`` at its peak rates, slowest first."""
     totals: dict[str, OperatorCost] = {}
     for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
         before = totals.get(op.name, OperatorCost(op.name, 0, 0, 0, 0.0))

@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
+"""Computes what CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
 
 A tensor often takes more memory than it needs. The allocator rounds requests to 512 bytes. It cuts them from segments of 2 MiB
 (small requests) or at least 20 MiB (large ones). Freed blocks are kept, merged with their neighbours and used again. What the
@@ -46,11 +46,11 @@ class AllocatorSettings:
     max_split_bytes: int | None = None
     """`max_split_size_mb` in bytes: larger blocks are not split, and not given to smaller requests."""
     cublas_workspace_bytes: int = 8_519_680
-    """What PyTorch sets aside at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
+    """Workspace that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
 
 
 class AllocatorReplay(NamedTuple):
-    """What a replay found, in bytes."""
+    """Result of a replay, in bytes."""
 
     reserved_bytes: int
     """Most bytes in segments at once, `torch.cuda.max_memory_reserved()`."""
@@ -75,9 +75,9 @@ class CachingAllocator:
         self._free: tuple[list[int], list[int]] = [], []
         """The small and the large pool."""
         self._size_from: dict[int, int] = {}
-        """Of the free block that begins at an address."""
+        """Size of the free block that begins at an address."""
         self._size_to: dict[int, int] = {}
-        """Of the free block that ends at an address."""
+        """Size of the free block that ends at an address."""
         self._ends = [1, _LARGE_POOL]
         """Behind the last segment of each pool."""
         self.reserved_bytes = 0
@@ -198,7 +198,7 @@ def segment_size(size: int) -> int:
 
 
 class Step(Protocol):
-    """What a replay reads of an :class:`OpGraph`."""
+    """The part of an :class:`OpGraph` that a replay reads."""
 
     @property
     def ops(self) -> tuple[Op, ...]: ...
@@ -226,7 +226,7 @@ _programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
 
 
 def program_of(graph: Step) -> Program:
-    """Of one step of ``graph``; graphs that differ in their sizes alone share it."""
+    """The replay program for one step of ``graph``. Graphs that differ only in their sizes share it."""
     skeleton = graph.skeleton
     known = _programs.get(skeleton)
     if known is None:

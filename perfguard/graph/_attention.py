@@ -1,4 +1,4 @@
-"""Which kernel computes attention, as `sdp_utils.cpp` of PyTorch 2.13 chooses for the target.
+"""Selects the kernel of attention, as `sdp_utils.cpp` of PyTorch 2.13 does for the target.
 
 On the meta device ``scaled_dot_product_attention`` decomposes into the plain math path and stores the attention matrix, which
 no fused kernel does. PyTorch has meta kernels and derivatives for the fused operators, so the one that the target would run is

@@ -37,7 +37,7 @@ class TraceCache:
         self._lock = threading.Lock()
 
     def trace(self, workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
-        """As :func:`perfguard.graph.trace`, with the same errors."""
+        """Same as :func:`perfguard.graph.trace`, with the same errors."""
         structure = structure_of(workload, target_of(target))
         if structure is None:
             return trace(workload, target=target)
@@ -54,17 +54,17 @@ class TraceCache:
 
 
 class _Family:
-    """What is known of one structure."""
+    """Traced and computed graphs of one structure."""
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.samples: OrderedDict[Sizes, Sample] = OrderedDict()
-        """What was traced."""
+        """Traced graphs."""
         self._computed: OrderedDict[Sizes, OpGraph] = OrderedDict()
         self._templates: list[Template] = []
 
     def graph_for(self, sizes: Sizes) -> OpGraph | None:
-        """None: it must be traced."""
+        """A graph without a trace; None: it must be traced."""
         if sizes in self.samples:
             return self.samples[sizes].graph
         if sizes not in self._computed:

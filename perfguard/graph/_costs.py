@@ -1,4 +1,4 @@
-"""What one aten operator costs: its kind, FLOPs and bytes.
+"""Cost of one aten operator: its kind, FLOPs and bytes.
 
 FLOPs of matrix products and attention come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
 that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).
@@ -88,7 +88,7 @@ _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_emp
                    "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
 _MAX_FFT_SIZE = 256
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
-"""Where the left factor of a matrix product is among the arguments; the right one follows."""
+"""Index of the left factor of a matrix product in the arguments. The right factor follows it."""
 _COUNTED_BY_INPUT = ("reduction", "loss", "norm_backward")
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
@@ -220,7 +220,7 @@ def convolution_attributes(
     groups: int,
     transposed: bool,
 ) -> dict[str, Any]:
-    """What decides the kernel of a convolution; see :func:`attributes_of`."""
+    """Attributes that select the kernel of a convolution; see :func:`attributes_of`."""
     kernel = weight_shape[2:]
     dense = groups == 1 and all(step == 1 for step in (*stride, *dilation))
     return {

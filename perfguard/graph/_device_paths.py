@@ -149,7 +149,7 @@ class DevicePaths(TorchFunctionMode):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        """It asks for log_softmax in the logits' dtype, and autocast leaves a dtype that was asked for; nll_loss is cast."""
+        """Compute log_softmax in the logits' dtype, because autocast keeps an explicit dtype. It does cast nll_loss."""
         if input.dtype not in _HALF or target.is_floating_point():
             return func(input, target, weight, reduction, ignore_index, label_smoothing)
         dim = 0 if input.dim() == 1 else 1
@@ -185,7 +185,7 @@ class DevicePaths(TorchFunctionMode):
         return value
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `cached_cast`: float32 leaves that require a gradient are cast once while autocast lasts."""
+        """Cast like `cached_cast`: float32 leaves that require a gradient are cast once while autocast lasts."""
         if not tensor.is_meta or tensor.dtype is dtype or tensor.dtype not in (torch.float32, *_HALF):
             return tensor
         cacheable = tensor.dtype is torch.float32 and dtype in _HALF and tensor.requires_grad and tensor.is_leaf

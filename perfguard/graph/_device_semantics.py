@@ -19,7 +19,7 @@ from perfguard.graph._pytree import is_meta
 _lock = threading.Lock()
 _of_thread = threading.local()
 _num_inside = 0
-_ASK = object()
+_USE_ORIGINAL = object()
 """The answer of one who leaves it to the original."""
 _originals: list[tuple[Any, str, Any]] = []
 
@@ -65,11 +65,11 @@ def device_semantics(device_type: str) -> Iterator[None]:
 
 def _replace_all() -> None:
     checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
-    _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _ASK)
+    _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _USE_ORIGINAL)
     _replace(
         transformer,
         "_detect_is_causal_mask",
-        lambda mask, is_causal=None, size=None: _is_square(mask) if is_meta(mask) and is_causal is None else _ASK,
+        lambda mask, is_causal=None, size=None: _is_square(mask) if is_meta(mask) and is_causal is None else _USE_ORIGINAL,
     )
     if not torch.cuda.is_available():
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -78,19 +78,19 @@ def _replace_all() -> None:
     _rename_meta(torch.amp.autocast_mode.autocast)
     masks = sys.modules.get("transformers.masking_utils")
     if masks is not None:
-        _replace(masks, "is_tracing", lambda tensor=None: True if is_meta(tensor) else _ASK)
-        _replace(masks, "find_packed_sequence_indices", lambda positions: None if is_meta(positions) else _ASK)
+        _replace(masks, "is_tracing", lambda tensor=None: True if is_meta(tensor) else _USE_ORIGINAL)
+        _replace(masks, "find_packed_sequence_indices", lambda positions: None if is_meta(positions) else _USE_ORIGINAL)
 
 
-def _replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
-    """Ask ``answer`` first; where it has none, the original."""
+def _replace(owner: Any, name: str, override: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``override``, with the original as the fallback."""
     original = getattr(owner, name, None)
     if original is None:  # another version
         return
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        answered = answer(*args, **kwargs)
-        return original(*args, **kwargs) if answered is _ASK else answered
+        result = override(*args, **kwargs)
+        return original(*args, **kwargs) if result is _USE_ORIGINAL else result
 
     _originals.append((owner, name, original))
     setattr(owner, name, replaced)
@@ -98,7 +98,7 @@ def _replace(owner: Any, name: str, answer: Callable[..., Any]) -> None:
 
 def _clear_casts() -> object:
     cast_weights().clear()
-    return _ASK
+    return _USE_ORIGINAL
 
 
 def _rename_meta(autocast: Any) -> None:

@@ -73,7 +73,7 @@ def _value_with_sizes(value: Any, rest: Iterator[int]) -> Any:
 
 
 def skeleton_key(graph: OpGraph) -> Hashable:
-    """All of ``graph`` but its sizes: equal for graphs that can be in one batch."""
+    """Key of a graph without its sizes. It is equal for graphs that fit in one batch."""
     ops = tuple(
         (op.name, op.kind, op.phase, op.inputs, op.outputs, op.module, len(op.shape), op.dtype, _attributes_key(op.attributes))
         for op in graph.ops
@@ -83,13 +83,13 @@ def skeleton_key(graph: OpGraph) -> Hashable:
 
 
 def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
-    """All of the attributes but their sizes."""
+    """Key of the attributes without their sizes."""
     lengths = {key: len(sizes_in(value)) for key, value in attributes.items()}
     return tuple((key, "sizes", lengths[key]) if lengths[key] else (key, type(value), value) for key, value in attributes.items())
 
 
 class SizeLayout:
-    """Where the sizes of each operator are among all sizes of a graph.
+    """Positions of each operator's sizes among all sizes of a graph.
 
     Attributes:
         starts: where those of each operator begin, and where the last ones end. Shape: (N + 1,).
@@ -113,7 +113,7 @@ class SizeLayout:
         self._known: dict[str, npt.NDArray[np.int64]] = {}
 
     def places(self, name: str) -> npt.NDArray[np.int64]:
-        """Where the sizes of "shape" or of an attribute are; -1 where an operator has no such size. Shape: (N, longest)."""
+        """Positions of the sizes of "shape" or of an attribute; -1: the operator has no such size. Shape: (N, longest)."""
         if name not in self._known:
             first, length = np.array([found.get(name, (0, 0)) for found in self._ranges], dtype=np.int64).reshape(-1, 2).T
             along = np.arange(int(length.max(initial=0)))
@@ -122,7 +122,7 @@ class SizeLayout:
 
     @property
     def dimensions(self) -> npt.NDArray[np.int64]:
-        """Which sizes are no bytes and no FLOPs: indices."""
+        """Indices of the sizes that are neither bytes nor FLOPs."""
         is_cost = np.zeros(int(self.starts[-1]), dtype=np.bool_)
         is_cost[: self._num_storages] = True
         is_cost[self.starts[:-1, None] + np.arange(_NUM_COSTS)] = True
@@ -227,11 +227,11 @@ class GraphBatch:
         return self.live_bytes_of(*StorageKind)
 
     def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
-        """As :attr:`live_bytes`, of storages of ``kinds`` alone."""
+        """Same as :attr:`live_bytes`, for storages of ``kinds`` alone."""
         return self.live_bytes_where(np.isin(self.skeleton.lifetimes[0], kinds))
 
     def live_bytes_where(self, chosen: npt.NDArray[np.bool_], *, of_last_step: bool = True) -> npt.NDArray[Any]:
-        """As :attr:`live_bytes`, of the ``chosen`` (S,) storages alone, with or without what the step before has left of them."""
+        """Same as :attr:`live_bytes`, for the ``chosen`` (S,) storages, with or without what the last step leaves of them."""
         number = len(self.skeleton.ops) + 1
         (_, births, deaths), num_bytes = self.skeleton.lifetimes[:, chosen], self.storage_bytes[:, chosen]
         live = _summed_up_to(num_bytes, births + 1, number) - _summed_up_to(num_bytes, deaths + 2, number)
@@ -256,7 +256,7 @@ class GraphBatch:
         return np.asarray(self.storage_bytes * self.num_alive(index))
 
     def num_alive(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many of each storage are alive at operator ``index`` (C,); 2 while the last step's is there. Shape: (C, S)."""
+        """Number of copies of each storage alive at operator ``index`` (C,): 2 while the last step's is there. Shape: (C, S)."""
         (_, births, deaths), at, number = self.skeleton.lifetimes, index[:, None], len(self.skeleton.ops) + 1
         return np.asarray(((births <= at) & (at <= deaths)).astype(np.int64) + ((deaths >= number) & (at <= deaths - number)))
 
@@ -277,7 +277,7 @@ class GraphBatch:
 
     @cached_property
     def reserved_bytes(self) -> Ints:
-        """What CUDA's caching allocator takes from the driver for each step, with its default settings. Shape: (C,)."""
+        """Memory that CUDA's caching allocator takes from the driver for each step, with its default settings. Shape: (C,)."""
         return reserved_bytes_of(self.skeleton, self.storage_bytes)
 
 

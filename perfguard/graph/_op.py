@@ -16,7 +16,7 @@ class Phase(IntEnum):
 
 
 class StorageKind(IntEnum):
-    """What a storage holds."""
+    """Role of a storage."""
 
     PARAMETER = 0
     BUFFER = 1
@@ -35,7 +35,7 @@ class Op(NamedTuple):
     name: str
     """The aten operator, for instance "convolution"."""
     kind: str
-    """Its kind, one of `perfguard.graph.OP_KINDS`."""
+    """One of `perfguard.graph.OP_KINDS`."""
     phase: Phase
     flops: int
     """Floating-point operations; a multiply-add counts as two."""
@@ -62,4 +62,4 @@ class Storage(NamedTuple):
     birth: int
     death: int
     module: str
-    """Where it was made, or the name of the parameter."""
+    """Module that allocated it, or the name of the parameter."""

@@ -17,7 +17,7 @@ from perfguard.graph._target import Target
 from perfguard.workload import Workload
 
 HOST = torch.device("cpu")
-"""As a context around an optimizer: it keeps its step counters on the host, whatever device the parameters are on."""
+"""Context for an optimizer that keeps its step counters on the host, whatever the device of the parameters."""
 AroundStep = Callable[[], AbstractContextManager[None]]
 _library = torch.library.Library("perfguard", "FRAGMENT")
 _library.define("fused_optimizer_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state) -> ()")
@@ -48,15 +48,15 @@ class OptimizerOnMeta:
         optimizer.step = self.step  # type: ignore[method-assign]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that it trains."""
+        """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def state_tensors(self) -> Iterable[tuple[torch.Tensor, Any]]:
-        """Its state, on whatever device, each value with the parameter it belongs to."""
+        """Tensors of its state on any device, each with the parameter that it belongs to."""
         return ((parameter, value) for parameter, state in self.optimizer.state.items() for value in state.values())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What ``optimizer.step()`` launches; a closure runs first, as the user's own code."""
+        """Run ``optimizer.step()``. A closure runs first, as in the user's code."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,7 +99,7 @@ class _ValuesUnknown(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
-        with torch._C.DisableTorchFunction():  # what PyTorch's meta kernels call is nobody's call
+        with torch._C.DisableTorchFunction():  # calls of PyTorch's meta kernels are not recorded
             return outputs_of(func, args, kwargs or {})
 
 
@@ -148,7 +148,7 @@ def make_optimizer(given: Any, live_model: nn.Module, model: nn.Module) -> torch
         )
     own = set(map(id, model.parameters()))
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise WorkloadError(  # never step an optimizer over somebody's real weights
+        raise WorkloadError(  # never step an optimizer over real weights
             "Workload.optimizer must make an optimizer over the parameters that it is called with, but the one that it returned "
             "holds others. Give a class or a functools.partial, or a live optimizer over Workload.model's own parameters."
         )

@@ -35,7 +35,7 @@ Widths = tuple[int, ...]
 _SPARE = 2
 """Traces that must agree with each polynomial beyond those that determine it."""
 _DEGREES = (0, 1, 2, 3)
-"""Of all widths together."""
+"""Total degrees of the polynomials in all widths."""
 _TRIES = 3
 """Values of a width that are tried until the same operators run."""
 _MOST_TO_FIT, _MOST_PROBES = 64, 24
@@ -48,7 +48,7 @@ _MODULUS = 16
 _LARGEST = 2**53
 """Numbers below are exact in double precision too."""
 _FEW = 24
-"""Candidates of a whole space, which are traced when they are asked for."""
+"""Spaces with at most this many candidates are traced on demand."""
 _MOST_KEPT = 64
 """Graphs of candidates that had to be traced."""
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ class ParametricGraph:
         self._trace = trace
         self.num_traces = 0
         self.why_traced: str | None = None
-        """Why every candidate is traced; None: most are computed."""
+        """Reason why every candidate is traced; None: most are computed."""
         self._traced: OrderedDict[Widths, OpGraph] = OrderedDict()
         self._different: list[Widths] = []
         """Traced, and not on the polynomials."""
@@ -82,7 +82,7 @@ class ParametricGraph:
         self._high: Ints
         self._conditions: _BranchConditions
         self.num_ops = 1
-        """Of the first graph that was traced."""
+        """Number of operators of the first traced graph."""
         if (number := math.prod(map(len, values))) <= _FEW:
             self.why_traced = f"there are only {number} candidates"
         elif max(map(max, values)) ** _DEGREES[-1] >= LARGEST:
@@ -119,13 +119,13 @@ class ParametricGraph:
         return GraphBatch(self._form.skeleton, values, self._columns) if len(rows) else None, rows, traced
 
     def _first_unknown(self, points: Ints) -> Ints:
-        """Those of ``points`` that must be traced, as far as is known, the one that shows most first. Indices."""
+        """Indices of the ``points`` that must be traced, the most informative one first."""
         unknown = self._unknown(points)
         rows = np.flatnonzero(unknown)
         return rows[np.argsort(-unknown[rows], kind="stable")]
 
     def _graph(self, point: Widths) -> OpGraph:
-        """Traced; what it shows is remembered."""
+        """Trace ``point`` and record the result."""
         if point in self._traced:
             self._traced.move_to_end(point)
             return self._traced[point]
@@ -159,10 +159,10 @@ class ParametricGraph:
         different = np.array(points, dtype=np.int64).reshape(-1, len(self._values))
         for row in np.flatnonzero(self._unknown(different) == 0).tolist():
             point = points[row]
-            self.why_traced = f"at {point} other operators run, or of other sizes, and nothing tells it from the rest"
+            self.why_traced = f"at {point} other operators run, or of other sizes, and no branch condition identifies them"
 
     def _unknown(self, points: Ints) -> Ints:
-        """How many branch conditions of each of ``points`` no trace on the polynomials had. Shape: (C,)."""
+        """Number of branch conditions of each of ``points`` without a trace on the polynomials. Shape: (C,)."""
         values, whole = self._polynomials.at(points)
         outside = (points < self._low) | (points > self._high)
         unknown = self._conditions.unknown(points, values) >= 0
@@ -190,7 +190,7 @@ class ParametricGraph:
                 break
             wanted = _ROUND
             if fitted == 0 or self.num_traces >= _MOST_TO_FIT + 2 * len(self._values) or not self._fresh(1, points):
-                self.why_traced = "its sizes are no polynomials of the widths, as far as a few dozen traces can tell"
+                self.why_traced = "its sizes are no polynomials of the widths in a few dozen traces"
                 return
         self._columns, self._polynomials = columns, fitted
         at = np.array(points, dtype=np.int64)
@@ -294,7 +294,8 @@ class _Graphs:
 
 
 def _supports(points: Sequence[Widths], numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of each number the widths that it depends on: where a point that differs from the first in one of them has another."""
+    """For each number, the indices of the widths that it depends on. A number depends on a width if changing that width alone
+    changes it."""
     rows, at = np.array(numbers, dtype=object), np.array(points, dtype=np.int64)
     width = np.argmax(at[1:] != at[0], axis=1)
     changes = rows[1:] != rows[0]
@@ -360,7 +361,7 @@ def _terms(support: Sequence[int], degree: int, values: Sequence[Sequence[int]])
 
 
 class _BranchConditions:
-    """How the sizes compare, and the remainders of the widths.
+    """Branch conditions: comparisons of sizes, and remainders of the widths.
 
     Args:
         points: that were traced and lie on the polynomials. Shape: (T, K).
@@ -382,7 +383,7 @@ class _BranchConditions:
         self.know(points, values)
 
     def know(self, points: Ints, values: Ints) -> None:
-        """Those of ``points`` are harmless."""
+        """Mark the branch conditions of ``points`` as covered by a trace."""
         self._known[self._of(points, values)] = True
 
     def unknown(self, points: Ints, values: Ints) -> Ints:

@@ -21,7 +21,7 @@ Integers = npt.NDArray[Any]
 """int64, or Python's integers."""
 Bools = npt.NDArray[np.bool_]
 LARGEST = 2**62
-"""What is surely below it is computed in 64 bits."""
+"""Numbers with an upper bound below this are computed in 64 bits."""
 
 
 class Polynomials:
@@ -69,16 +69,16 @@ class Polynomials:
         return total // self._denominators, ~(total % self._denominators != 0).any(axis=1)
 
     def agree(self, points: Integers, numbers: Integers) -> Bools:
-        """Which of the polynomials take the values ``numbers`` (C, U) at all ``points`` (C, K). Shape: (U,)."""
+        """Whether each polynomial takes the values ``numbers`` (C, U) at all ``points`` (C, K). Shape: (U,)."""
         total = self._totals(points)
         return np.asarray(((total % self._denominators == 0) & (total // self._denominators == numbers)).all(axis=0))
 
     def part(self, chosen: Bools) -> Polynomials:
-        """Some of them."""
+        """The ``chosen`` polynomials."""
         return Polynomials(self._terms, self._numerators[:, chosen], self._denominators[chosen])
 
     def largest_at(self, points: Integers) -> float:
-        """No sum of terms is larger at ``points`` (C, K), nor at smaller ones."""
+        """Upper bound on any sum of terms at ``points`` (C, K) and at smaller ones."""
         most = np.abs(points).max(axis=0, keepdims=True, initial=0).astype(np.float64)
         return float((monomials(most, self._terms) @ self._magnitudes).max(initial=0))
 

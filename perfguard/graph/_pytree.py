@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in ``value``, in order, those that occur twice twice."""
+    """All tensors in ``value``, in order. A tensor that occurs twice is listed twice."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found

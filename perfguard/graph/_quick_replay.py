@@ -30,15 +30,15 @@ _SIZE_AT = 30
 _ADDRESS = (1 << _SIZE_AT) - 1
 _POOL_AT = 2 * _SIZE_AT
 _NO_BLOCK = (1 << _POOL_AT + 2) - 1
-"""Of :class:`_FreeBlocks`: its address and its size are what no block has, and it is larger than every block."""
+"""Code of an empty entry in :class:`_FreeBlocks`. It is larger than the code of every block."""
 _SMALL_UNITS = SMALL_REQUEST // MIN_BLOCK
 _MANY = 128
-"""Graphs from which arrays are faster than one by one."""
+"""From this number of graphs, arrays are faster than a loop."""
 _ROOM = 12
 
 
 def reserved_bytes_of(skeleton: Step, storage_bytes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """As ``replay_allocator(graph).reserved_bytes`` for each of C graphs with one skeleton.
+    """``replay_allocator(graph).reserved_bytes`` for each of C graphs with one skeleton.
 
     Args:
         skeleton: what they have in common.
@@ -79,7 +79,7 @@ class _FreeBlocks:
         return self._codes[: self._used]
 
     def add(self, codes: npt.NDArray[np.int64]) -> None:
-        """Of each column a block, or none. Shape: (C,)."""
+        """Add a block, or none, to each column. Shape: (C,)."""
         if self._used == len(self._codes):
             self._codes.sort(axis=0)
             self._used = int((self._codes != _NO_BLOCK).sum(axis=0).max(initial=0))
@@ -90,7 +90,7 @@ class _FreeBlocks:
         self._used += 1
 
     def keep(self, columns: npt.NDArray[np.bool_]) -> None:
-        """Forget the others."""
+        """Keep these columns alone."""
         self._codes = np.ascontiguousarray(self._codes[:, columns])
 
 
@@ -165,7 +165,7 @@ def _reserved_units(program: Program, sizes: npt.NDArray[Any]) -> npt.NDArray[np
 
 
 def _segment_units(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """As `segment_size` of the allocator, in units."""
+    """`segment_size` of the allocator, in units."""
     rounded = -(-sizes // (ROUND_LARGE // MIN_BLOCK)) * (ROUND_LARGE // MIN_BLOCK)
     large = np.where(sizes < MIN_LARGE_REQUEST // MIN_BLOCK, LARGE_SEGMENT // MIN_BLOCK, rounded)
     return np.where(sizes <= _SMALL_UNITS, SMALL_SEGMENT // MIN_BLOCK, large)

@@ -18,7 +18,7 @@ from perfguard.graph._shape_rules import outputs_of
 
 
 class _Operator(NamedTuple):
-    """What is known of an aten operator before it is called."""
+    """Properties of an aten operator before a call."""
 
     name: str
     kind: str
@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, modules: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase | None = None
-        """None: found out, from whether autograd is running."""
+        """None: it follows from whether autograd is running."""
         self.ops: list[Op] = []
         self._views = 0
         self._modules = modules
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
 
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
-        with torch._C.DisableTorchFunction():  # a look at an attribute is nobody's call
+        with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
             for name, parameter in named_parameters:
                 if parameter.grad is not None and parameter.grad.is_meta:
                     index = self._storage_index(parameter.grad)
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def freeing_in_next_step(self, after: int) -> Iterator[None]:
-        """What is freed inside, at the step's end, is really freed when operator ``after`` of the next step has run."""
+        """Record storages that are freed inside as freed after operator ``after`` of the next step."""
         self._freed_after = after
         try:
             yield
@@ -94,14 +94,14 @@ class Recorder(TorchDispatchMode):
             self._freed_after = None
 
     def forget(self, tensor: Any) -> None:
-        """Something that was adopted turned out not to be there."""
+        """Count no bytes for an adopted tensor that turned out not to exist."""
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
             if index is not None and self._births[index] == -1:
                 self._bytes[index] = 0
 
     def storages(self) -> tuple[Storage, ...]:
-        """What was recorded; storages that are still alive outlive the step."""
+        """Recorded storages. Those that are still alive outlive the step."""
         end = len(self.ops)
         columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
         return tuple(

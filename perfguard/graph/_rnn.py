@@ -100,6 +100,6 @@ def fused_rnn(kind: str, input: torch.Tensor, *args: Any) -> tuple[torch.Tensor,
 
 
 def fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """Each weight meets each position once; a multiply-add counts as two."""
+    """FLOPs of a fused recurrent layer. Each weight is used once at each position; a multiply-add counts as two."""
     positions = input.shape[:-1].numel()
     return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)

@@ -24,9 +24,9 @@ _ARITHMETIC_BY_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
 _CUDNN_KINDS = frozenset({*_CONVOLUTIONS, "rnn"})
 """By default these compute float32 in TF32; matrix products do not."""
 _LANES = {"cpu": 16, "cuda": 8}
-"""Channels that a convolution kernel takes at once: the floats of an AVX-512 register, the multiple that tensor cores want."""
+"""Channels in one block of a convolution kernel: the floats of an AVX-512 register, and the multiple that tensor cores use."""
 _WITHOUT_BLOCKS = 4
-"""Up to so many channels (images, sound) have kernels of their own, without blocks."""
+"""Up to this number of channels (images, sound), special kernels work without blocks."""
 _K = TypeVar("_K", OpGraph, GraphBatch)
 _Floats = npt.NDArray[np.float64]
 
@@ -84,7 +84,8 @@ def _rates(skeleton: OpGraph, device: Device) -> _Floats:
 
 
 def channel_padding(graphs: GraphBatch, device: Device) -> _Floats:
-    """How much larger the channels of each convolution are in whole blocks: of its input, and of its output. 1 for all else.
+    """Ratio of the channels in whole blocks to the channels of each convolution, for its input and its output. 1 for other
+    operators. Shape: (2, C, N).
 
     Shape: (2, C, N).
     """

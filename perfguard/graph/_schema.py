@@ -60,9 +60,9 @@ class OpGraph:
     precision: str
     layout: str
     options: tuple[str, ...] = field(default=())
-    """What else was switched: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere."""
+    """Other switches: "compiled", "cudnn_benchmark", "ddp", "ema"; "tf32" everywhere in fp32, "no-tf32" nowhere."""
     unmodelled: tuple[str, ...] = field(default=())
-    """What the trace could not account for, in words. Never empty in silence."""
+    """Parts that the trace does not account for, in words. It names every such part."""
 
     def with_sizes(self, sizes: npt.NDArray[Any]) -> OpGraph:
         """This graph with other sizes.
@@ -81,7 +81,7 @@ class OpGraph:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What :meth:`with_sizes` left out."""
+            """Compute a field that :meth:`with_sizes` has left out."""
             if name not in ("ops", "storages") or "sizes" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             ops, storages = filled(self.skeleton, self.sizes)
@@ -90,7 +90,7 @@ class OpGraph:
 
     @property
     def skeleton(self) -> OpGraph:
-        """The operators and storages of this graph, whose sizes nobody reads: one object for all graphs of `with_sizes`.
+        """The operators and storages of this graph with meaningless sizes: one object for all graphs of `with_sizes`.
 
         It is another object than the graph, so that the graph can hold its batch without a cycle of references.
         """
@@ -126,7 +126,7 @@ class OpGraph:
 
     @cached_property
     def size_layout(self) -> SizeLayout:
-        """Where the sizes of each operator are among :attr:`sizes`."""
+        """Positions of each operator's sizes in :attr:`sizes`."""
         return SizeLayout(self) if self.is_skeleton else self.skeleton.size_layout
 
     @cached_property
@@ -139,7 +139,7 @@ class OpGraph:
 
     @property
     def storage_bytes(self) -> npt.NDArray[Any]:
-        """Of each storage: int64, or Python's integers where their sum does not fit. Shape: (len(storages),)."""
+        """Bytes of each storage: int64, or Python's integers if their sum does not fit. Shape: (len(storages),)."""
         return np.asarray(self.as_batch().storage_bytes[0])
 
     @property
@@ -167,7 +167,7 @@ class OpGraph:
 
     @cached_property
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
-        """What the step needs at least, whoever hands out the memory, by kind of storage.
+        """Lower bound on the memory of the step by kind of storage, for any allocator.
 
         All that is alive at the peak, without the outputs that a loop may keep. A trace may be incomplete
         (:attr:`unmodelled`), and a compiler may keep less. Then only what is alive in any case counts: parameters, buffers,
@@ -181,7 +181,7 @@ class OpGraph:
 
     @property
     def reserved_bytes(self) -> int:
-        """What CUDA's caching allocator takes from the driver for the step, with its default settings."""
+        """Memory that CUDA's caching allocator takes from the driver for the step, with its default settings."""
         return int(self.as_batch().reserved_bytes[0])
 
     def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
@@ -272,7 +272,7 @@ class OpGraph:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Of its operators."""
+        """Kinds of its operators."""
         if not self.is_skeleton:
             return self.skeleton.kinds
         return frozenset(op.kind for op in self.ops)

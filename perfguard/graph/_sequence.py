@@ -45,13 +45,15 @@ class SequenceTracer:
     def __init__(self) -> None:
         self._parts: OrderedDict[Hashable, _Part | None] = OrderedDict()
         self._stacks: OrderedDict[Hashable, tuple[OpGraph, list[tuple[str, _Part]]]] = OrderedDict()
-        """By the names and ids of their parts, which are kept alive beside them."""
+        """Stacks by the names and ids of their parts, which are kept alive beside them."""
 
     def trace(
         self, model: nn.Sequential, inputs: tuple[int, ...] | TensorSpec, *, target: Device | Literal["cuda", "cpu"]
     ) -> OpGraph | None:
-        """As :func:`perfguard.graph.trace` of one inference in float32; None if the parts cannot be told apart: then trace the
-        whole."""
+        """Trace one inference in float32 as :func:`perfguard.graph.trace` does.
+
+        None: the model is no plain sequence of independent parts, and must be traced as a whole.
+        """
         if type(model) is not nn.Sequential or _has_hooks(model) or _shares_parameters(model):
             return None
         output = inputs if isinstance(inputs, TensorSpec) else TensorSpec(inputs)
@@ -116,7 +118,7 @@ class _Keeper(nn.Module):
 
 
 def _traced(module: nn.Module, given: TensorSpec, target: Device | Literal["cuda", "cpu"]) -> _Part | None:
-    """None if what goes out is not one tensor of its own, or the input itself."""
+    """Trace one part. None: its output is not one new tensor."""
     keeper = _Keeper(module)
     graph = trace(Workload(keeper, given, mode="infer", retain="nothing"), target=target)
     out = keeper.kept[0] if len(keeper.kept) == 1 else None
@@ -161,7 +163,7 @@ class _Stack:
         self._unmodelled += [text for text in part.graph.unmodelled if text not in self._unmodelled]
 
     def _places(self, name: str, part: _Part, offset: int) -> list[int]:
-        """Where each storage of ``part`` is in the stack."""
+        """Index in the stack of each storage of ``part``."""
         end = len(part.graph.ops)
         places = []
         for index, (num_bytes, kind, birth, death, module) in enumerate(part.graph.storages):
@@ -177,7 +179,7 @@ class _Stack:
         return places
 
     def graph(self) -> OpGraph:
-        """All of it."""
+        """The graph of the whole stack."""
         end = len(self._ops)
         storages = [storage._replace(death=end) if storage.birth < 0 else storage for storage in self._storages]
         if storages[self._value].birth >= 0:  # the output is kept until the next forward pass returns

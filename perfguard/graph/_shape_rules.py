@@ -41,7 +41,7 @@ def _statistics_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """As `torch.empty_like`, which on meta is Python code, of a dense tensor."""
+    """`torch.empty_like` of a dense tensor, which on meta would run Python code."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -210,7 +210,7 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
 
 
 def outputs_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``func`` returns on meta: by its rule, or else from PyTorch's own kernel."""
+    """Return the output of ``func`` on meta: by its rule, or else from PyTorch's own kernel."""
     rule = SHAPE_RULES.get(func)
     out = NotImplemented if rule is None else rule(*args, **kwargs)
     return func(*args, **kwargs) if out is NotImplemented else out

@@ -1,4 +1,4 @@
-"""What decides a trace, as a value that can be compared: two workloads with equal structures have the same graph."""
+"""Keys of workloads. Two workloads with equal keys have the same graph, so one trace serves both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
 _BARE = vars(nn.Module())
 _BARE_NAMES = list(_BARE)
 _HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
-"""Between the tensors and the submodules of a module that nobody has changed: mostly hooks that it does not have."""
+"""Attributes of an unchanged module beside tensors and submodules: mostly empty dictionaries of hooks."""
 _BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
 _APART = frozenset({"inputs", "targets", "optimizer"})
@@ -36,12 +36,12 @@ _MOST_VALUES = 200_000
 
 
 class Structure(NamedTuple):
-    """What decides a workload's graph, in two parts."""
+    """Key of a workload's graph, in two parts."""
 
     key: Hashable
-    """All but the sizes."""
+    """Key of the workload without its sizes."""
     sizes: tuple[int, ...]
-    """Of every dimension of every input and target, in order."""
+    """Sizes of all dimensions of all inputs and targets, in order."""
 
 
 class _Indescribable(Exception):
@@ -67,7 +67,7 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
 
 
 def _ambient() -> Hashable:
-    """Switches of PyTorch that the trace looks at."""
+    """Switches of PyTorch that the trace reads."""
     hooks = torch.nn.modules.module
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
         raise _Indescribable
@@ -76,7 +76,7 @@ def _ambient() -> Hashable:
 
 
 def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
-    """All sizes, and inputs and targets with nothing but the number of dimensions and the dtype of each tensor."""
+    """All sizes, and the inputs and targets reduced to the rank and dtype of each tensor."""
     sizes: list[int] = []
 
     def form(leaf: Any) -> Any:
@@ -92,7 +92,7 @@ def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
 
 
 def _optimizer(value: Any, describe: _Describer) -> Hashable:
-    """Of an optimizer's numbers it matters only whether they are zero: lr and betas change no kernel."""
+    """Key of an optimizer. Only whether a number is zero matters: lr and betas change no kernel."""
     if isinstance(value, Mapping):
         return tuple((path, _optimizer(item, describe)) for path, item in value.items())
     if isinstance(value, functools.partial) and isinstance(value.func, type) and issubclass(value.func, torch.optim.Optimizer):
@@ -177,7 +177,7 @@ class _Describer:
         raise _Indescribable
 
     def _module(self, module: nn.Module) -> Hashable:
-        """Parameters and buffers by their shapes, which is all that a trace sees of them; everything else by value."""
+        """Describe parameters and buffers by their shapes, which are all that a trace reads, and other objects by value."""
         state = vars(module)
         tensors = tuple(
             (name, None if tensor is None else self._known_tensor(tensor))

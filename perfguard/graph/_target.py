@@ -19,7 +19,7 @@ class Target(NamedTuple):
 
 
 def target_of(device: Device | Literal["cuda", "cpu"]) -> Target:
-    """The target that ``device`` is; "cuda" stands for a recent GPU."""
+    """The target of ``device``; "cuda" means a recent GPU."""
     kind = device if isinstance(device, str) else device.kind
     if kind == "cpu":
         return Target(is_cpu=True, flash_attention=False)

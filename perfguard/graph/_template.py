@@ -25,7 +25,7 @@ Sizes = tuple[int, ...]
 _Point = tuple[int, int]
 """Batch and size, or one of them and 0."""
 _Term = tuple[int, int]
-"""The powers of the two."""
+"""Powers of batch and size."""
 _OF_ONE: tuple[tuple[_Term, ...], ...] = (((0, 0), (1, 0)), ((0, 0), (1, 0), (2, 0)))
 _OF_TWO: tuple[tuple[_Term, ...], ...] = (
     ((0, 0), (1, 0), (0, 1), (1, 1)),
@@ -35,7 +35,7 @@ _OF_TWO: tuple[tuple[_Term, ...], ...] = (
 )
 """The polynomials that are tried, from few terms to many."""
 _TERMS = tuple((b, s) for b in range(4) for s in range(5))
-"""Those that may be left out."""
+"""Terms that a polynomial may leave out."""
 _FEWEST = 3
 """Samples of the shortest polynomial, and one to spare."""
 
@@ -48,7 +48,7 @@ class Sample:
 
     @cached_property
     def form(self) -> Hashable:
-        """All of the step but its numbers."""
+        """Key of the step without its numbers."""
         return skeleton_key(self.graph)
 
 

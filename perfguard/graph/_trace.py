@@ -61,9 +61,9 @@ _HELP = {
     "Cannot access data pointer": _NO_META_KERNEL,
 }
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
-"""In a graph's ``unmodelled``. A predictor that knows what a compiler fuses takes it out."""
+"""Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
 _MOST_CHARACTERS = 240
-"""Of another library's message."""
+"""Length at which another library's message is cut."""
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 _DDP_BUCKET_BYTES = (2**20, 25 * 2**20)  # torch.nn.parallel.DistributedDataParallel: the first bucket, and each other one
 

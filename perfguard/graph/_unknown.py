@@ -1,4 +1,4 @@
-"""How much wider an interval is for parts that a graph does not model: opaque operators have bytes, but no arithmetic."""
+"""Widens intervals for operators that a graph does not model. Such operators have bytes, but no arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unknown_operators(graph: OpGraph) -> dict[int, int]:
 
 
 def unknown_span(graph: OpGraph, op_time_s: Sequence[float], memory_bytes: float) -> dict[str, float]:
-    """How far up, as a logarithm, the truth may lie above a prediction of ``graph`` that takes opaque operators for copies.
+    """Upper end, as a logarithm, of the range above a prediction of ``graph`` that treats opaque operators as copies.
 
     A prediction moves to the middle of that span, and half of the span becomes half of its 90% interval. So both ends are
     equally likely. At the lower end the operator only moves its bytes. At the upper end it takes 30 times as long (times the

@@ -22,7 +22,7 @@ from perfguard.predictor import TARGETS, Observation, Target
 
 @dataclass(frozen=True, slots=True)
 class LogAssessment:
-    """What can be believed of a list of runs."""
+    """Result of the assessment of a list of runs."""
 
     observations: tuple[Observation, ...] = ()
     """The runs, each with its regime, and without the readings that are quarantined."""

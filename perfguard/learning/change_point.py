@@ -31,13 +31,13 @@ class Drift:
     first: Observation
     """The first run of the new regime."""
     reason: str
-    """What changed, in words."""
+    """The change, in words."""
     noticed: Observation
     """The run that showed the change."""
 
 
 class Shift(NamedTuple):
-    """Where errors moved for good, as indices of runs."""
+    """A permanent shift of the errors, as indices of runs."""
 
     runs: Sequence[int]
     """The runs that moved, up to the one that showed it."""
@@ -144,7 +144,7 @@ class ChangePointDetector:
 
 
 def _likeliest_begin(steps: Sequence[float]) -> int:
-    """From which of ``steps`` on a mean other than zero explains them best: the sum may have grown a bit before the shift."""
+    """Index in ``steps`` from which a mean other than zero explains them best. The sum may have grown a bit before the shift."""
     totals = list(accumulate(reversed(steps)))
     return len(steps) - 1 - max(range(len(steps)), key=lambda number: totals[number] ** 2 / (number + 1))
 

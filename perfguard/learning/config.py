@@ -36,7 +36,7 @@ class AssessmentConfig:
     drift_clip_sigmas: float = 4.0
     """Change points: no z counts for more."""
     settled_runs: int = 10
-    """Change points: runs of a regime after which a shift can be told from the first learning."""
+    """Change points: runs of a regime after which a shift can be distinguished from the first adaptation."""
     scale_runs: int = 60
     """Change points: the most runs from which the scatter before the sum is taken."""
 

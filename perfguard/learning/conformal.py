@@ -1,4 +1,4 @@
-"""How much wider intervals must be to hold: adaptive conformal inference.
+"""Widens intervals until they hold: adaptive conformal inference.
 
 A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
 inference on the logarithm of the width (Gibbs and Candes 2021). It is the quantile tracker of "conformal PID control"
@@ -98,7 +98,7 @@ def _scatter(groups: Collection[Sequence[float]]) -> float:
 
 
 def _is_missed(observation: Observation, target: Target, width: float) -> bool | None:
-    """Whether the run was outside of its own interval, made ``width`` times as wide; None if nobody can tell.
+    """Whether the run was outside of its own interval, made ``width`` times as wide; None: unknown.
 
     What was out of memory needed more than was read: above the interval if the reading is, and otherwise anywhere.
     """

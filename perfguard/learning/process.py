@@ -25,7 +25,7 @@ class FineTuneProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def wake(self) -> None:
-        """Another run was logged; starts an update if there are enough and none is at work. Never waits."""
+        """Start an update after a new run, if there are enough runs and no update is running. It never waits."""
         self._num_new += 1
         if self._num_new < self._every or (self._child is not None and self._child.poll() is None):
             return

@@ -29,7 +29,7 @@ from perfguard.predictor import Estimate, Observation, Target
 from perfguard.quantities import format_bytes, format_seconds
 
 _NOT_ON_A_GPU = "this PyTorch has no CUDA", "did not use CUDA in this process"
-"""How the log notes a run that was booked to a GPU without using one; before schema 4 such runs were logged as the GPU's."""
+"""Notes in the log of runs that were booked to a GPU without using one. Before schema 4 such runs were logged as the GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Quarantine:
     def _suspects(
         self, observations: Sequence[Observation], target: Target, possible: Sequence[int], of_study: Mapping[str, Sequence[int]]
     ) -> dict[int, str]:
-        """Of the ``possible`` readings those that are far from their predictions while too few agree, and why."""
+        """The ``possible`` readings that are far from their predictions while too few agree, each with the reason."""
         config = self._config
         few_steps = {
             study: config.few_steps_share * statistics.median(observations[index].measurement.num_steps for index in indices)
@@ -113,7 +113,8 @@ class Quarantine:
         return suspects
 
     def _beside_impossible(self, measured: Sequence[int], impossible: Collection[int]) -> dict[int, str]:
-        """Of the ``measured`` readings of one study those with four impossible ones near them, two or more before, and a reason.
+        """The ``measured`` readings of one study that have four impossible ones near them, two or more of them before, with the
+        reason.
 
         A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
         """
@@ -165,7 +166,7 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
 
 
 def _too_little(observation: Observation, value: float, target: Target, config: AssessmentConfig) -> str | None:
-    """Why a complete run cannot need so little. None: it can. With status "oom" memory is a lower bound."""
+    """Return why a complete run cannot need so little. None: it can. With status "oom" memory is a lower bound."""
     idle = target == "time" and why_impossible(observation, "memory", config=config) is not None
     bound = least_reading(target, observation.graph, observation.device, idle=idle)
     if observation.measurement.status != "ok" or value >= bound:

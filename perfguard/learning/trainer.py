@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from perfguard.store import MeasurementStore
 
 LEASE = "learn"
-"""In the log; who holds it may promote weights."""
+"""Name of the lease in the log. Only its holder may promote weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """What a generation of weights must show before it is promoted. Errors are mean |log(measured / predicted)|."""
+    """Conditions for the promotion of a generation of weights. Errors are mean |log(measured / predicted)|."""
 
     min_gain: float = 0.02
-    """By which share of its error on the newest runs a generation must be better."""
+    """Least relative reduction of the error on the newest runs for a promotion."""
     gain_standard_errors: float = 2.0
     """And by how many standard errors of that difference, so that chance promotes nothing."""
     max_loss: float = 0.005
-    """How much worse its error may be on what was kept back: half a percentage point."""
+    """Largest increase of the error on kept-back runs: half a percentage point."""
     max_shift_on_reference: float = 0.01
-    """How far it may be from the shipped weights on what these were fitted to, as a logarithm."""
+    """Largest distance from the shipped weights on their training data, as a logarithm."""
     recent_share: float = 0.25
     """The share of a device's runs that are the newest and judge a generation."""
     min_recent_runs: int = 8
@@ -124,7 +124,7 @@ class OnlineTrainer:
         # When one was rolled back counts too: the runs that it was made of would bring it back at once.
         since_ns = max((_as_ns(weights.state_changed_at.timestamp()) for weights in generations), default=0)
         if self._log.num_measured(since_ns=since_ns) < self._min_new:
-            return None  # a watch asks every half a minute; the runs and their graphs are read if there is something to learn
+            return None  # checked twice a minute by a watch, so before the runs and their graphs are read
         by_device = {
             device_id: assess_log(self._rows(device_id), predictor=self._lineage).observations
             for device_id in self._log.device_ids()

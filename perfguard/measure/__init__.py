@@ -1,4 +1,4 @@
-"""What a trial really cost."""
+"""Measures the cost of trials."""
 
 from perfguard.measure._cpu import CpuProbe, PeakResidentSet
 from perfguard.measure._gpu import GpuProbe

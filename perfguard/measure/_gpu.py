@@ -39,7 +39,7 @@ class Cuda(CudaOfUse, Protocol):
 
 
 class _Overhead(NamedTuple):
-    """What the process held beside the allocator."""
+    """Memory of the process outside the allocator."""
 
     num_bytes: int
     source: str
@@ -121,7 +121,7 @@ class GpuProbe:
             if not self._find_index() and self._cuda.is_initialized():
                 self._index = self._cuda.current_device()
         except RuntimeError:
-            pass  # said below
+            pass  # reported below
         driver = read_driver()
         try:
             if self._index is None:
@@ -173,7 +173,7 @@ class GpuProbe:
             return _Overhead(driver.process_overhead_bytes, "nvml-process", "high")
         if driver.card_overhead_bytes is not None:
             return _Overhead(
-                driver.card_overhead_bytes, "nvml-card", "medium", "the context is told from the whole card's memory"
+                driver.card_overhead_bytes, "nvml-card", "medium", "the context is estimated from the whole card's memory"
             )
         assert self._index is not None
         free, total = self._cuda.mem_get_info(self._index)
@@ -198,7 +198,7 @@ class GpuProbe:
             words += [overhead.note] if overhead.note else []
         elif driver.process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
             peak, method, confidence = driver.process_peak_bytes, "nvml-process", "medium"
-            words.append("PyTorch's allocator tells nothing; peaks between two samples are missed")
+            words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
         return Reading(
             method,
             peak_memory_bytes=peak,

@@ -38,7 +38,7 @@ class DriverWindow:
 
 
 def identity_of(cuda: Any, index: int = 0) -> CudaIdentity:
-    """What finds CUDA's device ``index`` in NVML."""
+    """Identifiers of CUDA's device ``index`` for a look-up in NVML."""
     properties = cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     return CudaIdentity(None if uuid is None else str(uuid), None)
@@ -46,7 +46,7 @@ def identity_of(cuda: Any, index: int = 0) -> CudaIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What a look at the card showed. None: it does not tell."""
+    """State of the card at one moment. None: not reported."""
 
     others: tuple[int, ...] | None = None
     """Ids of processes on the card that are not ours."""
@@ -57,27 +57,27 @@ class Signs:
     utilisation: float | None = None
     """Share of the last moment in which a kernel ran, 0 to 1."""
     lost: str = ""
-    """Why the card can no longer be asked; empty: it can."""
+    """Reason why the card can no longer be read; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What befell the card during a run."""
+    """Trouble of the card during a run."""
 
     words: tuple[str, ...] = field(default=())
     spoils_time: bool = False
-    """The run's time and energy are not its own."""
+    """Whether the run's time and energy are unusable."""
     spoils_all: bool = False
-    """Nothing of the run can be trusted."""
+    """Whether the whole run is unusable."""
     fatal: bool = False
-    """Nothing more can be measured on this card."""
+    """Whether the card cannot be measured any more."""
 
 
 class CardHealth:
-    """Looks at one card through NVML; whatever the driver refuses to tell is left out.
+    """Reads the state of one card through NVML. Values that the driver does not report are left out.
 
     Args:
-        uuid: of the card, without its prefix, as CUDA tells it.
+        uuid: the card's UUID without its prefix, as CUDA reports it.
         nvml: stands in for the module ``pynvml``.
     """
 
@@ -90,7 +90,7 @@ class CardHealth:
             self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
             self._nvml.nvmlInit()
             self._handle = self._find(uuid)
-            self._events = self._ask(self._registered)
+            self._events = self._query(self._registered)
         except Exception as error:
             self._lost = f"NVML cannot be used ({type(error).__name__}: {error})" if self._handle is None else ""
 
@@ -100,21 +100,21 @@ class CardHealth:
         return self._handle is not None
 
     def look(self, own: int) -> Signs:
-        """What the card shows now, beside the process ``own``."""
+        """State of the card now, without the process ``own``."""
         if self._handle is None:
             return Signs()
         nvml, handle = self._nvml, self._handle
-        running = self._ask(lambda: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
-        errors = self._ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE)))
-        rates = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        running = self._query(lambda: [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
+        errors = self._query(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE)))
+        rates = self._query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         return Signs(None if running is None else _others(running, own), errors, self._new_xids(), rates, self._lost)
 
     def close(self) -> None:
         """End the session with the driver."""
         if self._nvml is not None:
             if self._events is not None:
-                self._ask(lambda: self._nvml.nvmlEventSetFree(self._events))
-            self._ask(self._nvml.nvmlShutdown)
+                self._query(lambda: self._nvml.nvmlEventSetFree(self._events))
+            self._query(self._nvml.nvmlShutdown)
             self._nvml = self._handle = self._events = None
 
     def _find(self, uuid: str) -> Any:
@@ -141,7 +141,7 @@ class CardHealth:
                 break
         return tuple(found)
 
-    def _ask(self, query: Callable[[], _T]) -> _T | None:
+    def _query(self, query: Callable[[], _T]) -> _T | None:
         try:
             return query()
         except self._nvml.NVMLError as error:
@@ -151,7 +151,7 @@ class CardHealth:
 
 
 def trouble_between(before: Signs, after: Signs) -> Trouble:
-    """What befell the card between two looks."""
+    """Trouble of the card between two states."""
     if after.lost:
         return Trouble((after.lost,), True, True, True)
     words: list[str] = []
@@ -167,7 +167,7 @@ def trouble_between(before: Signs, after: Signs) -> Trouble:
 
 
 def is_busy(signs: Signs) -> bool:
-    """Whether an otherwise idle card does somebody's work, seen as a process or not."""
+    """Whether a card without our work is busy, with or without a visible process."""
     return bool(signs.others) or (signs.utilisation or 0.0) > _BUSY
 
 

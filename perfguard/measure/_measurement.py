@@ -16,7 +16,7 @@ the trial: it is logged, never learnt, and counts neither as ok nor as a violati
 it cost what it cost."""
 Confidence = Literal["high", "medium", "low"]
 NOT_A_NUMBER = "{} was {}"
-"""How the note of a measurement says that a reading was NaN or infinite: the field's name, and the value."""
+"""Note of a measurement with a NaN or infinite reading: the field's name, and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Measurement:
 
     status: Status
     device_id: str
-    """Of the device that the run really used; "cpu" for any processor."""
+    """Id of the device that the run really used; "cpu" for any processor."""
     device_name: str
     peak_memory_bytes: int | None
     """Peak device memory. On a GPU: what the driver counts for this process, its context included. On a CPU: the resident set's
@@ -33,13 +33,13 @@ class Measurement:
     step_time_s: float | None
     """Median time of a step, from the end of the one before, warm-up and marked waits for data excluded; see StepTimer."""
     total_time_s: float
-    """From the launch to the end of the run."""
+    """Time from the launch to the end of the run."""
     num_steps: int
     method: str
-    """How the memory was taken, for instance "vmhwm", "rss-sampled" or "nvml-process+allocator"."""
+    """Method of the memory reading, for instance "vmhwm", "rss-sampled" or "nvml-process+allocator"."""
     framework: str
     note: str = ""
-    """What limits the trust in it, in words."""
+    """Limits of its reliability, in words."""
     allocated_peak_bytes: int | None = None
     """Most bytes that PyTorch's CUDA allocator had handed out at once."""
     reserved_peak_bytes: int | None = None
@@ -47,15 +47,15 @@ class Measurement:
     sm_utilisation: float | None = None
     """Share of the time in which a kernel ran, 0 to 1, as the driver reports it; mean of the run."""
     energy_j: float | None = None
-    """What the whole card used from the run's start (or from its first use of CUDA) to its end."""
+    """Energy of the whole card from the run's start (or from its first use of CUDA) to its end."""
     sm_clock_hz: float | None = None
     """Mean clock of the multiprocessors."""
     throttled: str | None = None
-    """What slowed the clocks down at any time, for instance "power cap, thermal"; empty: nothing did."""
+    """Reasons for reduced clocks at any time, for instance "power cap, thermal"; empty: none."""
     data_wait_s: float | None = None
     """Mean time that a step waited for data, where the trial marks it (``Run.loading``, ``Run.batches``)."""
     oom_retries: int | None = None
-    """How often the allocator had to give its cache back to the driver to get memory."""
+    """Number of times that the allocator returned its cache to the driver to get memory."""
     driver: str | None = None
     """Version of the GPU's driver."""
     confidence: Confidence | None = None

@@ -64,7 +64,7 @@ class CudaIdentity:
     """Identifies a CUDA device in NVML. NVML has another order of cards and ignores CUDA_VISIBLE_DEVICES."""
 
     uuid: str | None
-    """Without the prefix."""
+    """UUID without the prefix."""
     pci_bus_id: str | None
     """For instance "00000000:3B:00.0"."""
 
@@ -74,11 +74,11 @@ class DriverReading:
     """The driver's readings during one run. None: there is none."""
 
     process_peak_bytes: int | None = None
-    """Most that a sample showed for this process."""
+    """Largest sample of this process."""
     process_overhead_bytes: int | None = None
-    """What this process had beside PyTorch's allocator: the context, and libraries that allocate on their own."""
+    """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
     card_overhead_bytes: int | None = None
-    """The same of the whole card (or MIG instance), while at most one process was on it."""
+    """The same for the whole card (or MIG instance), while at most one process was on it."""
     num_others: int = 0
     """Most processes that were seen beside this one."""
     sm_utilisation: float | None = None
@@ -141,7 +141,7 @@ class NvmlProbe:
         self._sampler.start()
 
     def read(self) -> DriverReading:
-        """What the samples showed so far."""
+        """Summary of the samples so far."""
         return self._reading()
 
     def finish(self) -> DriverReading:
@@ -191,7 +191,7 @@ class NvmlProbe:
         else:
             self._give_up(reason)
             return False
-        self._is_mig = bool(self._ask("MIG", lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle), quiet=True))
+        self._is_mig = bool(self._query("MIG", lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle), quiet=True))
         self._handle = handle if self._is_mig else self._own_instance(handle)
         return True
 
@@ -209,7 +209,7 @@ class NvmlProbe:
             self._give_up(f"NVML cannot be used ({error})")
             return False
         self._nvml = nvml
-        version = self._ask("driver version", nvml.nvmlSystemGetDriverVersion)
+        version = self._query("driver version", nvml.nvmlSystemGetDriverVersion)
         self._driver = version.decode() if isinstance(version, bytes) else version
         return True
 
@@ -217,11 +217,11 @@ class NvmlProbe:
         """The MIG instance of ``card`` that this process runs on; the card itself where it is not partitioned."""
         assert self._nvml is not None
         nvml = self._nvml
-        mode = self._ask("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(card), quiet=True)
+        mode = self._query("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(card), quiet=True)
         if not mode or not mode[0]:
             return card
         self._is_mig = True
-        for index in range(self._ask("MIG instances", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card)) or 0):
+        for index in range(self._query("MIG instances", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card)) or 0):
             try:
                 instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, index)
                 if any(process.pid == self._pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(instance)):
@@ -234,25 +234,25 @@ class NvmlProbe:
         assert self._nvml is not None
         nvml, handle = self._nvml, self._handle
         before = self._reserved_bytes()
-        processes = self._ask("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-        memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        processes = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         # Between two readings the trial goes on: what the allocator took or gave back meanwhile is no overhead.
         reserved = before if self._reserved_bytes() == before else None
         self._see_memory(processes, memory, reserved)
         if self._is_mig:
             return  # the other sensors are the whole card's
-        energy = self._ask("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        energy = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         if energy is not None:
             self._energy_mj = (energy if self._energy_mj is None else self._energy_mj[0], energy)
-        rates = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         if rates is not None:
             self._utilisation.append(rates.gpu / 100)
         if self._num_others:
             self._see_own_utilisation()
-        clock = self._ask("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        clock = self._query("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         if clock is not None:
             self._clocks_mhz.append(clock)
-        reasons = self._ask("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        reasons = self._query("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         if reasons is not None:
             self._reasons = (self._reasons or 0) | reasons
 
@@ -275,14 +275,14 @@ class NvmlProbe:
     def _see_own_utilisation(self) -> None:
         assert self._nvml is not None
         nvml, handle, since = self._nvml, self._handle, self._last_seen_us
-        samples = self._ask("utilisation of processes", lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since), quiet=True)
+        samples = self._query("utilisation of processes", lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since), quiet=True)
         for sample in samples or ():
             self._last_seen_us = max(self._last_seen_us, int(sample.timeStamp))
             if sample.pid == self._pid:
                 self._own_utilisation.append(sample.smUtil / 100)
 
-    def _ask(self, name: str, query: Callable[[], _T], *, quiet: bool = False) -> _T | None:
-        """The answer; None, and a note unless ``quiet``, if the driver refuses. Does not ask again what was refused."""
+    def _query(self, name: str, query: Callable[[], _T], *, quiet: bool = False) -> _T | None:
+        """The result of ``query``; None, and a note unless ``quiet``, if the driver fails. A failed query is not repeated."""
         assert self._nvml is not None
         if name in self._refused or self._over:
             return None
@@ -293,9 +293,9 @@ class NvmlProbe:
             if code == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 self._give_up("the GPU was lost during the run")
             elif code == self._nvml.NVML_ERROR_NO_PERMISSION:
-                self._refused[name] = "" if quiet else f"NVML forbids to read its {name}"
+                self._refused[name] = "" if quiet else f"NVML forbids reading its {name}"
             elif code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._refused[name] = "" if quiet else f"this GPU does not tell its {name}"
+                self._refused[name] = "" if quiet else f"this GPU does not report its {name}"
             elif not quiet:
                 self._refused[name] = f"its {name} could not be read ({error})"
             return None

@@ -11,7 +11,7 @@ from perfguard.measure._ran_on import RanOn
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a probe saw of one run; the fields of a Measurement have the same names and units. None: not measured."""
+    """Readings of a probe for one run. The fields of a Measurement have the same names and units. None: not measured."""
 
     method: str
     peak_memory_bytes: int | None = None
@@ -25,9 +25,9 @@ class Reading:
     driver: str | None = None
     confidence: Confidence | None = None
     notes: tuple[str, ...] = ()
-    """What could not be read, or not be trusted, and why."""
+    """Readings that are missing or unreliable, with the reasons."""
     ran_on: RanOn | None = None
-    """What the run really used. None: the probe cannot tell, so it is taken to be the device that was named."""
+    """The device that the run used. None: unknown, and the named device is assumed."""
 
 
 class Probe(Protocol):
@@ -35,17 +35,16 @@ class Probe(Protocol):
 
     @property
     def method(self) -> str:
-        """How the memory is taken."""
+        """Method of the memory reading."""
 
     def start(self) -> None:
         """Forget what was before, and begin to watch."""
 
     def stamp(self) -> Any:
-        """A point in time on the device, to be compared by ``earlier.elapsed_time(later)`` in milliseconds; None where the
-        processor's clock tells the time."""
+        """A time stamp on the device, for ``earlier.elapsed_time(later)`` in milliseconds. None: use the CPU's clock."""
 
     def read(self) -> Reading:
-        """What was seen so far; the watching goes on."""
+        """Readings so far. The measurement goes on."""
 
     def finish(self) -> Reading:
         """Stop watching and return the readings. Called once; also without :meth:`start`."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MIG = " MIG "
-"""What the driver writes between a card's name and the profile of an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+"""Text of the driver between a card's name and the profile of an instance: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
 _SAME_MEMORY = 1.05
 
 
@@ -32,7 +32,7 @@ class RanOn:
     kind: DeviceKind
     """"cuda" stands for any accelerator."""
     name: str
-    """As the driver writes it, the profile of a MIG instance included; of a CPU: its model."""
+    """Name from the driver, including a MIG profile. For a CPU, its model."""
     num_sms: int | None = None
     """Multiprocessors. None: not known."""
     total_bytes: int | None = None
@@ -40,7 +40,7 @@ class RanOn:
 
     @classmethod
     def without_cuda(cls) -> Self:
-        """What a run used that had no tensor on a CUDA device: Apple's or Intel's GPU where the process uses it, else the CPU."""
+        """The device of a run without a tensor on a CUDA device: Apple's or Intel's GPU if the process uses it, else the CPU."""
         import torch
 
         if torch.backends.mps.is_available() and torch.mps.driver_allocated_memory() > 0:
@@ -103,7 +103,7 @@ class CudaUse:
         """The allocator's figures at the start, by device."""
 
     def start(self) -> None:
-        """What was allocated until now does not count.
+        """Start counting allocations.
 
         Raises:
             RuntimeError: if a device is lost.
@@ -127,13 +127,16 @@ class CudaUse:
         return None if self._cuda.get_allocator_backend() == "native" else self._cuda.current_device()
 
     def _taken_bytes(self, index: int) -> int:
-        """A request that was refused, for want of memory, is a use as well. A counter that fell was reset by the trial."""
+        """Bytes that were requested on the device since the start.
+
+        A failed allocation counts as a use as well. A counter that fell was reset by the trial.
+        """
         stats, before = self._cuda.memory_stats(index), self.before.get(index, {})
         counters = [(int(stats.get(key, 0)), int(before.get(key, 0))) for key in ("allocated_bytes.all.allocated", "num_ooms")]
         return sum(now if now < then else now - then for now, then in counters)
 
     def ran_on(self) -> RanOn | None:
-        """What the run used until now: that device, or else the processor; None: nobody can tell, because a device is lost."""
+        """The device that the run has used until now, else the CPU; None: unknown, because a device is lost."""
         try:
             index = self.index()
             if index is None:

@@ -140,12 +140,12 @@ class Run:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the run uses another device than it was meant to, as far as can be told by now."""
+        """Whether the run has used another device than the named one so far."""
         used = self._probe.read().ran_on
         return used is not None and not used.is_a(self._device)
 
     def so_far(self) -> Measurement:
-        """What the run has cost until now; it goes on. After the end: what it cost."""
+        """Cost of the run until now. After its end: the final cost."""
         if self.measurement is not None:
             return self.measurement
         timer = self._timer

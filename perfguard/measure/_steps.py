@@ -39,7 +39,7 @@ class StepTimer:
         self._stamp = stamp
         self.num_steps = 0
         self.last_step_at_s: float | None = None
-        """When the last step ended, by ``time.perf_counter``."""
+        """Time at which the last step ended, by ``time.perf_counter``."""
         self.device_time_lost = False
         """Whether the device's clock failed, so that the processor's was taken instead."""
         self._pending: deque[_Mark] = deque()

@@ -105,7 +105,7 @@ class LatencyConstraint:
         return self.verdict_on(self.predict(model))
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
-        """The same for a prediction of :meth:`predict`."""
+        """The verdict on a prediction of :meth:`predict`."""
         bounded = prediction
         if self.budget.energy_j is not None:
             bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
@@ -113,11 +113,11 @@ class LatencyConstraint:
         return verdict if bounded is prediction else dataclasses.replace(verdict, prediction=prediction)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
-        """Those of ``models`` that pass, in their order."""
+        """The ``models`` that pass, in their order."""
         return [model for model in models if self(model).action == "launch"]
 
     def predict(self, model: Network) -> Prediction:
-        """What one inference of ``model`` costs."""
+        """Predicted cost of one inference of ``model``."""
         graph = self.graph_of(model)
         return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 
@@ -219,7 +219,8 @@ class LatencyConstraint:
         *,
         fixed_s: float = 0.0,
     ) -> torch.Tensor:
-        """How far the expected latency of weighted choices is above the limit, as a logarithm, for a differentiable search.
+        """Penalty for a differentiable search: the excess of the expected latency of weighted choices over the limit, as a
+        logarithm.
 
         The penalty is relu(log((fixed + Σᵢ wᵢ · sᵢ) / limit)). It is zero where the limit holds. Elsewhere its gradient points
         to the faster choices (ProxylessNAS, Cai et al. 2019, equation 6, with a threshold).

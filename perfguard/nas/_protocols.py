@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class ConstrainedTrial(Protocol):
-    """What is asked of a tuner's trial: `optuna.trial.Trial` of Optuna 5 has it."""
+    """Interface of a tuner's trial that takes constraints. `optuna.trial.Trial` of Optuna 5 implements it."""
 
     def set_constraint(self, key: str, value: float) -> None:
-        """Tell the sampler how far the trial is from feasible; above zero: it is not."""
+        """Record a constraint for the sampler. A trial with a value above zero is infeasible."""
 
 
 class Constraint(Protocol):
-    """What :class:`perfguard.nas.ElasticSpace` asks of a constraint; :class:`perfguard.nas.LatencyConstraint` has it."""
+    """Interface of :class:`perfguard.nas.LatencyConstraint` for :class:`perfguard.nas.ElasticSpace`."""
 
     def graph_of(self, model: Network) -> OpGraph:
         """Return the operators of one inference of ``model``."""

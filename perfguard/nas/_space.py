@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from perfguard.verdict import Verdict
 
 _OPERATORS_AT_ONCE = 300_000
-"""Of all candidates whose arrays are in memory at the same time."""
+"""Most operators of all candidates with arrays in memory at the same time."""
 _MOST_WIDTHS = 64
 _LARGEST_WIDTH = 2**20
 _W = TypeVar("_W", bound=Mapping[str, int])
 
 
 class ElasticSpace:
-    """All that ``build(**widths)`` makes, under one :class:`LatencyConstraint`. Made by :meth:`LatencyConstraint.elastic`.
+    """The networks of ``build(**widths)`` under one :class:`LatencyConstraint`. Made by :meth:`LatencyConstraint.elastic`.
 
     The space calls and traces ``build`` for a few dozen vectors. After that it computes a candidate's graph, exactly. The
     verdict is that of ``constraint(build(**widths))``. A candidate that cannot be computed exactly is built and traced;
@@ -51,12 +51,12 @@ class ElasticSpace:
 
     @property
     def num_traces(self) -> int:
-        """How often a candidate was built and traced so far."""
+        """Number of candidates that were built and traced so far."""
         return self._graphs.num_traces
 
     @property
     def why_traced(self) -> str | None:
-        """Why every candidate has to be traced. None: not every candidate has to be."""
+        """Reason why every candidate has to be traced. None: not every candidate has to be."""
         return self._graphs.why_traced
 
     def __call__(self, candidate: Mapping[str, int]) -> Verdict:
@@ -76,12 +76,12 @@ class ElasticSpace:
         return [self.constraint.verdict_on(prediction) for prediction in self.predictions(candidates)]
 
     def filter(self, candidates: Iterable[_W]) -> list[_W]:
-        """Those that pass, in their order."""
+        """The candidates that pass, in their order."""
         rows = list(candidates)
         return [row for row, verdict in zip(rows, self.verdicts(rows), strict=True) if verdict.action == "launch"]
 
     def predictions(self, candidates: Sequence[Mapping[str, int]] | npt.NDArray[Any]) -> list[Prediction]:
-        """What one inference of each candidate costs."""
+        """Predicted cost of one inference of each candidate."""
         points = self._points(candidates)
         found: list[Prediction] = []
         at_once = max(_OPERATORS_AT_ONCE // self._graphs.num_ops, 1)
@@ -98,11 +98,11 @@ class ElasticSpace:
         return np.array([prediction.peak_memory.median for prediction in self.predictions(candidates)])
 
     def constrain(self, trial: ConstrainedTrial, candidate: Mapping[str, int]) -> Verdict:
-        """As :meth:`LatencyConstraint.constrain`."""
+        """Same as :meth:`LatencyConstraint.constrain`."""
         return constrain(trial, self(candidate))
 
     def learn(self, candidate: Mapping[str, int], measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
-        """As :meth:`LatencyConstraint.learn`: every later answer of the constraint and its spaces takes it into account."""
+        """Same as :meth:`LatencyConstraint.learn`: later predictions of the constraint and its spaces use the measurement."""
         self.constraint.learn(self.graph_of(candidate), measured_s, peak_memory_bytes=peak_memory_bytes)
 
     def graph_of(self, candidate: Mapping[str, int]) -> OpGraph:
@@ -154,7 +154,7 @@ class ElasticSpace:
 
 
 def _built(build: Callable[..., Network], named: Mapping[str, int], words: str) -> Network:
-    """On the meta device where that works, as it stands where it does not."""
+    """Build the network on the meta device if that works, else on the default device."""
     import torch
 
     from perfguard.graph import OpGraph

@@ -1,4 +1,4 @@
-"""What the specification demands of an operator: how many inputs, and which attributes of which type and value.
+"""Checks operators against ONNX's specification: the number of inputs, and the types and values of attributes.
 
 Shape inference checks some of this and computes with the rest: a convolution in no groups divides by zero, one with a stride of
 zero never ends. So every operator is looked at before anything is computed from it.
@@ -21,7 +21,7 @@ _POSITIVE = frozenset({"group", "offset_group", "strides", "dilations", "kernel_
                        "num_outputs", "num_heads", "q_num_heads", "kv_num_heads"})  # fmt: skip
 """Attributes of which every number is at least 1, whatever the operator."""
 _CONVOLUTIONS = {"Conv": 1, "ConvInteger": 1, "QLinearConv": 3, "DeformConv": 1, "FusedConv": 1, "NhwcFusedConv": 1}
-"""Where their weight is among the inputs."""
+"""Index of the weight among the inputs."""
 _WINDOWS = frozenset({*_CONVOLUTIONS, "ConvTranspose", "MaxPool", "AveragePool", "LpPool"})
 """Operators that slide a window over the last dimensions."""
 _WITH_AXIS = frozenset({"ArgMax", "ArgMin", "Compress", "Concat", "Flatten", "Gather", "GatherElements", "GroupNormalization",
@@ -105,14 +105,14 @@ def _check_signature(path: Path, node: onnx.NodeProto, index: int, signature: _S
 
 
 def _value(attribute: onnx.AttributeProto) -> int | tuple[int, ...] | None:
-    """None: not about integers."""
+    """Numeric interpretation of an attribute; None: it holds no integers."""
     if attribute.type == onnx.AttributeProto.INT:
         return int(attribute.i)
     return tuple(attribute.ints) if attribute.type == onnx.AttributeProto.INTS else None
 
 
 def _problem(op_type: str, name: str, value: Any, shapes: Sequence[Shape | None]) -> str | None:
-    """What is wrong with an attribute; None: nothing that we know."""
+    """Error of an attribute; None: no known error."""
     if value is None:
         return None
     numbers = value if isinstance(value, tuple) else (value,)

@@ -31,7 +31,7 @@ _ARGUMENT_ELEMENTS = 64
 _LONGEST_CHAIN = 16
 _LONGEST_NAME = 200
 _TRIPS = 1000
-"""Of a loop that runs as often as the data says: as many as we make allowance for."""
+"""Assumed number of trips of a loop whose number depends on data."""
 _MOST_NAMED = 4
 _NOT_FOLDED = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -79,13 +79,13 @@ def graph_from_onnx(
 
 
 class _Value(NamedTuple):
-    """Where a value is kept."""
+    """Storage and layout of a value."""
 
     storage: int
     num_bytes: int
-    """What a kernel reads of it; an expanded dimension costs nothing."""
+    """Bytes that a kernel reads of it. An expanded dimension costs nothing."""
     order: tuple[int, ...] | None = None
-    """Of each dimension its rank in memory, outermost first; None: contiguous."""
+    """Rank of each dimension in memory, outermost first; None: contiguous."""
 
 
 class _Builder:
@@ -192,7 +192,7 @@ class _Builder:
         return before is not None and after is not None and before.dtype == after.dtype
 
     def _find(self, name: str) -> _Value | None:
-        """Where ``name`` is; a weight gets its storage when it is first asked for. None: on the host, or not known."""
+        """The value of ``name``. The first look-up of a weight creates its storage. None: on the host, or not known."""
         if name in self._where or name not in self._constants or name not in self._types:
             return self._where.get(name)
         found = self._types[name]
@@ -276,7 +276,7 @@ class _Builder:
         self._record(node, launch, node.inputs)
 
     def _most_operators(self, node: Node) -> int:
-        """How many operators an opaque one may launch: those of its subgraphs, times the trips of a loop."""
+        """Most operators that an opaque one may launch: those of its subgraphs, times the trips of a loop."""
         trips = 1
         if node.op_type == "Loop":
             limit = self._values.get(node.inputs[0]) if node.inputs else None
@@ -335,7 +335,7 @@ class _Builder:
         return found.num_bytes == self._bytes[found.storage] and not self._readers_of[found.storage]
 
     def _precision(self) -> str:
-        """What most bytes of the weights are kept in."""
+        """Precision of most bytes of the weights."""
         sizes: Counter[str] = Counter()
         for num_bytes, kind, name in zip(self._bytes, self._kinds, self._names, strict=True):
             if kind is StorageKind.PARAMETER and name in self._types:

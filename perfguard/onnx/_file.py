@@ -1,4 +1,4 @@
-"""From a path to a ModelProto that can be trusted: bounded, of a known version, in order, without functions, without values."""
+"""Loads and checks a ModelProto: bounded, of a known version, in order, without functions and without values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perfguard.quantities import format_bytes
 MOST_NODES = 20_000
 """Operators that are read, those of subgraphs and of unrolled loops among them: about a millisecond each, to the prediction."""
 MOST_COPIED_BYTES = 32 * 2**20
-"""What the copies may take that calls of functions and trips of loops make."""
+"""Memory limit of copies for calls of functions and trips of loops."""
 _DEEPEST_SUBGRAPH = 20
 _MOST_ATTRIBUTES = 200
 _MOST_LOCATIONS = 4096
@@ -89,7 +89,7 @@ def _check_number(path: Path, model: onnx.ModelProto) -> None:
 
 
 def _check_texts(path: Path, message: Message) -> None:
-    """A text that is not UTF-8 comes out of the parser as bytes, which nobody further on expects."""
+    """Refuse text that is not UTF-8. The parser returns it as bytes, which other code does not expect."""
     for field, value in message.ListFields():
         if field.type not in (field.TYPE_MESSAGE, field.TYPE_STRING):
             continue
@@ -159,7 +159,7 @@ def _check_location(path: Path, folder: Path, location: str, name: str) -> None:
     except (OSError, RuntimeError):  # too long, or a loop of links
         target = None
     if target is None or Path(location).is_absolute() or not target.is_relative_to(folder) or "\\" in location:
-        raise OnnxError(path, f"wants the values of {name!r} from {location[:80]!r}, outside its folder", mend)
+        raise OnnxError(path, f"stores the values of {name!r} in {location[:80]!r}, outside its folder", mend)
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -284,5 +284,5 @@ def _sorted(needs: Sequence[set[int]]) -> list[int]:
 
 
 def label(node: onnx.NodeProto, index: int) -> str:
-    """How messages name an operator."""
+    """Name of an operator in messages."""
     return f"operator {index} ({node.op_type[:40]}{f' {node.name[:80]!r}' if node.name else ''})"

@@ -16,7 +16,7 @@ _LONGEST_CHAIN = 8
 _PRODUCTS = ("MatMul", "FusedMatMul")
 """The second is com.microsoft's: it transposes and scales as well."""
 _Match = tuple[Node, set[int]]
-"""What takes the place of an operator, and the indices of those that go with it."""
+"""The replacement of an operator, and the indices of the operators that it replaces."""
 
 
 def fused(
@@ -86,7 +86,8 @@ class _Fuser:
         return index if is_ours and node.op_type in op_types and node.inputs else None
 
     def _pair(self, node: Node, *op_types: str) -> Iterator[tuple[int, str]]:
-        """Of an operator with two inputs: the maker of one, if it is of these types, and the other; both ways round."""
+        """For an operator with two inputs, yield the operator that makes one of them, if its type fits, and the other input.
+        Both orders."""
         if len(node.inputs) == 2:
             for this, other in (node.inputs, node.inputs[::-1]):
                 index = self._made_by(this, *op_types)
@@ -184,7 +185,7 @@ class _Fuser:
         return None, masks
 
     def _unscaled(self, name: str, swallowed: set[int], reader: int) -> str:
-        """What a query or key was before it was scaled and turned for the product; what did so goes with the rest."""
+        """Name of a query or key before its scaling and transposition. The operators that do these are added to ``swallowed``."""
         for _ in range(_LONGEST_CHAIN):
             index = self._made_by(name, "Mul", "Div", "Transpose", "Reshape", "Cast")
             if index is None or self._readers.get(name) != [reader] or name in self._kept:
@@ -197,7 +198,7 @@ class _Fuser:
         return name
 
     def _scalar_beside(self, node: Node) -> str | None:
-        """Of a product with a scalar: the other factor."""
+        """The other factor of a product with a scalar."""
         for this, other in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
             if other in self._types and self._types[other].num_elements == 1 and this not in self._constants:
                 return this

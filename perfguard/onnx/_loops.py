@@ -35,16 +35,16 @@ class Trip:
     node: onnx.NodeProto
     body: onnx.GraphProto
     mapping: Mapping[str, str]
-    """Of the body's own weights the names that they have outside."""
+    """Names outside the loop of the body's own weights."""
     limit: int | None
     """Most trips; None: as long as the condition holds."""
     condition: str
-    """Name of what must hold for another trip; empty: it always does."""
+    """Name of the condition for another trip; empty: always true."""
     carried: tuple[str, ...]
     """Names of the values that go from trip to trip."""
     number: int = 0
     scanned: tuple[tuple[str, ...], ...] = field(default=())
-    """Of each output that collects: what every trip has added."""
+    """For each collecting output, the values that the trips have added."""
 
 
 class Unroller:
@@ -69,7 +69,7 @@ class Unroller:
         self._bytes_left = MOST_COPIED_BYTES
 
     def written_out(self, node: onnx.NodeProto | Trip, index: int) -> list[onnx.NodeProto | Trip] | None:
-        """What takes the place of ``node``, in order; None: it stays as it is.
+        """The replacement of ``node``, in order; None: it stays as it is.
 
         Raises:
             OnnxError: if its body does not fit it, or there would be too many operators.

@@ -1,4 +1,4 @@
-"""What the network in an ONNX file really takes on this machine's CPU, run by ONNX Runtime."""
+"""Measures the network in an ONNX file on this machine's CPU with ONNX Runtime."""
 
 from __future__ import annotations
 

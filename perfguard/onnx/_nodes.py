@@ -11,7 +11,7 @@ import onnx
 from perfguard.onnx._file import graphs_in, names_read_by
 
 OWN_DOMAIN = "perfguard"
-"""Of operators that stand for several in the file; see `_fusions`."""
+"""Domain of operators that replace several in the file; see `_fusions`."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _LONGEST_SCOPES = 2000
 
@@ -26,7 +26,7 @@ class Node(NamedTuple):
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
     module: str
-    """Path of the module that it came from, as far as the exporter tells."""
+    """Path of the module that it came from, if the exporter records it."""
     has_subgraphs: bool = False
     num_inner: int = 0
     """Operators in its subgraphs."""
@@ -63,7 +63,7 @@ def _num_inner(node: onnx.NodeProto) -> int:
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """Numbers, lists of numbers and texts; tensors and graphs are looked at elsewhere."""
+    """Numbers, lists of numbers and texts; tensors and graphs are read elsewhere."""
     values: dict[str, Any] = {}
     for attribute in node.attribute:
         kind = onnx.AttributeProto
@@ -79,7 +79,8 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _module(node: onnx.NodeProto) -> str:
-    """From torch's dynamo exporter by its metadata, from others by the operator's name, "/layer1/layer1.0/conv1/Conv"."""
+    """Module path of a node: from the metadata of torch's dynamo exporter, else from the name, as in
+    "/layer1/layer1.0/conv1/Conv"."""
     for entry in node.metadata_props:
         if entry.key == _SCOPES and len(entry.value) <= _LONGEST_SCOPES:
             try:

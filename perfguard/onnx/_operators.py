@@ -1,4 +1,4 @@
-"""What each ONNX operator costs, in the words of a trace: the aten operator that PyTorch would launch, its FLOPs, its sizes."""
+"""Cost of each ONNX operator as in a trace: the aten operator that PyTorch would launch, its FLOPs and its sizes."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def _packed_attention(inputs: Types, target: Target) -> Launch | None:
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    """Each weight meets each position once, as in `perfguard.graph._rnn`."""
+    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph._rnn`."""
     data, weight, recurrence = (_at(inputs, index) for index in range(3))
     if data is None or weight is None or recurrence is None or len(data.shape) != 3:
         return None

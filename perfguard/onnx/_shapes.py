@@ -1,7 +1,7 @@
 """The shape of every value of a model, once the user has bound its free dimensions.
 
 ``onnx.shape_inference`` does the work, for one operator after the other, with the small integers (shapes, axes, sizes) that were
-worked out on the way. Its own propagation of values is never asked for: it makes every value of a Range or a Tile, whatever its
+worked out on the way. Its own propagation of values stays off, because it makes every value of a Range or a Tile, whatever its
 size. Here a value is computed only when its size is known and small.
 """
 
@@ -45,7 +45,7 @@ _BITS = {
     "FLOAT8E8M0": ("float8_e8m0fnu", 8), "UINT4": ("uint4", 4), "INT4": ("int4", 4), "FLOAT4E2M1": ("float4_e2m1fn", 4),
     "UINT2": ("uint2", 2), "INT2": ("int2", 2),
 }  # fmt: skip
-"""Of ONNX's types of elements torch's name, and the bits of one."""
+"""torch's name and the number of bits of ONNX's element types."""
 _DTYPES = {number: _BITS[key] for key, number in onnx.TensorProto.DataType.items() if key in _BITS}
 _BITS_BY_DTYPE = dict(_BITS.values())
 _FOLLOWED = frozenset(
@@ -62,7 +62,7 @@ _LIKE_FIRST_INPUT = frozenset({"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "Lay
 _CONTRIBUTED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
 _MOST_PRODUCT_INPUTS = 3
 _INPUTS_WITH_AXES = 4
-"""Of a Pad that names the dimensions that it pads."""
+"""Number of inputs of a Pad that lists its axes."""
 
 
 class TensorType(NamedTuple):
@@ -81,7 +81,7 @@ class TensorType(NamedTuple):
 
 
 class Inferred(NamedTuple):
-    """What is known of a model's values, by name."""
+    """Types, shapes and known contents of a model's values, by name."""
 
     types: Mapping[str, TensorType]
     """Missing: no tensor, or one whose shape depends on the data."""
@@ -247,7 +247,7 @@ class _Inference:
         return Inferred(self._types, self._values, nodes, frozenset(self._weights))
 
     def _whole(self) -> dict[str, onnx.TypeProto]:
-        """What shape inference over the whole model finds, for the outputs of control flow."""
+        """Result of shape inference over the whole model, for the outputs of control flow."""
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
         del model.graph.value_info[:]
@@ -284,19 +284,19 @@ class _Inference:
             self._compute(node)
 
     def _pads(self, node: onnx.NodeProto) -> tuple[int, ...] | None:
-        """Of a Pad since opset 11, whose padding is an input, of all dimensions."""
+        """Padding of all dimensions of a Pad since opset 11, where it is an input."""
         if node.op_type != "Pad" or not 1 < len(node.input) < _INPUTS_WITH_AXES or node.input[1] not in self._values:
             return None
         return tuple(map(int, self._values[node.input[1]].reshape(-1).tolist()))
 
     def _one(self, node: onnx.NodeProto, index: int) -> dict[str, onnx.TypeProto]:
-        """What shape inference of this operator finds, with the values that are known."""
+        """Result of shape inference for this operator, with the known values."""
         if any(name not in self._protos for name in node.input if name):
             return {}
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(domain, 1), domain)
-        except onnx.defs.SchemaError:  # an operator of somebody else's
+        except onnx.defs.SchemaError:  # an operator of another domain
             return self._contributed(node, index)
         protos = {name: self._protos[name] for name in node.input if name}
         values = {name: self._values[name] for name in node.input if name in self._values}

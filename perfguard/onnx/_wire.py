@@ -46,7 +46,7 @@ def without_values(data: memoryview) -> bytes:
 
 @cache
 def _fields_of(message: Any) -> dict[int, Any]:
-    """By number: the fields that hold messages, with their own fields; lists of numbers; and the values of a tensor."""
+    """Fields by number: messages with their own fields, lists of numbers, and the values of a tensor."""
     fields = _FIELDS.setdefault(message.full_name, {})
     for field in message.fields:
         if message.name == "TensorProto" and field.name in _VALUE_FIELDS:

@@ -1,4 +1,4 @@
-"""How the log's database is reached: its URL, its connections, and what may be said of its errors."""
+"""Access to the log's database: its URL, its connections, and error messages without secrets."""
 
 from __future__ import annotations
 

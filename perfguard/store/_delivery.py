@@ -91,7 +91,7 @@ class Delivery:
         _leave(self._queue, self._log.spool_base, self._log.engine)
 
     def after_fork(self) -> None:
-        """In the child: forget the rows that wait."""
+        """Discard the waiting rows in a forked child."""
         self._log.after_fork()
         self._queue.clear()
         self._kept.clear()

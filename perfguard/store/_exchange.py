@@ -100,10 +100,12 @@ def export_log(
 
 
 def import_log(store: MeasurementStore, folder: str | Path) -> dict[str, int]:
-    """Add the rows of an export to the log. Weights that were in use there are "superseded" here: nobody's weights change by it.
+    """Add the rows of an export to the log.
+
+    Weights that were in use there are "superseded" here, so the weights in use do not change.
 
     Returns:
-        How many rows of each table were new.
+        The number of new rows of each table.
 
     Raises:
         LogVersionError: if a newer PerfGuard exported it.
@@ -284,7 +286,7 @@ def _pyarrow() -> Any:
 
 
 class _Anonymizer:
-    """Replaces what could tell a person or a project; the same thing by the same word within one export.
+    """Replaces names that could identify a person or a project. Within one export, equal names get equal replacements.
 
     Graphs must come first among the tables: a stripped graph has another hash, by which its decisions then know it. Two graphs
     that differ only in names become one.

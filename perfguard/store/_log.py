@@ -24,7 +24,7 @@ from perfguard.store._retention import ROWS_AT_ONCE
 from perfguard.store._schema import SCHEMA_VERSION, Entry
 
 TROUBLE = (SQLAlchemyError, OSError, LogError)
-"""What a database that is away, locked or damaged raises."""
+"""Errors of a database that is away, locked or damaged."""
 _MAX_CHECKED_BYTES = 256 * 2**20
 """A larger SQLite file is not read through at each opening: that takes seconds a gigabyte."""
 _PATIENCE = 10
@@ -60,7 +60,7 @@ class Log:
         self._warned = False
 
     def after_fork(self) -> None:
-        """In the child: make a new lock, and leave the connections to the parent."""
+        """Make a new lock in a forked child, and leave the connections to the parent."""
         self.lock = threading.RLock()
         if not self.in_memory:
             _of_parents.append(self.engine)
@@ -93,7 +93,7 @@ class Log:
         was_replaced = self._ready
         if was_replaced:
             self._ready = False
-            self.engine.dispose()  # or rows would go on into a file that nobody can open any more
+            self.engine.dispose()  # or rows would go into a file that cannot be opened any more
             self.sent_graphs.clear()
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class Log:
         return num_new
 
     def wait_for_turn(self, connection: Connection, what: str) -> None:
-        """On PostgreSQL, wait until no other transaction does ``what``; SQLite has one writer anyway."""
+        """Wait until no other transaction does ``what`` on PostgreSQL. SQLite has one writer anyway."""
         if self.url.get_backend_name() == "postgresql":
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock(hashtext('{what}'))")
 
@@ -232,7 +232,7 @@ class Log:
 
 
 _of_parents: list[Engine] = []
-"""In a forked child: never used and never closed, because closing would end what the parent has open."""
+"""Connections of the parent in a forked child. They are never closed, because closing would end the parent's."""
 
 
 def _corrupt(file: Path | str, reason: str) -> str:
@@ -253,7 +253,7 @@ def _short_hash(text: str) -> str:
 
 
 def data_directory() -> Path:
-    """Where this user's programs keep their data, by the custom of the platform."""
+    """The user's data directory by the convention of the platform."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":

@@ -44,7 +44,7 @@ def migrate(connection: Connection, version: int, to: int) -> None:
 
 
 def _to_2(op: Operations) -> None:
-    """What a GPU's probes see, weights and their lineage, and an index to draw measurements at random."""
+    """Add readings of GPU probes, weights and their lineage, and an index to draw measurements at random."""
     for name in ("allocated_peak_bytes", "reserved_peak_bytes", "oom_retries"):
         op.add_column("measurements", Column(name, BigInteger))
     for name in ("sm_utilisation", "energy_j", "sm_clock_hz", "data_wait_s"):
@@ -98,14 +98,14 @@ def _set_aside_the_absent(connection: Connection) -> None:
 
 
 def mend(version: int, table: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row that was exported, or spooled, with schema ``version`` is in the present one; what it lacks is NULL."""
+    """Convert a row that was exported or spooled with schema ``version`` to the present schema. Missing values are NULL."""
     if version < 4 and table == "measurements" and (reason := _absent(row)):
         return {**row, "set_aside": reason}
     return dict(row)
 
 
 def _absent(row: Mapping[Any, Any]) -> str | None:
-    """Why a reading from before schema 4 is none of the device that it was booked to. None: it may be one."""
+    """The reason why a reading from before schema 4 does not belong to its device. None: it may belong."""
     note = str(row.get("note") or "")
     if row.get("method") == "none" and any(words in note for words in ("this PyTorch has no CUDA", "did not use CUDA in this")):
         return "the device was not there: the run used no GPU in its process"
@@ -129,7 +129,7 @@ def _make_each_cpu_one_device(connection: Connection) -> None:
 
 
 def _identity_of_cpu(data: str) -> dict[str, Any] | None:
-    """What makes a CPU this one; None: it is another device, or the row is damaged, which whoever reads it will say."""
+    """Identity of a CPU; None: it is another device, or the row is damaged, which its reader reports."""
     try:
         device = json.loads(data)
         identity = {name: device[name] for name in ("id", "name", "kind", "memory_bytes", "num_sms", "architecture")}
@@ -139,4 +139,4 @@ def _identity_of_cpu(data: str) -> dict[str, Any] | None:
 
 
 _STEPS: Mapping[int, Callable[[Operations], None]] = {2: _to_2, 3: _to_3, 4: _to_4}
-"""By the version that a step leads to."""
+"""Migration steps by the version that they lead to."""

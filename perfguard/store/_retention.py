@@ -12,7 +12,7 @@ from perfguard.store import _schema as schema
 from perfguard.store._selection import Selection, select_ids
 
 ROWS_AT_ONCE = 5000
-"""So many rows in one transaction: others want to write too."""
+"""Rows in one transaction. It is small so that other processes can write in between."""
 
 
 def prune(transaction: Callable[[], AbstractContextManager[Connection]], selection: Selection, keep_newest: int | None) -> int:
@@ -21,7 +21,7 @@ def prune(transaction: Callable[[], AbstractContextManager[Connection]], selecti
         cutoff_ns = _cutoff_ns(connection, selection, keep_newest)
     num_removed = 0
     while cutoff_ns is not None:
-        with transaction() as connection:  # in small bites: others want to write too
+        with transaction() as connection:  # a small one, so that other processes can write in between
             removed = _remove_decisions(connection, selection, cutoff_ns)
         num_removed += removed
         if removed < ROWS_AT_ONCE:

@@ -143,7 +143,7 @@ class LoggedDecision:
 
     decision_id: str
     created_at: datetime
-    """In UTC."""
+    """Time in UTC."""
     study: str
     trial: int | None
     action: Action
@@ -152,7 +152,7 @@ class LoggedDecision:
     device_id: str | None
     predictor: str | None
     predicted_peak_memory_bytes: float | None
-    """The median."""
+    """Median of the prediction."""
     predicted_peak_memory_low_bytes: float | None
     """Lower end of the 90% interval."""
     predicted_peak_memory_high_bytes: float | None
@@ -164,13 +164,13 @@ class LoggedDecision:
     status: Status | None
     """None: pruned, still running, or never measured."""
     note: str = ""
-    """Of the measurement: what limits the trust in it."""
+    """Limits of the measurement's reliability."""
     trial_id: str | None = None
     """The tuner's own name of the trial, where it has one, for instance Ray Tune's."""
     host: str | None = None
     """Name of the machine that ran the trial; of the one that decided, where it was not measured. None: before schema 4."""
     set_aside: str | None = None
-    """Why nothing is learnt from the measurement. None: it is used, if it can be believed."""
+    """Reason why nothing is learnt from the measurement. None: it is used, unless it is implausible."""
     measured_device_id: str | None = None
     """The device that the trial ran on, which need not be the one that was decided for. None: not measured."""
     measured_device_name: str | None = None
@@ -185,11 +185,11 @@ class LoggedWeights:
     """The generation that it was fine-tuned from; None: the shipped one."""
     predictor: str
     created_at: datetime
-    """In UTC."""
+    """Time in UTC."""
     sha256: str
-    """Of the weights' bytes, hexadecimal."""
+    """SHA-256 of the weights' bytes, hexadecimal."""
     metrics: Mapping[str, Any]
-    """What it was judged by, as the trainer wrote it."""
+    """Metrics of its evaluation, as the trainer wrote them."""
     state: WeightsState
     state_changed_at: datetime
 
@@ -279,13 +279,13 @@ def select_promoted(predictor: str) -> Select[Any]:
 
 
 def select_observations(device_id: str, limit: int) -> Select[Any]:
-    """Newest first."""
+    """Select a device's observations, newest first."""
     newest_first = measurements.c.recorded_at_ns.desc(), measurements.c.decision_id.desc()
     return _observed().where(measurements.c.device_id == device_id).order_by(*newest_first).limit(limit)
 
 
 def select_measured_ids(device_id: str | None, limit: int) -> Select[Any]:
-    """Of the measurements that are not set aside."""
+    """Select the ids of the measurements that are not set aside."""
     query = select(measurements.c.decision_id).where(measurements.c.set_aside.is_(None))
     query = query.order_by(measurements.c.decision_id).limit(limit)
     return query if device_id is None else query.where(measurements.c.device_id == device_id)
@@ -296,7 +296,7 @@ def select_observations_of(decision_ids: Sequence[str]) -> Select[Any]:
 
 
 def select_observations_from(decision_id: str, device_id: str | None, limit: int) -> Select[Any]:
-    """In the order of the ids, which are drawn at random, from ``decision_id`` on."""
+    """Select observations in the order of their random ids, from ``decision_id`` on."""
     query = _observed().where(measurements.c.decision_id >= decision_id).order_by(measurements.c.decision_id).limit(limit)
     return query if device_id is None else query.where(measurements.c.device_id == device_id)
 
@@ -383,7 +383,7 @@ def measurement_from_row(row: Row[Any]) -> Measurement:
 
 
 def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:
-    """What the decision that the row belongs to was made on; empty if nothing could be predicted."""
+    """Predictions of the row's decision; empty if nothing could be predicted."""
     if row.peak_memory_median_bytes is None:
         return {}
     return {
@@ -393,7 +393,7 @@ def predicted_from_row(row: Row[Any]) -> dict[Target, Estimate]:
 
 
 def widening_from_row(row: Row[Any]) -> dict[Target, float]:
-    """By what the intervals of that prediction had been widened; empty before schema 3, when none was."""
+    """Factors by which the prediction's intervals were widened; empty before schema 3, which had no widening."""
     found: dict[Target, float | None] = {"memory": row.peak_memory_widening, "time": row.step_time_widening}
     return {target: factor for target, factor in found.items() if factor}
 
@@ -404,7 +404,7 @@ def as_ns(time: datetime) -> int:
 
 
 def _as_time(time_ns: int) -> datetime:
-    """In whole microseconds, rounded down, so that a row is found by its own time."""
+    """Convert to whole microseconds, rounded down, so that a row is found by its own time."""
     return _1970 + timedelta(microseconds=time_ns // 1000)
 
 

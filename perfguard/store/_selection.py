@@ -33,7 +33,7 @@ class Selection:
     device: str | tuple[str, ...] | None = None
     """Id of the device that was decided for, or that was measured, or several; "a100-sxm-80gb:" means all parts of that GPU."""
     status: Status | None = None
-    """Of the measurement."""
+    """Status of the measurement."""
     verdict: Action | None = None
     host: str | None = None
     """Name of the machine that ran the trial, or that decided where the trial was not measured."""

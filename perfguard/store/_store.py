@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MAX_CACHED_GRAPHS = 512
 _STRIPES = 8
 _MAX_LISTED = 1000
-"""Of a longer log not even the ids are listed to draw from them."""
+"""Up to this number of rows, all ids are listed and drawn from. A longer log is sampled without a list."""
 
 
 class MeasurementStore(WeightsRegistry):
@@ -167,7 +167,7 @@ class MeasurementStore(WeightsRegistry):
         return self._read(query, lambda _, row: str(row.device_id))
 
     def num_measured(self, *, since_ns: int) -> int:
-        """How many measurements were logged after that time, in nanoseconds since 1970.
+        """Number of measurements that were logged after that time, in nanoseconds since 1970.
 
         Measurements that are set aside do not count. The result is 0 if the log cannot be read now.
         """
@@ -211,7 +211,7 @@ class MeasurementStore(WeightsRegistry):
         return self._read(schema.select_decisions(select_ids(selection), newest), lambda _, row: schema.decision_from_row(row))
 
     def counts(self) -> dict[str, int]:
-        """How many rows each table has.
+        """Number of rows of each table.
 
         Raises:
             LogError: if the log cannot be read now.
@@ -301,7 +301,7 @@ class MeasurementStore(WeightsRegistry):
             pass  # the log is there, and of the present schema
         try:
             with self._log.engine.connect() as connection:
-                connection.exec_driver_sql("BEGIN")  # a snapshot, which keeps nobody from writing
+                connection.exec_driver_sql("BEGIN")  # a snapshot, which does not block writers
                 for row in connection.execution_options(yield_per=retention.ROWS_AT_ONCE).execute(query):
                     yield dict(row._mapping)
         except SQLAlchemyError as error:

@@ -13,7 +13,7 @@ from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Layout, Precision, Workload
 
 COLUMNS = ("recipe", "gpu", "space", "memory_share")
-"""What tells a table of collected rows from others; the recipe is all that is needed to rebuild one."""
+"""Columns that identify a table of collected rows. A row can be rebuilt from its recipe alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +26,22 @@ class CollectedRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return (self.recipe.structure,)
 
     @property
     def precision(self) -> Precision:
-        """Of the step."""
+        """Precision of the step."""
         return self.recipe.precision
 
     @property
     def layout(self) -> Layout:
-        """Of images."""
+        """Memory layout of images."""
         return self.recipe.layout
 
     @property
     def compiled(self) -> bool:
-        """By torch.compile."""
+        """Whether torch.compile was used."""
         return self.recipe.compiled
 
     def make_model(self) -> nn.Module:
@@ -49,7 +49,7 @@ class CollectedRow(MeasuredRow):
         return self.recipe.make_model()
 
     def workload(self, model: nn.Module) -> Workload:
-        """What was run."""
+        """The workload of the row."""
         return self.recipe.workload(model)
 
 

@@ -43,7 +43,7 @@ def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def text(row: Row, column: str) -> str:
-    """What must not be empty."""
+    """The text of a column that must not be empty."""
     if not row.get(column):
         raise TableError(f"column {column!r} is empty")
     return row[column]

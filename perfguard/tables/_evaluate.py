@@ -46,7 +46,7 @@ class Evaluated(NamedTuple):
     error: str = ""
 
     def columns(self) -> dict[str, str]:
-        """What can be added to the row, whatever its table."""
+        """Columns that can be added to a row of any table."""
         if self.prediction is None or self.device is None:
             return {"error": self.error}
         memory, time = self.prediction.peak_memory, self.prediction.step_time
@@ -131,7 +131,7 @@ class _Maker:
 
 
 class Score(NamedTuple):
-    """How good the predictions of one quantity are. Errors are |predicted / measured - 1|."""
+    """Errors of the predictions of one quantity. An error is |predicted / measured - 1|."""
 
     rows: int
     mean: float

@@ -1,4 +1,4 @@
-"""Which kind a table is of, by its columns."""
+"""Detects the kind of a table by its columns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kind_of_table(columns: Sequence[str]) -> str:
 
 
 def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
-    """What reads a row of the table at ``path``; it raises TableError for a row that cannot be right.
+    """Parser of a row of the table at ``path``. It raises TableError for an invalid row.
 
     Raises:
         TableError: if the table is of no known kind.

@@ -53,7 +53,7 @@ class Mpt(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """In float32, operator by operator."""
+    """RMS norm in float32, operator by operator."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Precision, TensorSpec, Workload
 
 COLUMNS = ("gpu", "batch_size", "input_size", "output_size", "layers")
-"""What a table of perceptrons must have."""
+"""Required columns of a table of perceptrons."""
 _LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "batch_normalization": nn.BatchNorm1d,
     "dropout": lambda _: nn.Dropout(),
@@ -57,7 +57,7 @@ class MlpRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return self.precision, self.optimizer, self.input_size, self.layers
 
     def make_model(self) -> nn.Module:

@@ -19,11 +19,11 @@ from perfguard.workload import TensorSpec
 
 Sizes = Mapping[str, Any]
 Task = Literal["classify", "own loss", "mean"]
-"""What is trained for: classes by cross-entropy; the loss that the model returns; the mean of all that comes out."""
+"""Training objective: cross-entropy of classes, the loss that the model returns, or the mean of all outputs."""
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 EDGES = ("none", "skip", "conv1x1", "conv3x3", "pool")
-"""What an edge of a cell can be (NAS-Bench-201, Dong and Yang 2020)."""
+"""Operations on an edge of a cell (NAS-Bench-201, Dong and Yang 2020)."""
 ARCHITECTURES = {
     "bert": "BertForMaskedLM",
     "distilbert": "DistilBertForMaskedLM",
@@ -32,7 +32,7 @@ ARCHITECTURES = {
     "t5": "T5ForConditionalGeneration",
     "bart": "BartForConditionalGeneration",
 }
-"""Of Transformers, by type of model."""
+"""Classes of Transformers by type of model."""
 _NODES = 4
 NUM_EDGES = _NODES * (_NODES - 1) // 2
 
@@ -128,7 +128,7 @@ class Applied(nn.Module):
 
 
 class Kind(NamedTuple):
-    """How a network is made of its sizes, and what goes into it."""
+    """Builder and inputs of one kind of network, by its sizes."""
 
     make: Callable[[Sizes, bool], nn.Module]
     """(sizes, checkpointing) → the network."""
@@ -207,13 +207,13 @@ def _huggingface(sizes: Sizes, checkpointing: bool) -> nn.Module:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Of a model of Transformers, whichever version."""
+    """Turn on activation checkpointing in a model of any version of Transformers."""
     name = "activation_checkpointing_enable"  # older versions have only the other name
     getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _tokens(sizes: Sizes, batch_size: int) -> dict[str, TensorSpec]:
-    """For training, the recipe adds the same tokens as labels."""
+    """Token inputs. For training, the recipe adds the same tokens as labels."""
     tokens = TensorSpec((batch_size, sizes["seq_len"]), "int64")
     both = sizes["model_type"] in ("t5", "bart")
     return {"input_ids": tokens, **({"decoder_input_ids": tokens} if both else {})}
@@ -291,10 +291,10 @@ def first_output(output: Any) -> torch.Tensor:
 
 
 def cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of the first output."""
+    """Cross-entropy of the first output."""
     return F.cross_entropy(first_output(output).flatten(1), target)
 
 
 def mean_of(output: Any) -> torch.Tensor:
-    """Of the first output, as a loss for operators."""
+    """Mean of the first output, as a loss for operators."""
     return first_output(output).float().mean()

@@ -19,7 +19,7 @@ from perfguard.tables._rows import MeasuredRow
 from perfguard.workload import Workload
 
 COLUMNS = ("op", "gpu", "b")
-"""What a table of operators must have."""
+"""Required columns of a table of operators."""
 _BYTES = 4
 _POINTWISE = {  # aten's name, its kind, inputs, FLOPs of an element
     "add": ("add", "elementwise", 2, 1),
@@ -47,7 +47,7 @@ class OperatorRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All of one kind together: nothing is traced."""
+        """Key of the row. All rows of one kind share it, because nothing is traced."""
         return (self.model,)
 
     def make_model(self) -> None:

@@ -38,13 +38,13 @@ class Recipe:
 
     space: Space
     kind: str
-    """Of network, one of `perfguard.collect.KINDS`."""
+    """Kind of network, one of `perfguard.collect.KINDS`."""
     model: str
     """A name for people."""
     family: str
     """Rows of one family are held out together; see `MeasuredRow`."""
     sizes: Sizes = field(hash=False)
-    """What the network is made of."""
+    """Sizes of the network."""
     batch_size: int
     mode: Mode = "train"
     precision: Precision = "fp32"
@@ -66,7 +66,7 @@ class Recipe:
         _check(isinstance(self.sizes, dict), "sizes", self.sizes, "an object")
 
     def to_json(self) -> str:
-        """On one line, fields in a fixed order."""
+        """The recipe as JSON on one line, fields in a fixed order."""
         return json.dumps({item.name: getattr(self, item.name) for item in dataclasses.fields(self)}, separators=(",", ":"))
 
     @classmethod
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def structure(self) -> str:
-        """What recipes share that differ in nothing but the batch."""
+        """Key that recipes share if only their batches differ."""
         return dataclasses.replace(self, batch_size=1).to_json()
 
     @property
@@ -101,7 +101,7 @@ class Recipe:
         return make_network(self.kind, self.sizes, checkpointing=self.checkpointing)
 
     def workload(self, model: nn.Module) -> Workload:
-        """What is run with ``model``."""
+        """The workload of ``model``."""
         kind, train = KINDS[self.kind], self.mode == "train"
         inputs = kind.inputs(self.sizes, self.batch_size)
         if train and kind.task == "own loss":

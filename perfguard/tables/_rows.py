@@ -1,4 +1,4 @@
-"""What the kinds of tables have in common: a measured run, and how to get its graph."""
+"""The common interface of table rows: a measured run, and how to get its graph."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class MeasuredRow(ABC):
     sm_active: float | None = None
     """Share of the multiprocessors' time in which they had work, 0 to 1."""
     capacity_bytes: float | None = None
-    """What the run was allowed to take, where that was less than the device has."""
+    """Memory limit of the run, if it was below the device's memory."""
 
     @property
     @abstractmethod
     def structure(self) -> tuple[Any, ...]:
-        """What rows share that differ in nothing but the batch and the GPU."""
+        """Key that rows share if only their batches and GPUs differ."""
 
     @abstractmethod
     def make_model(self) -> nn.Module | None:
-        """The network, made on the meta device by whoever calls; None if the graph needs none.
+        """The network; None if the graph needs none. Call it under the meta device.
 
         Raises:
             TableError: if it cannot be made.
@@ -54,7 +54,7 @@ class MeasuredRow(ABC):
 
     @abstractmethod
     def workload(self, model: nn.Module) -> Workload:
-        """What was run with ``model``."""
+        """The workload of the row with ``model``."""
 
     def graph(self, model: nn.Module | None, traces: TraceCache, device: Device) -> OpGraph:
         """The row's graph. Rows of one structure share ``model`` and ``traces``."""

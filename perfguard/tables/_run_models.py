@@ -48,7 +48,7 @@ _LABELS: dict[str, Callable[[int, int], dict[str, tuple[int, ...]]]] = {  # by w
 
 
 class Batch(NamedTuple):
-    """What one step gets, and its loss (None: the model's own)."""
+    """Inputs of one step, and its loss (None: the model's own)."""
 
     inputs: Any
     targets: Any = None
@@ -60,7 +60,7 @@ class RunModel:
     """The network of one row, with what decides how it is built."""
 
     name: str
-    """With its prefix: "torchvision:resnet50"."""
+    """Name with its prefix: "torchvision:resnet50"."""
     config: Mapping[str, Any] = field(hash=False)
     family: str
     input: Mapping[str, Any] = field(hash=False)

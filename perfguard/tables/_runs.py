@@ -23,7 +23,7 @@ from perfguard.tables._run_models import RunModel
 from perfguard.workload import Layout, Precision, Tf32, Workload, ZeroGrad
 
 COLUMNS = ("model", "config", "mode", "gpu", "num_gpus", "parallel", "batch_size", "input", "memory_kind")
-"""What a table of runs must have."""
+"""Required columns of a table of runs."""
 PRECISIONS: dict[str, tuple[Precision, Tf32]] = {
     "fp32": ("fp32", "off"),
     "tf32": ("fp32", "on"),
@@ -51,7 +51,7 @@ class RunRow(MeasuredRow):
     """One measured run."""
 
     built: RunModel
-    """How its network is made."""
+    """Builder of its network."""
     precision: Precision
     tf32: Tf32
     layout: Layout
@@ -66,15 +66,15 @@ class RunRow(MeasuredRow):
     """"full", or the method of fine-tuning that the note names: "lora", "qlora", ..."""
     memory_kind: str
     other_memory_bytes: float | None = None
-    """What was measured where it is not the driver's reading."""
+    """Measured memory that is not the driver's reading."""
     zero_grad: ZeroGrad = "before-forward"
     includes: str = ""
-    """What the time holds beside the step."""
+    """Parts of the time beside the step."""
     note: str = ""
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         built = self.built
         return (
             self.model, json.dumps(built.config, sort_keys=True), json.dumps(built.input, sort_keys=True), built.before_torch2,
@@ -199,7 +199,7 @@ def run_row(row: Row) -> RunRow:
 
 
 def _driver_bytes(memory_bytes: float | None, kind: str, gpu: str) -> float | None:
-    """The driver's reading, with the context of the catalog where the table has left it out. None: it cannot be told."""
+    """The driver's reading, plus the catalog's context where the table leaves it out. None: the table does not contain it."""
     if memory_bytes is None or kind not in _COMPARED:
         return None
     return memory_bytes if kind == "driver" else memory_bytes + resolve_device(gpu).context_bytes
@@ -216,7 +216,7 @@ def _object(row: Row, column: str) -> Mapping[str, Any]:
 
 
 def _method(note: str) -> str:
-    """Of fine-tuning, where the note is JSON that names one."""
+    """Method of fine-tuning, if the note is JSON that names one."""
     try:
         found = json.loads(note) if note.startswith("{") else {}
     except ValueError:

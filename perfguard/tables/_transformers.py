@@ -20,7 +20,7 @@ from perfguard.tables._rows import MIB, MeasuredRow
 from perfguard.workload import Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "seq_len")
-"""What a table of transformers must have."""
+"""Required columns of a table of transformers."""
 CONFIGURATIONS = "transformers_configs.json"
 
 
@@ -35,7 +35,7 @@ class TransformerRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return self.model, json.dumps(self.configuration, sort_keys=True), self.mode, self.precision, self.compiled, self.seq_len
 
     def make_model(self) -> nn.Module:

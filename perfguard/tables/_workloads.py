@@ -17,7 +17,7 @@ from perfguard.tables._zoo import timm_model
 from perfguard.workload import Layout, Mode, Precision, TensorSpec, Workload
 
 COLUMNS = ("model", "mode", "gpu", "batch_size", "img_size")
-"""What a workload table must have."""
+"""Required columns of a workload table."""
 OPTIMIZERS: dict[str, Any] = {
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -41,7 +41,7 @@ class WorkloadRow(MeasuredRow):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All but the batch and the GPU."""
+        """Key of the row without the batch and the GPU."""
         return (
             self.model, self.img_size, self.mode, self.precision, self.layout, self.optimizer, self.compiled, self.before_torch2,
         )  # fmt: skip
@@ -97,7 +97,7 @@ def workload_row(row: Row) -> WorkloadRow:
 
 
 def _cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of the first output, where a network gives several (distillation, auxiliary heads)."""
+    """Cross-entropy of the first output, if a network has several (distillation, auxiliary heads)."""
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
     return F.cross_entropy(output.flatten(1), target)

@@ -28,7 +28,7 @@ def timm_model(name: str, size: int | None = None, *, fused_attention: bool = Tr
     """The timm model ``name``, without weights, for square images of ``size`` pixels (None: its own), made with ``options``.
 
     Make it under ``torch.device("meta")`` and it costs no memory. Without ``fused_attention`` it multiplies its matrices one by
-    one, as everybody did before PyTorch 2.
+    one, as was usual before PyTorch 2.
 
     Raises:
         TableError: if timm is missing, or does not know the model or the size.

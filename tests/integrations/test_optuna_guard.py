@@ -262,7 +262,7 @@ def test_a_repair_reaches_the_block() -> None:
 def test_repair_ignored_by_objective_is_not_learnt() -> None:
     guard = repairing()
     study = study_of(LARGE)
-    with pytest.warns(UnguardedTrialWarning, match=r"did not ask `repair_of\(trial\)`"):
+    with pytest.warns(UnguardedTrialWarning, match=r"did not call `repair_of\(trial\)`"):
         study.optimize(lambda trial: float(suggest_width(trial)), n_trials=1, pruner=PerfGuardPruner(guard=guard))
     assert study.trials[0].state == COMPLETE
     assert guard.predictor.learnt == []  # type: ignore[attr-defined]

@@ -130,7 +130,7 @@ def test_two_jobs_share_a_sampler() -> None:
 
 def test_grid_sampler_tries_each_fitting_point_once() -> None:
     study = plain_study(GridSampler(GRID))
-    with pytest.warns(UnguardedTrialWarning, match="was never asked"):  # the very first trial, before the space is known
+    with pytest.warns(UnguardedTrialWarning, match="never judged"):  # the very first trial, before the space is known
         study.optimize(lambda trial: float(sum(suggest(trial))), n_trials=40)
     tried = sorted((trial.params["width"], trial.params["batch"]) for trial in completed(study))
     assert sorted(set(tried) & set(GRID_THAT_FITS)) == sorted(GRID_THAT_FITS)

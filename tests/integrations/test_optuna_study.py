@@ -229,7 +229,7 @@ def test_never_suggested_param_leaves_trials_unguarded(unsettled: Callable[[Any]
         return build(params)
 
     study = study_of(SMALL, LARGE, SMALL)
-    with pytest.warns(UnguardedTrialWarning, match=r"asks for 'depth', which the trial has not suggested") as caught:
+    with pytest.warns(UnguardedTrialWarning, match=r"reads 'depth', which the trial has not suggested") as caught:
         study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=build_deep))
     assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
     assert states(study) == [COMPLETE] * 3
@@ -449,7 +449,7 @@ def test_ask_and_tell_are_optunas() -> None:
     trial = study.ask()
     assert type(trial) is optuna.Trial
     trial.suggest_int("width", SMALL, LARGE)
-    with pytest.warns(UnguardedTrialWarning, match="was never asked about a trial"):
+    with pytest.warns(UnguardedTrialWarning, match="never judged a trial"):
         study.tell(trial, 1.0)
     assert states(study) == [COMPLETE]
 

@@ -86,7 +86,7 @@ def test_an_objective_that_asks_is_not_warned_of() -> None:
 def test_an_objective_that_asks_at_times_is_found_out() -> None:
     """A branch without the question is easily forgotten, and the branch may be the one that does not fit."""
     study = optuna.create_study(pruner=make_pruner())
-    with pytest.warns(UnguardedTrialWarning, match="was never asked about a trial"):
+    with pytest.warns(UnguardedTrialWarning, match="never judged a trial"):
         study.optimize(lambda trial: asks(trial) if trial.number % 2 else never_asks(trial), n_trials=6)
     assert summarize(study).num_unjudged == 3
 
@@ -102,7 +102,7 @@ def test_failed_and_self_pruned_trials_are_counted() -> None:
     summary = summarize(study)
     assert summary.num_unjudged == 2
     assert summary.why_unjudged == "it pruned itself before PerfGuard could judge it."
-    with pytest.warns(UnguardedTrialWarning, match="was never asked"):  # the warning was not spent on those
+    with pytest.warns(UnguardedTrialWarning, match="never judged"):  # the warning was not spent on those
         study.optimize(never_asks, n_trials=1)
 
 
@@ -161,7 +161,7 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
     with pytest.warns(UnguardedTrialWarning) as caught:
         study.optimize(asks, n_trials=1)
     (warning,) = unguarded(caught)
-    assert "asks for 'widht' (did you mean 'width'?), which the trial has not suggested" in str(warning.message)
+    assert "reads 'widht' (did you mean 'width'?), which the trial has not suggested" in str(warning.message)
     study.optimize(asks, n_trials=4)
     summary = summarize(study)
     assert (summary.num_launched, summary.num_unjudged) == (5, 5)

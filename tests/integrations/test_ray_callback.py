@@ -289,7 +289,7 @@ def test_trials_without_verdict_are_counted_and_warned() -> None:
 def test_run_with_another_search_is_pointed_out() -> None:
     search = guarded(gpu="cpu")
     callback = PerfGuardCallback(search)
-    with pytest.warns(UnguardedTrialWarning, match=r"was not asked about.*TuneConfig\(search_alg=search\)"):
+    with pytest.warns(UnguardedTrialWarning, match=r"has not judged.*TuneConfig\(search_alg=search\)"):
         callback.on_trial_start(0, [], stub("a", {"width": 8}, tag="0_width=8"))
     callback.on_trial_start(0, [], stub("b", {"width": 8}, tag="1_width=8"))  # said once: a second warning would be an error
     assert [(row.trial, row.trial_id) for row in search.ledger.guard.log.decisions()] == [(0, "a"), (1, "b")]

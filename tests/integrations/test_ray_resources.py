@@ -64,7 +64,7 @@ def test_on_a_cpu_a_trial_asks_for_main_memory() -> None:
 
 def test_unpredictable_trial_asks_for_a_whole_gpu() -> None:
     trial_resources = perfguard_ray.resources(search())
-    with pytest.warns(UnguardedTrialWarning, match="asks for a whole device .*less than nothing") as caught:
+    with pytest.warns(UnguardedTrialWarning, match="requests a whole device .*less than nothing") as caught:
         assert [trial_resources.of({"gib": -1.0}) for _ in range(2)] == [{"CPU": 1, "GPU": 1.0}] * 2
     assert len(caught) == 1
 

@@ -92,7 +92,7 @@ def test_foreign_actor_of_the_name_is_not_asked(shared: SharedPredictor) -> None
     other: Any = ray.remote(num_cpus=0)(Other)
     other = other.options(name="taken", namespace=service.NAMESPACE, lifetime="detached").remote()
     ray.get(other.ping.remote())
-    with pytest.warns(ServiceWarning, match="it cannot be started or asked"):
+    with pytest.warns(ServiceWarning, match="it cannot be started or reached"):
         predictor = SharedPredictor(log=shared.log, name="taken")
     assert predictor.predict(trace(workload(8)), A100).peak_memory.median > 0
     ray.kill(other)
@@ -103,7 +103,7 @@ def test_service_for_another_log_needs_another_name(shared: SharedPredictor, tmp
     """Runs with another log or predictor must not share a service."""
     with pytest.raises(ConfigurationError, match=r"has the log .*give this run's service another name"):
         SharedPredictor(log=str(tmp_path / "other.db"), name=shared.service_name)
-    with pytest.raises(ConfigurationError, match=r"has the predictor 'guardnet', but this run asks for 'trees'"):
+    with pytest.raises(ConfigurationError, match=r"has the predictor 'guardnet', but this run needs 'trees'"):
         SharedPredictor(log=shared.log, predictor="trees", name=shared.service_name)
 
 

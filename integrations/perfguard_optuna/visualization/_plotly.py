@@ -118,7 +118,7 @@ def _draw_limits(figure: go.Figure, view: BudgetView) -> None:
 
 
 def plot_savings(study: optuna.Study) -> go.Figure:
-    """What the study spent, and what it would have spent with the trials that were pruned before launch.
+    """Plot the cost of the study, and the cost that the trials pruned before launch would have added.
 
     The time of launched trials is measured, or taken from the study's clock. The time of pruned trials is predicted: what each
     would have taken to its end. There is one layer for each limit that pruned. Without ``Workload(steps=...)`` no trial time is

@@ -1,4 +1,4 @@
-"""What the pictures show, as plain numbers in the units of their axes: read from the trials once here, drawn by two libraries."""
+"""The data of the plots, in the units of their axes. They are read from the trials once, and drawn by two libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perfguard_optuna._summary import finished_trials, run_time_s
 Group = Literal["launched", "repaired", "over", "unmeasured", "pruned", "pruned_elsewhere"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
-# Okabe and Ito's palette, which colour-blind people can tell apart.
+# Okabe and Ito's palette, which colour-blind people can distinguish.
 BLUE, GREEN, ORANGE, RED, PURPLE, SKY, GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C"
 GROUP_COLORS: Mapping[Group, str] = {
     "launched": BLUE,
@@ -38,11 +38,11 @@ _TIME_UNITS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600
 MOST_BUDGET_LINES = 3
 """Budgets that get a line each; more, as where the study's remaining time is the budget, are one band."""
 _FARTHEST_INTERVAL = 3.0
-"""How far beyond its prediction an interval may stretch the axes, so that a wide one does not squeeze the points together."""
+"""Largest ratio of an interval's end to its prediction in the axes, so that a wide interval does not squeeze the points."""
 _MARGIN_SHARE = 0.12
-"""Of the width, for the trials that have no measurement."""
+"""Share of the width for trials without a measurement."""
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
-"""Its multiples spread evenly over an interval, however many there are."""
+"""The fractional parts of its multiples spread evenly over an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class BudgetView:
 
     @property
     def labels(self) -> Mapping[Group, str]:
-        """What each group is called in the legend."""
+        """Label of each group in the legend."""
         return {
             "launched": "launched",
             "repaired": "repaired, then launched",
@@ -94,7 +94,7 @@ class BudgetView:
 
     @property
     def left(self) -> float:
-        """Where the measured axis begins, so that there is a margin left of the lowest value."""
+        """Left end of the measured axis, with a margin left of the lowest value."""
         low, high = self.bounds
         return low / math.pow(high / low, _MARGIN_SHARE / (1 - _MARGIN_SHARE))
 
@@ -104,7 +104,7 @@ class BudgetView:
         return math.sqrt(self.left * self.bounds[0])
 
     def x_of(self, point: Point) -> float:
-        """Where a point stands on the measured axis. Those without a measurement are spread over the margin, side by side."""
+        """Position of a point on the measured axis. Points without a measurement are spread over the margin, side by side."""
         if point.measured is not None:
             return point.measured
         share = 0.2 + 0.6 * (point.number * _GOLDEN_RATIO % 1)
@@ -112,13 +112,13 @@ class BudgetView:
 
     @property
     def budget_label(self) -> str:
-        """What the budget is called in the legend."""
+        """Label of the budget in the legend."""
         ends = list(dict.fromkeys((tick_text(self.limits[0]), tick_text(self.limits[-1]))))
         return f"budget, {' to '.join(ends)} {self.unit}"
 
 
 def budget_view(study: optuna.Study, quantity: str) -> BudgetView:
-    """What ``plot_budget`` shows.
+    """The data of ``plot_budget``.
 
     Raises:
         ConfigurationError: for a quantity that there is not.
@@ -168,7 +168,7 @@ def _bounds(points: Sequence[Point], limits: Sequence[float]) -> tuple[float, fl
 
 
 def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> float | None:
-    """None also for the time of a trial that was stopped on its way, which says nothing on the whole."""
+    """The measured value; None also for the time of a stopped trial, which does not show the whole."""
     measured = record.measured.get(quantity)
     is_whole = quantity != "time" or trial.state == TrialState.COMPLETE or record.breaks(quantity)
     return measured if is_whole and _usable(measured) else None
@@ -186,7 +186,7 @@ def _group(record: TrialRecord, quantity: Quantity, measured: float | None) -> G
 
 
 def _coverage(points: Sequence[Point], trials: Sequence[FrozenTrial]) -> str:
-    """How the intervals did; what a trial used that was stopped on its way is only a lower bound."""
+    """Coverage of the intervals in words. For a stopped trial the measured value is only a lower bound."""
     inside = [
         point.low <= point.measured <= point.high
         for point, trial in zip(points, trials, strict=True)
@@ -233,22 +233,22 @@ class Total:
 
     y: float
     interval: tuple[float, float] | None
-    """If all predictions err alike, each to the same end of its 90%. None: nothing in it is predicted."""
+    """Interval of the total, if all predictions are at the same end of their 90% intervals. None: nothing in it is predicted."""
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class SavingsView:
-    """What the guard saved. ``message``: why there is nothing to draw; "" otherwise."""
+    """The savings by the guard. ``message``: why there is nothing to draw; "" otherwise."""
 
     numbers: Sequence[int]
-    """Of the finished trials."""
+    """Numbers of the finished trials."""
     axis: str
     bands: Sequence[Band]
     """The lowest first."""
     skips: Sequence[Skip]
     totals: Sequence[Total]
-    """At the right end."""
+    """Totals at the right end of the plot."""
     headline: str
     caption: Sequence[str]
     """Lines."""
@@ -282,11 +282,11 @@ _LAYERS: Mapping[str, tuple[str, str]] = {
     **{quantity: (f"pruned: {noun}", {"memory": ORANGE, "time": PURPLE}.get(quantity, SKY)) for quantity, noun in NOUNS.items()},
     "unknown": ("pruned", GREY),
 }
-"""What each layer is called and its colour, the lowest first."""
+"""Label and colour of each layer, the lowest first."""
 
 
 def savings_view(study: optuna.Study) -> SavingsView:
-    """What ``plot_savings`` shows: compute time, or, where no trial time was predicted, numbers of trials."""
+    """The data of ``plot_savings``: compute time, or numbers of trials if no trial time was predicted."""
     finished = finished_trials(study)
     if all(record.verdict is None for _, record in finished):
         return SavingsView((), "", (), (), (), "", (), _why_nothing(finished, None))

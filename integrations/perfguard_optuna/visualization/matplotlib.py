@@ -38,7 +38,7 @@ _HOLLOW: tuple[Group, ...] = ("unmeasured", "pruned_elsewhere")
 
 
 def plot_budget(study: optuna.Study, *, quantity: Quantity = "memory", ax: Axes | None = None) -> Axes:
-    """As :func:`perfguard_optuna.visualization.plot_budget`, with Matplotlib.
+    """Same as :func:`perfguard_optuna.visualization.plot_budget`, with Matplotlib.
 
     Args:
         study: a study that ran with a guard.
@@ -98,7 +98,7 @@ def _draw_limits(ax: Axes, view: BudgetView) -> None:
 
 
 def plot_savings(study: optuna.Study, *, ax: Axes | None = None) -> Axes:
-    """As :func:`perfguard_optuna.visualization.plot_savings`, with Matplotlib.
+    """Same as :func:`perfguard_optuna.visualization.plot_savings`, with Matplotlib.
 
     Args:
         study: a study that ran with a guard.

@@ -44,7 +44,7 @@ SMALL_STORAGE_BYTES = 32 * 2**20
 
 
 class GraphFeatures(NamedTuple):
-    """What the network sees of each graph of a batch, and the physics that it corrects."""
+    """Inputs of the network for each graph of a batch, and the physics that it corrects."""
 
     x: npt.NDArray[np.float32]  # shape: (C, N, len(NODE_FEATURES))
     globals: npt.NDArray[np.float32]  # shape: (C, len(GRAPH_FEATURES))
@@ -183,7 +183,7 @@ def _globals(
 
 
 def _setting(graph: OpGraph, device: Device) -> list[float]:
-    """Those of GRAPH_FEATURES that say how a step runs and on what, whatever its sizes."""
+    """The GRAPH_FEATURES of the setting and the device, without sizes."""
     arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
     return [
         float(graph.mode == "train"),

@@ -93,7 +93,7 @@ def card_of(device: Device) -> npt.NDArray[np.float64]:
 
 
 def _kind_of(name: str, kind: str) -> int:
-    """Of an operator that is no product."""
+    """Index of the kind of an operator that is no matrix product."""
     if name == "_softmax":
         return SUPPORTED_KINDS.index("softmax")
     if name == "native_layer_norm":

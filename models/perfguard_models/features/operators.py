@@ -103,7 +103,7 @@ def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.
 
 
 class _Fixed:
-    """What is the same for all graphs with one skeleton."""
+    """Values that all graphs with one skeleton share."""
 
     def __init__(self, skeleton: OpGraph) -> None:
         ops, number = skeleton.ops, len(skeleton.ops)
@@ -137,7 +137,7 @@ class _Fixed:
 
 
 def _as_bytes(rows: npt.NDArray[np.int16]) -> npt.NDArray[np.void]:
-    """Each row as one value, which is compared byte by byte. Shapes: (n, columns) → (n,)."""
+    """Rows as single values that are compared byte by byte. Shapes: (n, columns) → (n,)."""
     return np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
 
 
@@ -151,7 +151,7 @@ def _fixed_of(skeleton: OpGraph) -> _Fixed:
 
 
 def _reads(skeleton: OpGraph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of each input of each operator who reads it, and who wrote it last; -1: it was there before. Shapes: (n,), (n,)."""
+    """The reader and the last writer of each input of each operator; -1: it has no writer. Shapes: (n,), (n,)."""
     number = len(skeleton.ops)
     reads, writes = [op.inputs for op in skeleton.ops], [op.outputs for op in skeleton.ops]
     read, written = (np.fromiter(chain.from_iterable(some), dtype=np.int64) for some in (reads, writes))
@@ -239,7 +239,7 @@ def _varying(
 
 
 def _logs(graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device) -> dict[str, Floats]:
-    """Those of SIZES that every operator has. Shapes: (C, N)."""
+    """The SIZES that every operator has. Shapes: (C, N)."""
     shape = graphs.attribute("shape", length=3)
     flops, read, written = graphs.costs.astype(np.float64)
     batch, channels = shape[..., 0].astype(np.float64), shape[..., 1].astype(np.float64)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONVOLUTION_ALGORITHMS = ("gemm", "columns", "fft", "fft_pointwise", "fft_grouped", "fft_tiling", "winograd", "nhwc")
 """cuDNN's, by what their workspaces hold; see :func:`workspace_bytes`."""
 TILE = 32
-"""Of the tiled FFT, in pixels."""
+"""Tile size of the tiled FFT, in pixels."""
 LARGEST_FFT = 256
 """Pixels along an image, beyond which cuDNN has no FFT that is not tiled."""
 CONVOLUTION_TRAITS = ("depthwise", "grouped", "pointwise", "three", "large", "image", "odd", "strided", "narrow")
@@ -39,7 +39,7 @@ NAMED_OPERATORS = (
 """Operators with a column of their own."""
 MATRIX_KINDS = (*CONVOLUTION_KINDS, "matmul", "attention", "rnn")
 STORAGE_RANKS = (0, 1, 3, 10)
-"""Which of the storages in order of size have a column, from the largest."""
+"""Ranks of the storages by size that have a column, from the largest."""
 ABSENT = -10.0
 """Stands for the logarithm of a workspace that no convolution needs."""
 _COUNTED_KINDS = OP_KINDS[:12]
@@ -66,7 +66,7 @@ STEP_FEATURES = (
 )  # fmt: skip
 """The names of the columns, the same for every graph. Weights depend on their order."""
 Columns = Mapping[str, Floats | float]
-"""By name; a number is the same for all graphs. Shapes: (C,)"""
+"""Columns by name. A single number holds for all graphs. Shapes: (C,)"""
 
 
 def step_features(graphs: GraphBatch, device: Device) -> npt.NDArray[np.float32]:
@@ -88,7 +88,7 @@ def step_features(graphs: GraphBatch, device: Device) -> npt.NDArray[np.float32]
 
 
 class _Parts:
-    """Which operators of a skeleton are of which kind, phase and name: indices."""
+    """Indices of a skeleton's operators by kind, phase and name."""
 
     def __init__(self, skeleton: OpGraph) -> None:
         ops = skeleton.ops
@@ -161,8 +161,8 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
 
     GEMM lowers one image to columns. FFT holds the spectra of input, filter and output, each twice, of images padded to a power
     of two; its tiled form those of 32 x 32 tiles. Winograd's F(4 x 4, 3 x 3) holds 36 numbers for each tile of 4 x 4 outputs.
-    Tensor cores want NHWC: the tensors once more. FFT also handles filters of one pixel: a 1 x 1 convolution of 1,536 channels
-    at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
+    Tensor cores need NHWC: a second copy of the tensors. FFT also handles filters of one pixel: a 1 x 1 convolution of 1,536
+    channels at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
 
     Returns:
         By the names of CONVOLUTION_ALGORITHMS. Shapes: (C, V), (C, V).
@@ -227,7 +227,7 @@ def _time(graphs: GraphBatch, device: Device, parts: _Parts, roofline: Floats) -
 
 
 def _traits(graphs: GraphBatch, parts: _Parts, roofline: Floats, c: Convolutions) -> Columns:
-    """What share of the roofline is spent in kernels that are known to be slow for their size."""
+    """Shares of the roofline in kernels that are known to be slow for their size."""
     total = np.maximum(roofline.sum(axis=1), 1e-9)
     single = c.groups == 1
     of_convolutions = {

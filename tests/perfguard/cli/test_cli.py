@@ -161,7 +161,7 @@ def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str
         (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
         (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
         (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
-        (["{script}:needs_width"], "asks for the hyperparameter 'width': add --set width=VALUE"),
+        (["{script}:needs_width"], "needs the hyperparameter 'width': add --set width=VALUE"),
         (["{script}:build", "--batch-size", "0"], "--batch-size must be at least 1, but got 0"),
         (["{script}:build", "--steps", "0"], "steps must be at least 1 or None, but got 0"),
         (["{script}:build", "--set", "width"], "--set must look like NAME=VALUE, but got 'width'"),

@@ -186,7 +186,7 @@ def test_forget_without_terminal_changes_nothing(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert run("forget", "--study", "s[1]") == 1
-    assert "Nothing was changed: say --yes" in capsys.readouterr().err
+    assert "Nothing was changed: add --yes" in capsys.readouterr().err
     with MeasurementStore(log) as store:
         assert len(store.observations("toy")) == 3
 

@@ -224,7 +224,7 @@ def test_watch_marks_all_rows_of_a_busy_card() -> None:
     said: list[str] = []
     watch.look_at_the_idle_card(said.append)
     assert said == [
-        "The GPU is not ours alone (70% busy, nobody is seen on it): rows are marked, their times and energy left out."
+        "The GPU is not ours alone (70% busy, no process is seen on it): rows are marked, their times and energy left out."
     ]
     row, _ = watch.run(Plan(Draft(0, RECIPE, 0.1, False, False), RECIPE), stop=lambda: False)
     assert row is not None
@@ -291,7 +291,7 @@ def test_sighup_leaves_a_table_and_sigkill_a_partial(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "Ended because SIGHUP asked for it" in said
+    assert "Ended because SIGHUP was received" in said
     with gzip.open(path, "rt") as file:
         first = len(file.readlines()) - 1
     assert first >= 3

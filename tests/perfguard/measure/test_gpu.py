@@ -176,7 +176,7 @@ def another_card(gpu: FakeGpu, nvml: FakeNvml) -> None:
     ("trouble", "method", "confidence", "overhead_mib", "note"),
     [
         (no_nvml, "cuda-card+allocator", "low", 500, "NVML cannot be used (Not Supported)"),
-        (forbidden, "cuda-card+allocator", "low", 500, "NVML forbids to read its processes"),
+        (forbidden, "cuda-card+allocator", "low", 500, "NVML forbids reading its processes"),
         (hidden_processes, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
         (other_process_ids, "nvml-card+allocator", "medium", 500, "NVML does not show this process by its id (a container?)"),
         (other_process_ids_and_a_neighbour, "catalog-context+allocator", "low", 500, "the context is the catalog's figure"),
@@ -218,7 +218,7 @@ def test_context_without_nvml_excludes_neighbours(gpu: FakeGpu, nvml: FakeNvml) 
         ("nvmlSystemGetDriverVersion", "driver", "driver version"),
     ],
 )
-@pytest.mark.parametrize(("code", "verb"), [(NOT_SUPPORTED, "this GPU does not tell"), (NO_PERMISSION, "NVML forbids to read")])
+@pytest.mark.parametrize(("code", "verb"), [(NOT_SUPPORTED, "this GPU does not report"), (NO_PERMISSION, "NVML forbids reading")])
 def test_missing_sensor_costs_only_its_own_figure(
     function: str, field: str, words: str, code: int, verb: str, gpu: FakeGpu, nvml: FakeNvml
 ) -> None:
