@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,21 +13,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
-from perfguard.devices import resolve_device
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
-from perfguard_models.calibration import OPERATOR
-from perfguard_models.ensemble import GuardEnsemble
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.graph import FEATURE_VERSION
-from perfguard_models.features.kernel_shapes import SUPPORTED_KINDS, kernel_kinds
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.graph_network import GuardNetwork, batches_of
-from perfguard_models.learner import Ensemble, Example, Learner, Predicted, predict_with_spread, share_of
+from perfguard_models.learner import Step, predict_with_spread, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior, as_shipped
 from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import FittedModel, read_trained, steps_of
+from perfguard_models.trained import FittedModel, steps_of
+from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import check_hash, version_of
 
 if TYPE_CHECKING:
@@ -49,13 +43,7 @@ beside it. The first is from xMem's 112 training runs in float32: 10 networks on
 _UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
 """With other switches on, the replay was never compared with measurements."""
-_CARD_LOG_SIGMA = 0.1
-"""Standard deviation of the factor beyond the roofline from the RTX 3090 to the RTX 4090, as a logarithm: 90% lie within 0.17."""
-_CARDS_APART = 0.45
-"""How far these two are apart by the roofline; the standard deviation grows with the distance."""
 _UNTRAINED_TIME_FACTOR = 2.0
-_TRAINED_HALF = "amp-fp16"
-"""The half precision of the measured runs."""
 _BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
 """Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
 squares add up to one."""
@@ -63,11 +51,10 @@ _KERNELS = 1.0
 """Standard deviation of the factors of single kinds of kernels, in standard deviations of the residual."""
 _TRUST, _MOST_TRUST = 3.0, 0.5
 """Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
-_TRUST_IN_MEMBERS, _FARTHEST_MEMBER = 1 / 3, 1.0
-"""The same of the networks alone, or the trees alone, in shares of that of physics; and how far from the value they count."""
+_TRUST_IN_MACHINE = 2.0
+"""How far the step time of another machine is from the usual one, in units in which _MOST_TRUST is its standard deviation."""
 _SURER = 2.0
 """The correction is reduced for a prediction whose sigma is smaller than that of the measured runs by more than this factor."""
-_NUM_MEMBERS = 2
 _OF_THE_STEP = 0.9
 """Networks that were measured twice in the tables, under two names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
 _FARTHEST = 3.0
@@ -103,8 +90,6 @@ class RawPrediction(NamedTuple):
     op_time_s: Floats  # shape: (C, N)
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     time_shares: torch.Tensor  # shape: (C, f), see `time_shares_of`
-    members: dict[str, Floats]
-    """Predictions of the networks alone and of the trees alone; NaN where there is none. Shapes: (C, 2), or (C, 0)."""
     alternatives: dict[str, torch.Tensor]
     """Distances of physics and of the members from the value. Shapes: (C, e)"""
     prior: dict[str, ResidualPrior]
@@ -186,7 +171,6 @@ class CpuBackend:
             op_time_s=op_time_s.numpy().reshape(number, -1),
             embedding=dict(zip(TARGETS, embeddings, strict=True)),
             time_shares=torch.zeros((number, 0), dtype=torch.float64),
-            members=dict.fromkeys(TARGETS, np.zeros((number, 0))),
             alternatives=dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
             prior=self._priors,
             prior_scale=dict.fromkeys(TARGETS, np.ones(number)),
@@ -208,144 +192,74 @@ class CpuBackend:
 
 
 class GpuBackend:
-    """Networks and trees (`ensemble`), trained on tables of GPUs. Their memory was measured with cuDNN's benchmark mode on,
-    their step time in half precision, or forward alone in float32."""
+    """Forests for memory (`memory_forest`) and two clocks for time (`two_clocks`), trained on tables of GPUs.
 
-    def __init__(self, trained: FittedModel, summary: Summary = NOTHING) -> None:
-        self._trained = trained
+    The memory was measured with cuDNN's benchmark mode on.
+    """
+
+    def __init__(self, memory: FittedModel, time: FittedModel, summary: Summary = NOTHING) -> None:
+        self._memory = memory
+        self._time = time
         self._summary = summary
-        self.version = version_of(trained.card)
+        self.version = version_of(memory.card) + version_of(time.card)
 
     def trained_on(self, device: Device) -> bool:
-        return device.id in self._trained.card["trained_devices"]
+        return device.id in self._time.card["trained_devices"] or device.id in self._memory.card["trained_devices"]
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        references = self._references(graphs.skeleton, device)
-        if references:
-            raw = self._carried_over(self._of_weights(graphs, device, ["memory"]), graphs, device, references)
-        else:
-            raw = self._of_weights(graphs, device, TARGETS)
-            if graphs.skeleton.precision == "fp32" and device.id not in _timed_in_float32():
-                raw = by_operators(raw, graphs, device)
-        assert raw.step_features is not None
-        return raw._replace(
-            alternatives={
-                target: alternatives_of(target, raw.step_features, raw.log_value[target], raw.members[target])
-                for target in TARGETS
-            }
-        )
-
-    def _references(self, skeleton: OpGraph, device: Device) -> list[Device]:
-        """The GPUs with training rows for the time of ``skeleton``. Empty: this GPU has such rows, or no GPU has.
-
-        A network's factor over its roofline transfers between cards. It transfers better than predictions of networks and trees
-        from a card's data sheet. 1,165 networks were measured on the RTX 3090 and the RTX 4090. From the RTX 3090's factor
-        alone, the error of the RTX 4090's inference time is 8.5%. From networks and trees that have not seen that card, it is
-        14%.
-        """
-        if skeleton.precision == "fp32" or self._trained_group(skeleton, device) is not None:
-            return []
-        known = [resolve_device(name) for name in self._trained.card["trained_devices"]]
-        return [other for other in known if other.kind == "cuda" and self._trained_group(skeleton, other) is not None]
-
-    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        if graph.precision == "fp32":
-            return False
-        return self._trained_group(graph, device) is not None or bool(self._references(graph, device))
-
-    def _trained_group(self, skeleton: OpGraph, device: Device) -> str | None:
-        """The group of training rows for the time of ``skeleton`` on ``device``. None: there are no such rows.
-
-        The weights treat both half precisions as one. Their training networks with convolutions include transformers. The
-        roofline has the rates and casts in which these differ.
-        """
-        own = Setting.of(skeleton, device)
-        candidates = [own]
-        if own.precision != "fp32":
-            candidates.append(dataclasses.replace(own, precision=_TRAINED_HALF))
-            if own.is_perceptron:
-                candidates.append(dataclasses.replace(own, precision=_TRAINED_HALF, has_convolutions=True))
-        scales = self._trained.calibration.scale
-        return next((setting.group for setting in candidates if f"time/{setting.group}" in scales), None)
-
-    def _carried_over(
-        self, own: RawPrediction, graphs: GraphBatch, device: Device, references: Sequence[Device]
-    ) -> RawPrediction:
-        """Complete ``own``, which has the memory, with a time carried over from a reference GPU.
-
-        It is the time on the reference nearest by the roofline, times the ratio of both rooflines.
-        """
-        roofline = batch_roofline_s(graphs, device)
-        totals = np.array([np.maximum(batch_roofline_s(graphs, other).sum(axis=1), 1e-12) for other in references])
-        apart = np.abs(np.log(np.maximum(roofline.sum(axis=1), 1e-12) / totals))  # shape: (references, C)
-        nearest, number = apart.argmin(axis=0), len(graphs)
-        reference_log_s, sigma, members = np.empty(number), np.empty(number), np.empty((number, _NUM_MEMBERS))
-        for at in np.unique(nearest).tolist():
-            rows = np.flatnonzero(nearest == at)
-            found = self._of_weights(_subset(graphs, rows), references[at], ["time"])
-            reference_log_s[rows], sigma[rows] = found.log_value["time"], found.prior_scale["time"]
-            members[rows] = found.members["time"]
-        rows = np.arange(number)
-        factor = np.exp(reference_log_s) / totals[nearest, rows]
-        sigma = np.hypot(sigma, _CARD_LOG_SIGMA * np.maximum(1.0, apart[nearest, rows] / _CARDS_APART))
-        value = np.log(np.maximum(roofline.sum(axis=1) * factor, 1e-12))
-        unsure = sigma > UNTRAINED_LOG_SIGMA["time"]
-        moved = members + (value - reference_log_s)[:, None]
-        raw = own._replace(
-            log_value=own.log_value | {"time": value},
-            members=own.members | {"time": np.where(unsure[:, None], own.members["time"], moved)},
-            op_time_s=roofline * factor[:, None],
-            prior_scale=own.prior_scale | {"time": sigma},
-            known=own.known | {"time": np.ones(number, dtype=np.bool_)},
-        )
-        return by_physics(raw, graphs, device, {"time": unsure})
-
-    def _of_weights(self, graphs: GraphBatch, device: Device, targets: Sequence[str]) -> RawPrediction:
-        """Prediction of networks and trees for ``targets``. The values of another target are meaningless."""
         skeleton, number = graphs.skeleton, len(graphs)
-        setting, known_gpu = Setting.of(skeleton, device), self.trained_on(device)
-        trained_group = self._trained_group(skeleton, device)
-        unknown = {target: np.full(number, not _covers(target, skeleton)) for target in TARGETS}
-        value = {target: np.zeros(number) for target in TARGETS}
-        sigma = {target: np.full(number, UNTRAINED_LOG_SIGMA[target]) for target in TARGETS}
-        members = dict.fromkeys(TARGETS, np.full((number, _NUM_MEMBERS), np.nan))
+        setting, features = Setting.of(skeleton, device), step_features(graphs, device)
+        log_step_s, op_time_s = self._clocks(graphs, device)
+        value = {"memory": np.zeros(number), "time": log_step_s[0]}
+        sigma = {"memory": np.full(number, UNTRAINED_LOG_SIGMA["memory"]), "time": self._time_sigma(log_step_s, setting, device)}
+        known = {"memory": np.ones(number, dtype=np.bool_), "time": np.full(number, setting.timed_as in self._time.card["timed"])}
         shares: dict[str, Floats] = {}
-        if any(_covers(target, skeleton) for target in TARGETS):
-            steps = steps_of(self._trained.learner, graphs, device)
-            features = np.stack([step.view["sums"] for step in steps])
-            requested = [target for target in targets if _covers(target, skeleton)]
-            requested += _SHARES if setting.is_perceptron else ()
-            predicted, spread, members = _predict_with_members(self._trained.learner, requested, steps)
-            calibration, group = self._trained.calibration, trained_group or setting.group
-            for target in TARGETS:
-                unknown[target] |= ~np.isfinite(predicted[target])
-                value[target] = np.where(np.isfinite(predicted[target]), predicted[target], 0.0)
-                sigma[target] = np.array(
-                    [calibration.log_sigma(target, group, one, known_gpu=known_gpu) for one in spread[target].tolist()]
-                )
+        covered = _covers_memory(skeleton)
+        if covered or setting.is_perceptron:
+            steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
+            predicted, spread = predict_with_spread(self._memory.learner, steps)
+            calibration, on_known = self._memory.calibration, device.id in self._memory.card["trained_devices"]
+            value["memory"] = np.nan_to_num(predicted["memory"])
+            sigma["memory"] = np.array(
+                [calibration.log_sigma("memory", setting.group, one, known_gpu=on_known) for one in spread["memory"].tolist()]
+            )
+            covered = covered and bool(np.isfinite(predicted["memory"]).all())
             if setting.is_perceptron:
                 shares = {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
-            # On cards much faster than all training rows, networks and trees predict badly (a B200 slower than a P4), and their
-            # sigma is large. Without training rows for the setting, the prediction with the smaller sigma is used.
-            if not known_gpu or trained_group is None:
-                unknown["time"] |= sigma["time"] > UNTRAINED_LOG_SIGMA["time"]
-        else:
-            features = step_features(graphs, device)
-        roofline = batch_roofline_s(graphs, device)
         raw = RawPrediction(
             log_value=value,
-            op_time_s=roofline * (np.exp(value["time"]) / np.maximum(roofline.sum(axis=1), 1e-12))[:, None],
+            op_time_s=op_time_s,
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             time_shares=time_shares_of(features),
-            members=members,
             alternatives={},
             prior=dict.fromkeys(TARGETS, _GUESSED_PRIOR),
             prior_scale=sigma,
             shares=shares,
-            known={target: np.ones(number, dtype=np.bool_) for target in TARGETS},
+            known=known,
             step_features=features,
         )
-        return by_physics(raw, graphs, device, unknown)
+        if not covered:
+            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
+        alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
+        machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * _TRUST_IN_MACHINE
+        alternatives["time"] = torch.cat([alternatives["time"], machine], dim=1)
+        return raw._replace(alternatives=alternatives)
+
+    def _clocks(self, graphs: GraphBatch, device: Device) -> tuple[Floats, Floats]:
+        """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), and the time by operator, (C, N)."""
+        clocks = self._time.learner
+        assert isinstance(clocks, TwoClocks)
+        log_step_s, device_s = clocks.clocks(steps_of(clocks, graphs, device))
+        total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
+        return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s
+
+    def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> Floats:
+        calibration, known_gpu = self._time.calibration, device.id in self._time.card["trained_devices"]
+        spread = log_step_s.std(axis=0).tolist()
+        return np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
+
+    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
+        return graph.precision != "fp32"
 
     def interval_scale(self, target: str) -> float:
         return 1.0
@@ -362,7 +276,7 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
 def inputs_of_summary(summary: Summary, target: str) -> GPInputs:
     """Inputs of the residual process for the steps of a summary with at least one step, at a scale of 1."""
     sums = summary.sums
-    alternatives = alternatives_of(target, sums, summary.log_value[target], summary.members[target])
+    alternatives = torch.from_numpy(physics_of(target, sums, summary.log_value[target]))
     return as_shipped(gp_inputs(embedding_of(sums), time_shares_of(sums), alternatives))
 
 
@@ -378,56 +292,6 @@ def gp_inputs(
     """Inputs of the residual process for C steps. A single number holds for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
     return GPInputs(x, time_shares, kernels_of(time_shares), alternatives, *columns)
-
-
-def _restricted(learner: Learner, targets: Sequence[str]) -> Learner:
-    """``learner`` without the forests of other targets, which take most of its time."""
-    if not isinstance(learner, GuardEnsemble):
-        return learner
-    names = {*targets, *(["limit"] if "memory" in targets else [])}
-    few = copy.copy(learner)
-    few.forests = {name: forests for name, forests in learner.forests.items() if name in names}
-    return few
-
-
-class _CachedEnsemble(NamedTuple):
-    """An ensemble with the members' predictions already computed."""
-
-    learner: Ensemble
-    predictions: list[Predicted]
-
-    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
-        return self.predictions
-
-    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
-        return self.learner.combine(parts, runs)
-
-
-def _predict_with_members(
-    learner: Learner, targets: Sequence[str], runs: Sequence[Example]
-) -> tuple[Predicted, Predicted, dict[str, npt.NDArray[np.float64]]]:
-    """Predict the requested ``targets`` of ``runs``.
-
-    Returns:
-        The ensemble's predictions, the standard deviations between its members, and by target the predictions of networks and
-        trees alone, shape (n, 2).
-    """
-    restricted = _restricted(learner, targets)
-    missing = np.full(len(runs), np.nan)
-    alone = dict.fromkeys(TARGETS, np.stack([missing] * _NUM_MEMBERS, 1))
-    if not isinstance(restricted, GuardEnsemble):
-        return *predict_with_spread(restricted, runs), alone
-    parts, number = restricted.parts(runs), restricted.settings["networks"]
-    of_kind = (parts[:number], parts[number:])
-    for target in set(TARGETS).intersection(targets):
-        alone[target] = np.stack([np.mean([part[target] for part in some] or [missing], axis=0) for some in of_kind], 1)
-    cached: Any = _CachedEnsemble(restricted, parts)  # all of the Learner protocol that is needed here
-    return *predict_with_spread(cached, runs), alone
-
-
-def _subset(graphs: GraphBatch, rows: npt.NDArray[np.int64]) -> GraphBatch:
-    """The graphs of ``rows``; the batch itself if these are all, because it caches intermediate results."""
-    return graphs if len(rows) == len(graphs) else graphs[rows]
 
 
 def by_physics(
@@ -471,57 +335,10 @@ def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) ->
     return np.hypot(_REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA / num_bytes)
 
 
-def by_operators(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
-    """``raw`` with the time from trees on single operators, for GPUs without a measured float32 step.
-
-    Where most of the roofline is in operators without training rows (convolutions, recurrent cells), the time stays.
-    The interval is that of single operators on a left-out GPU, because too few whole steps were measured for a calibration. The
-    errors of a sum are smaller than that.
-    """
-    roofline = batch_roofline_s(graphs, device)
-    total_s = roofline.sum(axis=1)
-    rows = np.flatnonzero(2 * np.where(kernel_kinds(graphs) == len(SUPPORTED_KINDS), roofline, 0).sum(axis=1) < total_s)
-    if not len(rows):
-        return raw
-    forest = _operator_forest()
-    predicted, spread = predict_with_spread(forest.learner, steps_of(forest.learner, _subset(graphs, rows), device))
-    sigma = [forest.calibration.log_sigma("time", OPERATOR, one, known_gpu=False) for one in spread["time"].tolist()]
-    value, scale, op_time_s = raw.log_value["time"].copy(), raw.prior_scale["time"].copy(), raw.op_time_s.copy()
-    value[rows] = predicted["time"]
-    scale[rows] = np.minimum(sigma, UNTRAINED_LOG_SIGMA["time"])  # no larger than the sigma of bare physics
-    op_time_s[rows] = roofline[rows] * (np.exp(value[rows]) / np.maximum(total_s[rows], 1e-12))[:, None]
-    known = raw.known["time"].copy()
-    known[rows] = True
-    return raw._replace(
-        log_value=raw.log_value | {"time": value},
-        op_time_s=op_time_s,
-        prior_scale=raw.prior_scale | {"time": scale},
-        known=raw.known | {"time": known},
-    )
-
-
-@functools.cache
-def _operator_forest() -> FittedModel:
-    """The shipped weights for single operators."""
-    folder = files("perfguard_models") / "weights"
-    return read_trained(folder / "operator-forest.safetensors", folder / "operator-forest.json", "operator-forest")
-
-
-@functools.cache
-def _timed_in_float32() -> frozenset[str]:
-    """GPUs whose float32 operators were measured. For others, the tables have only convolutions or half precision."""
-    floors = _operator_forest().learner.state()[1]["floors"]
-    return frozenset(gpu for key in floors if (gpu := key.partition(" ")[2]))
-
-
-def _covers(target: str, graph: OpGraph) -> bool:
-    """Whether training rows cover ``target`` of such steps: memory of perceptrons, and of others in benchmark mode."""
-    if target == "memory":
-        unlike = _UNLIKE_PERCEPTRONS if graph.mode == "train" else CONVOLUTION_KINDS
-        return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
-    if graph.kinds.isdisjoint(CONVOLUTION_KINDS):
-        return True
-    return graph.precision != "fp32" or graph.mode == "infer"
+def _covers_memory(graph: OpGraph) -> bool:
+    """Whether training rows cover the memory of such steps: perceptrons, and other networks in benchmark mode."""
+    unlike = _UNLIKE_PERCEPTRONS if graph.mode == "train" else CONVOLUTION_KINDS
+    return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
 
 
 _GUESSED_PRIOR = ResidualPrior(
@@ -560,14 +377,6 @@ def kernels_of(time_shares: torch.Tensor) -> torch.Tensor:
     return torch.cat(
         [shares * (flags == torch.tensor(both)).all(1, keepdim=True) for both in itertools.product((False, True), repeat=2)], 1
     )
-
-
-def alternatives_of(
-    target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64], members: npt.NDArray[np.float64]
-) -> torch.Tensor:
-    """Distances of physics and of the ``members`` (C, 2) from ``log_value`` (C,). Shape: (C, e)."""
-    apart = np.clip(np.nan_to_num(members - log_value[:, None]), -_FARTHEST_MEMBER, _FARTHEST_MEMBER) * _TRUST_IN_MEMBERS
-    return torch.from_numpy(np.concatenate([physics_of(target, sums, log_value), apart], axis=1))
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ class Setting:
     mode: str
     """"train" or "infer"."""
     precision: str
+    arithmetic: str
+    """The precision; of float32 on a GPU with TF32 also "tf32" or "no-tf32" where it is not PyTorch's default."""
     layout: str
     """"nchw" or "nhwc"; it matters to convolutions alone."""
     compiled: bool
@@ -34,11 +37,17 @@ class Setting:
             device_id=device.id,
             mode=graph.mode,
             precision=graph.precision,
+            arithmetic=arithmetic_of(graph.precision, graph.options, device),
             layout=graph.layout,
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
             is_single=len(graph.skeleton.ops) == 1,
         )
+
+    @property
+    def timed_as(self) -> str:
+        """How the card of the weights names the setting among those with measured step times."""
+        return f"{self.device_id} {self.mode} {self.arithmetic}"
 
     @property
     def is_perceptron(self) -> bool:
@@ -55,3 +64,9 @@ class Setting:
         words += ["compiled"] if self.compiled else []
         words += ["with convolutions"] if self.has_convolutions else []
         return " ".join(words)
+
+
+def arithmetic_of(precision: str, options: Collection[str], device: Device) -> str:
+    """The arithmetic of a step with these options; see :attr:`Setting.arithmetic`."""
+    chosen = "tf32" if "tf32" in options else "no-tf32" if "no-tf32" in options else "fp32"
+    return chosen if precision == "fp32" and "tf32" in device.peak_flops else precision

@@ -13,11 +13,9 @@ from safetensors.torch import load as load_tensors
 from perfguard.exceptions import PredictorError
 from perfguard.graph import OP_KINDS, GraphBatch
 from perfguard_models.calibration import Calibration
-from perfguard_models.ensemble import GuardEnsemble
-from perfguard_models.features import kernel_shapes, launches, operators, step
+from perfguard_models.features import launches, step
 from perfguard_models.learner import Arrays, Learner, Step
-from perfguard_models.operator_forest import OperatorForest
-from perfguard_models.operator_network import OperatorNetwork
+from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
@@ -41,21 +39,13 @@ class FeatureSet(NamedTuple):
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
-    "kernel_shapes": FeatureSet(
-        (kernel_shapes.SUPPORTED_KINDS, kernel_shapes.CARD, operators.NAMES), kernel_shapes.kernel_shapes, kernel_shapes.__name__
-    ),
     "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches, launches.__name__),
-    "operators": FeatureSet(
-        (operators.COLUMNS, operators.NAMES, operators.DEVICE_COLUMNS), operators.operator_features, operators.__name__
-    ),
     "sums": FeatureSet(
         step.STEP_FEATURES, lambda graphs, device: [{"sums": row} for row in step.step_features(graphs, device)], step.__name__
     ),
 }
 """Feature sets of GuardNet's learners by name."""
-LEARNERS: Mapping[str, type[Learner]] = {
-    learner.name: learner for learner in (GuardEnsemble, OperatorNetwork, OperatorForest, TwoClocks)
-}
+LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, TwoClocks)}
 """GuardNet's learners, by name."""
 
 

@@ -31,6 +31,7 @@ from perfguard_models.learner import TARGETS, Example, Predicted, State
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Floats = npt.NDArray[np.float64]
 _LAUNCHES_A_BATCH = 40_000
 _EMBEDDING = 8
 _COMPILED = COLUMNS.index("compiled")
@@ -41,6 +42,9 @@ _START_S = {"latency": 4e-6, "host": 20e-6, "view": 3e-6, "constant": 200e-6, "c
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
+
+_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)])
+"""Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are."""
 
 
 class Packed(NamedTuple):
@@ -133,7 +137,7 @@ class TwoClocks:
         hidden: width of the network.
         learning_rate: of AdamW, at its highest.
         host_sigma: prior standard deviation of a machine's log host factor.
-        device_sigma: prior standard deviation of a machine's log device factor.
+        device_sigma: the same of its log device factor. It is small, so that the network learns the cards and no source does.
         seed: of weights and order.
     """
 
@@ -143,12 +147,12 @@ class TwoClocks:
     def __init__(
         self,
         *,
-        networks: int = 1,
-        epochs: int = 10,
+        networks: int = 3,
+        epochs: int = 16,
         hidden: int = 64,
         learning_rate: float = 1e-2,
         host_sigma: float = 0.5,
-        device_sigma: float = 0.1,
+        device_sigma: float = 0.01,
         seed: int = 0,
     ) -> None:
         self.settings: dict[str, Any] = {
@@ -170,22 +174,21 @@ class TwoClocks:
                 part["time"][indices] = values
         return found
 
-    def log_step_s(self, runs: Sequence[Example]) -> npt.NDArray[np.float64]:
+    def log_step_s(self, runs: Sequence[Example]) -> Floats:
         """Log seconds of each step on a usual machine, with a slower host, a faster one, a slower device, a faster one.
 
         Shape: (5, len(runs)).
         """
+        return self.clocks(runs)[0]
+
+    def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats]:
+        """:meth:`log_step_s`, and the device's seconds of each launch on a usual machine. Shapes: (5, B), (B, N)."""
         packed = self.pack(runs)
         with torch.inference_mode():
             clocks = [network(packed) for network in self.networks]
-            found = [
-                torch.stack([one.log_step_s(packed.is_launch, machine) for one in clocks]).mean(0) for machine in self._machines()
-            ]
-        return torch.stack(found).double().numpy()
-
-    def _machines(self) -> torch.Tensor:
-        host, device = self.settings["host_sigma"], self.settings["device_sigma"]
-        return torch.tensor([(0.0, 0.0), (host, 0.0), (-host, 0.0), (0.0, device), (0.0, -device)])
+            log_s = [torch.stack([one.log_step_s(packed.is_launch, machine) for one in clocks]).mean(0) for machine in _MACHINES]
+            device_s = torch.stack([one.device_s for one in clocks]).mean(0)
+        return torch.stack(log_s).double().numpy(), device_s.double().numpy()
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         """The prediction on a usual machine."""

@@ -18,7 +18,6 @@ import argparse
 import functools
 import hashlib
 import itertools
-import math
 import platform
 import random
 import re
@@ -46,7 +45,6 @@ from perfguard.graph import OpGraph, TraceCache
 from perfguard.tables import OperatorRow, parser_of, read_table
 from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operator_features
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
-from perfguard_training.dataset import Run
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -59,8 +57,6 @@ _BLOCKS = 3
 _BATCH = 512
 _LEARNING_RATE = 3e-3
 _MOST_ROWS = 60_000
-_GUARDNET_EPOCHS = 60
-"""Epochs of the reference network, after which it stops improving. Its batches are of 12,000 rows."""
 _ARCHITECTURES = re.compile(r"^(maxwell|volta|turing|ampere|pascal)_")
 
 
@@ -268,37 +264,6 @@ def judged(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
     return found
 
 
-def guardnet_errors(rows: Sequence[KernelRow]) -> dict[str, tuple[float, float]]:
-    """GuardNet's network for operators on the same rows and the same held-out shapes: by operator mean and median error."""
-    from perfguard_training.operator_network import TrainableNetwork
-
-    network = TrainableNetwork(epochs=_GUARDNET_EPOCHS)
-    network.fit([_as_run(row) for row in rows if not _is_held_out(row)])
-    own = [row for row in rows if _is_held_out(row)]
-    seconds = np.exp(network.predict([_as_run(row) for row in own])["time"])
-    errors = np.abs(seconds / np.array([row.seconds for row in own]) - 1)
-    products = np.array([row.operator in ("linear", "bmm") for row in own])
-    return {name: (float(e.mean()), float(np.median(e))) for name, e in (("all", errors), ("products", errors[products]))}
-
-
-def _as_run(row: KernelRow) -> Run:
-    device = resolve_device(row.gpu)
-    view: dict[str, npt.NDArray[Any]] = {
-        "x": row.x[None, : len(COLUMNS)],
-        "device": row.x[len(COLUMNS) :],
-        "name": np.array([row.name], dtype=np.int16),
-        "count": np.ones(1, dtype=np.float32),
-        "roofline": np.array([row.roofline_s], dtype=np.float32),
-        "live": np.ones(1, dtype=np.float32),
-        "reserved": np.array([20.0]),
-    }
-    return Run(
-        table="operator", source="", family="", model=row.operator, gpu=row.gpu, mode="infer", variant="fp32",
-        structure=row.operator, batch_size=1, labels={"time": math.log(row.seconds)},
-        capacity_bytes=device.memory_bytes, fits=True, view=view,
-    )  # fmt: skip
-
-
 def _is_held_out(row: KernelRow) -> bool:
     digest = hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()
     return digest[0] % 5 == 0
@@ -377,7 +342,6 @@ def main() -> None:
         "rows": dict(sorted(Counter(f"{row.operator} {row.gpu}" for row in rows).items())),
         "source": "NeuSight's operators (sitar-lab/NeuSight, MIT)",
         "scores": scores,
-        "guardnet": {name: list(errors) for name, errors in guardnet_errors(rows).items()},
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)

@@ -27,6 +27,7 @@ from perfguard.graph import OpGraph
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.learner import Arrays
+from perfguard_models.setting import arithmetic_of
 from perfguard_models.trained import FeatureSet
 from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
 
@@ -61,6 +62,11 @@ class Run(NamedTuple):
     def is_single(self) -> bool:
         """Whether it is one operator, measured alone."""
         return self.table == "operator"
+
+    @property
+    def timed_as(self) -> str:
+        """Its GPU, mode and arithmetic, as :attr:`perfguard_models.setting.Setting.timed_as` names them."""
+        return f"{self.gpu} {self.mode} {self.variant.partition(' ')[0]}"
 
     @property
     def group(self) -> str:
@@ -258,8 +264,9 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
 
 def _variant(row: MeasuredRow) -> str:
     words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
-    if words[0] == "fp32" and getattr(row, "tf32", "default") != "default":
-        words[0] = {"on": "tf32", "off": "no-tf32"}[row.tf32]
+    if words and (tf32 := getattr(row, "tf32", None)) is not None:
+        option = {"on": "tf32", "off": "no-tf32", "default": ""}[tf32]
+        words[0] = arithmetic_of(words[0], [option], resolve_device(row.gpu))
     return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
 
 

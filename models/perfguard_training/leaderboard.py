@@ -28,8 +28,8 @@ from perfguard.guard import DEFAULT_RISK
 from perfguard_models.learner import TARGETS, predict_with_spread, share_of
 from perfguard_training.cross_validation import CALIBRATED, Found, Judged, log_sigmas_of
 from perfguard_training.dataset import Fold, Run, dataset_of, folds
-from perfguard_training.ensemble import bracketed
 from perfguard_training.learner import identity_of
+from perfguard_training.memory_forest import bracketed
 from perfguard_training.registry import learner_class, source_of
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}

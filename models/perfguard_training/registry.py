@@ -17,10 +17,8 @@ from perfguard_training.learner import Trainable
 _PACKAGES = ("perfguard_models.", "perfguard_training.", "perfguard_papers.")
 _RUNS = "perfguard_training.dataset"
 _WHERE = {
-    "guardnet": ("perfguard_training.ensemble", "TrainableEnsemble"),
-    "guardnet-network": ("perfguard_training.operator_network", "TrainableNetwork"),
+    "memory-forest": ("perfguard_training.memory_forest", "TrainableMemory"),
     "two-clocks": ("perfguard_training.two_clocks", "TrainableClocks"),
-    "operator-forest": ("perfguard_training.operator_forest", "TrainableForest"),
     "trees": ("perfguard_papers.baselines", "Trees"),
     "trees-no-replay": ("perfguard_papers.baselines", "TreesWithoutReplay"),
     "dnnperf": ("perfguard_papers.dnnperf", "DNNPerf"),

@@ -1,4 +1,4 @@
-"""Training of GuardNet's networks and trees for GPUs.
+"""Training of GuardNet's forests for the memory on GPUs.
 
 Most GPUs of the tables have no reading of memory. It is only known that a batch fitted and that the next one did not. Such a
 pair gives an interval for the true factor on the replay's live bytes. It gives none for the reserved bytes, because the
@@ -16,12 +16,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from perfguard_models.ensemble import LIMIT, GuardEnsemble
-from perfguard_models.learner import TARGETS, column, sums_table
+from perfguard_models.learner import column, sums_table
+from perfguard_models.memory_forest import LIMIT, PREDICTED, MemoryForest
 from perfguard_models.trees import Forest, forest_of_boosting
-from perfguard_training.dataset import ALL_TABLES, Run
+from perfguard_training.dataset import Run
 from perfguard_training.learner import OnEpoch, labels_of
-from perfguard_training.operator_network import TrainableNetwork
 
 _FEWEST_ROWS = 50
 _ROUNDS = 2
@@ -43,26 +42,19 @@ class _Interval(NamedTuple):
         return np.asarray(np.isfinite(self.low) | np.isfinite(self.high))
 
 
-class TrainableEnsemble(GuardEnsemble):
-    """GuardNet's ensemble, with `fit`."""
+class TrainableMemory(MemoryForest):
+    """GuardNet's forests for memory, with `fit`."""
 
-    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
+    tables: ClassVar[tuple[str, ...]] = ("workload", "perceptron", "collected")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_training.learner.Trainable`."""
         whole = [run for run in runs if not run.is_single]
         self.constant = _constant_of(whole)
-        half = column(whole, "half") > 0 if whole else ()
-        self.half_gpus = sorted({run.gpu for run, is_half in zip(whole, half, strict=True) if is_half and "time" in run.labels})
-        for target in TARGETS if whole else ():
+        for target in PREDICTED if whole else ():
             measured = labels_of(whole, target) - self.start(whole, target)
             self._fit_forests(target, whole, _Interval(measured, measured))
         self._fit_forests(LIMIT, whole, self._bounds(whole))
-        for index in range(self.settings["networks"]):
-            network = TrainableNetwork(epochs=self.settings["epochs"], seed=self.settings["seed"] + index)
-            own = None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}{index}")
-            network.fit(runs, on_epoch=on_epoch, checkpoint=own)
-            self.networks.append(network)
 
     def _fit_forests(self, name: str, runs: Sequence[Run], interval: _Interval) -> None:
         if interval.known.sum() >= _FEWEST_ROWS:

@@ -1,0 +1,99 @@
+"""GuardNet's memory on GPUs: boosted trees on step features correct the replay of the allocator.
+
+The trees see the whole step and the replay's peaks under each of cuDNN's algorithms. Their training rows were measured with
+cuDNN's benchmark mode on, which leaves workspaces in the allocator's cache. Of perceptrons they also predict utilisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
+from perfguard_models.trees import Forest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LIMIT = "limit"
+"""Forests of memory, fitted only to whether a step fitted a card or ran out of memory."""
+PREDICTED = ("memory", "gpu_util", "sm_active")
+
+
+class MemoryForest:
+    """See the module's docstring.
+
+    Args:
+        forests: how many forests for each quantity.
+        trees: of each forest.
+        learning_rate: of the trees.
+        seed: the first one.
+    """
+
+    name: ClassVar[str] = "memory-forest"
+    views: ClassVar[tuple[str, ...]] = ("sums",)
+
+    def __init__(self, *, forests: int = 2, trees: int = 400, learning_rate: float = 0.05, seed: int = 0) -> None:
+        self.settings: dict[str, Any] = {"forests": forests, "trees": trees, "learning_rate": learning_rate, "seed": seed}
+        self.forests: dict[str, list[Forest]] = {}
+        self.constant = 0.0
+
+    def start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
+        """Physics, to which the trees add their corrections. Shape: (len(runs),)."""
+        if target == LIMIT:
+            return np.log(np.exp(column(runs, "log_live")) + self.constant)
+        if target == "memory":
+            return np.log(np.exp(column(runs, "log_reserved")) + self.constant)
+        return np.zeros(len(runs))
+
+    def parts(self, runs: Sequence[Example]) -> list[Predicted]:
+        """The predictions of each forest."""
+        found = []
+        half = column(runs, "half") > 0
+        for index in range(self.settings["forests"]):
+            part: Predicted = {target: np.full(len(runs), np.nan) for target in TARGETS}
+            for target in PREDICTED:
+                part[target] = self._forest(target, index, runs) + self.start(runs, target)
+            limited = self._forest(LIMIT, index, runs) + self.start(runs, LIMIT)
+            # Where memory was measured it was in float32; half precision was only ever bracketed.
+            use = (half & ~np.isnan(limited)) | np.isnan(part["memory"])
+            found.append(part | {"memory": np.where(use, limited, part["memory"])})
+        return found
+
+    def _forest(self, name: str, index: int, runs: Sequence[Example]) -> npt.NDArray[np.float64]:
+        """NaN for single operators, because the forests were fitted to whole steps."""
+        found = np.full(len(runs), np.nan)
+        whole = [at for at, run in enumerate(runs) if not run.is_single]
+        if name in self.forests and whole:
+            found[whole] = self.forests[name][index].predict(sums_table([runs[at] for at in whole]))
+        return found
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        return self.combine(self.parts(runs), runs)
+
+    def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
+        """The mean of the forests."""
+        return {target: np.mean([part[target] for part in parts], axis=0) for target in TARGETS}
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        tensors: State = {"constant": torch.tensor([self.constant], dtype=torch.float64)}
+        for target, forests in self.forests.items():
+            for index, forest in enumerate(forests):
+                tensors |= forest.tensors(f"{target}{index}")
+        return tensors, self.settings
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        made.constant = float(tensors["constant"][0])
+        for target in (*PREDICTED, LIMIT):
+            if f"{target}0.roots" in tensors:
+                made.forests[target] = [Forest.from_tensors(tensors, f"{target}{index}") for index in range(settings["forests"])]
+        return made
