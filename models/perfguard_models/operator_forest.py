@@ -111,16 +111,16 @@ class OperatorForest:
         for at, kind in enumerate(SUPPORTED_KINDS):
             chosen = kernels.kind == at
             fitted_kind = next(
-                (own for own in (kind, _FALLBACK_KIND[kind]) if f"{own} {sights_of(own)[0]} {member}" in self.forests), None
+                (own for own in (kind, _FALLBACK_KIND[kind]) if f"{own} {feature_sets_of(own)[0]} {member}" in self.forests), None
             )
             if fitted_kind is None or not chosen.any():
                 continue
             own = kernels.chosen(chosen)
             log_factors = [
-                self.forests[f"{fitted_kind} {sight} {member}"].predict(
-                    columns_of(fitted_kind, own, sight, DEVICE_DESCRIPTORS[member])
+                self.forests[f"{fitted_kind} {feature_set} {member}"].predict(
+                    columns_of(fitted_kind, own, feature_set, DEVICE_DESCRIPTORS[member])
                 )
-                for sight in sights_of(fitted_kind)
+                for feature_set in feature_sets_of(fitted_kind)
             ]
             seconds[chosen] = base_s(fitted_kind, own) * np.exp(np.mean(log_factors, axis=0))
         return seconds
@@ -193,7 +193,7 @@ def kernels_of(runs: Sequence[Example]) -> Kernels:
     )
 
 
-def sights_of(kind: str) -> tuple[str, ...]:
+def feature_sets_of(kind: str) -> tuple[str, ...]:
     """Feature sets of the forests of a kind of operator."""
     return _FEATURE_SETS if kind in _PRODUCTS else _FEATURE_SETS[:1]
 
@@ -224,12 +224,12 @@ def base_s(kind: str, kernels: Kernels) -> Array:
     return np.asarray(traffic + _compute_s(kernels) if kind in _PRODUCTS else traffic)
 
 
-def columns_of(kind: str, kernels: Kernels, sight: str, apart: str) -> npt.NDArray[np.float32]:
+def columns_of(kind: str, kernels: Kernels, feature_set: str, apart: str) -> npt.NDArray[np.float32]:
     """Input of the trees. Shape: (n, columns)."""
     if kind not in _PRODUCTS:
         return np.stack(_streaming_columns(kernels), axis=1).astype(np.float32)
-    columns = [*_shape_columns(kernels)] if sight != "relative" else []
-    columns += _relative_columns(kernels) if sight != "shape" else []
+    columns = [*_shape_columns(kernels)] if feature_set != "relative" else []
+    columns += _relative_columns(kernels) if feature_set != "shape" else []
     return np.stack([*columns, *_card_columns(kernels, apart)], axis=1).astype(np.float32)
 
 

@@ -16,9 +16,9 @@ from perfguard_models.operator_forest import (
     OperatorForest,
     base_s,
     columns_of,
+    feature_sets_of,
     kernels_of,
     name_of,
-    sights_of,
 )
 from perfguard_models.trees import forest_of_boosting
 from perfguard_training.dataset import Run
@@ -61,7 +61,7 @@ class TrainableForest(OperatorForest):
 
         y = np.log(seconds / base_s(kind, kernels))
         for member, apart in enumerate(DEVICE_DESCRIPTORS):
-            for sight in sights_of(kind):
+            for feature_set in feature_sets_of(kind):
                 model = HistGradientBoostingRegressor(
                     loss="absolute_error",
                     max_iter=self.settings["trees"],
@@ -72,8 +72,8 @@ class TrainableForest(OperatorForest):
                     early_stopping=False,
                     random_state=self.settings["seed"] + member,
                 )
-                model.fit(columns_of(kind, kernels, sight, apart), y, sample_weight=weight)
-                self.forests[f"{kind} {sight} {member}"] = forest_of_boosting(model)
+                model.fit(columns_of(kind, kernels, feature_set, apart), y, sample_weight=weight)
+                self.forests[f"{kind} {feature_set} {member}"] = forest_of_boosting(model)
 
 
 def least_relative_error(values: Sequence[float]) -> float:
