@@ -40,7 +40,7 @@ from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
-from perfguard_training.cross_validation import Judged, log_sigmas_of
+from perfguard_training.cross_validation import FoldPredictions, log_sigmas_of
 from perfguard_training.dataset import Run
 from perfguard_training.leaderboard import predictions
 
@@ -209,7 +209,7 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard
     study.tell(trial, point.loss)
 
 
-def spaces_of(runs: Sequence[Run], judged: Judged) -> list[Space]:
+def spaces_of(runs: Sequence[Run], judged: FoldPredictions) -> list[Space]:
     """The A100's training runs under a budget, and the RTX 3090's up to its memory; each with two losses."""
     predicted: dict[int, tuple[float, float]] = {}
     for (fold, values), sigma in zip(judged, log_sigmas_of(runs, "family", judged), strict=True):

@@ -14,7 +14,7 @@ from typing import TextIO
 
 _logger = logging.getLogger("perfguard")
 _lock = threading.Lock()
-_said: set[str] = set()
+_logged_topics: set[str] = set()
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -32,14 +32,14 @@ class _StandardError(logging.StreamHandler[TextIO]):
         raise AttributeError("the stream is always standard error")
 
 
-def say_once(topic: str, message: str) -> None:
+def log_once(topic: str, message: str) -> None:
     """Log ``message`` as INFO, unless this process has logged a message on ``topic`` before."""
     if os.environ.get("PERFGUARD_QUIET"):
         return
     with _lock:
-        if topic in _said:
+        if topic in _logged_topics:
             return
-        _said.add(topic)
+        _logged_topics.add(topic)
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
         if not _logger.handlers:

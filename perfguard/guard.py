@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._gc import gc_paused
-from perfguard._logging import say_once
+from perfguard._logging import log_once
 from perfguard._too_large import too_large_named
 from perfguard._warn import warn_user
 from perfguard.budget import Budget
@@ -169,7 +169,7 @@ class Guard:
             if number
             else f"has no run of {self.device.name} yet"
         )
-        say_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
+        log_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
 
     @property
     def threshold(self) -> float:

@@ -80,7 +80,7 @@ class PerfGuardCallback(Callback):
         measurement = measurement_in(error)
         if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
             entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
-        self.ledger.finish(trial.trial_id, status_of_failure(error), note=_first_words(error))
+        self.ledger.finish(trial.trial_id, status_of_failure(error), note=_short_message(error))
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""
@@ -156,7 +156,7 @@ def _error_of(trial: Trial) -> Exception | None:
     return None
 
 
-def _first_words(error: Exception | None) -> str:
+def _short_message(error: Exception | None) -> str:
     """The last line of what Ray made of the error: the error itself."""
     lines = [line for line in str(error or "").splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else ""

@@ -114,7 +114,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
             self.generator.on_trial_complete(trial.trial_id)
             self._num_left_out += 1
         if self.generator.is_finished():
-            self._say_what_was_left_out()
+            self._report_left_out()
         return None
 
     def _fits(self, trial: Trial) -> bool:
@@ -155,7 +155,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         _, _, grid_vars = parse_spec_vars(self._spec)
         return tuple(repr(_value_at(trial.config, path[1:])) for path, _ in grid_vars)
 
-    def _say_what_was_left_out(self) -> None:
+    def _report_left_out(self) -> None:
         if not self._num_left_out:
             return
         if self._num_launched:

@@ -177,8 +177,8 @@ class Ledger:
         except UnguardedTrialError:
             raise
         except Exception as error:
-            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {_words(error)}", error)
-            decision = Decision("", Verdict("launch", f"not judged: {_words(error)}"))
+            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {_message_of(error)}", error)
+            decision = Decision("", Verdict("launch", f"not judged: {_message_of(error)}"))
         verdict = decision.verdict
         self.num_judged += 1
         if known is not None and not runs_anyway:
@@ -263,7 +263,7 @@ class Ledger:
             self.guard.learn(entry.decision, self.measurement(entry, status, note))
             self.num_ended += 1
         except Exception as error:
-            self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_words(error)}")
+            self.warn_once("learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {_message_of(error)}")
 
     def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
         """The cost of the trial until its latest report."""
@@ -312,7 +312,7 @@ class Ledger:
             warn_user(message, category)
 
     def say(self, line: str) -> None:
-        """Print a line, where the run prints any."""
+        """Print a line, unless the run is silent."""
         if self.verbose >= 1:
             print(line, flush=True)
 
@@ -404,5 +404,5 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return True
 
 
-def _words(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

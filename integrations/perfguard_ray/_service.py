@@ -146,11 +146,11 @@ class SharedPredictor:
             options = {"name": self.service_name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
             actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(PredictorServer)
             server = actor.options(**options).remote(self.predictor_name, self.log)
-            greeting = ray.get(server.hello.remote(), timeout=_START_TIMEOUT_S)
+            info = ray.get(server.hello.remote(), timeout=_START_TIMEOUT_S)
         except (RayError, AttributeError) as error:  # AttributeError: an actor of that name which is no such service
             self._lose(f"it cannot be started or reached ({type(error).__name__}: {str(error).splitlines()[-1]})")
             return
-        found, expected = ((one["version"], one["protocol"]) for one in (greeting, greeting_of(self.predictor_name, self.log)))
+        found, expected = ((one["version"], one["protocol"]) for one in (info, service_info(self.predictor_name, self.log)))
         if found != expected:
             self._lose(
                 f"it belongs to PerfGuard {found[0]}, this is {expected[0]}. Install one version everywhere, or give this run's "
@@ -158,12 +158,12 @@ class SharedPredictor:
             )
             return
         for what, ours in (("predictor", self.predictor_name), ("log", _safe(self.log))):
-            if greeting[what] != ours:
+            if info[what] != ours:
                 raise ConfigurationError(
-                    f"The predictor service {self.service_name!r} has the {what} {greeting[what]!r}, but this run needs "
+                    f"The predictor service {self.service_name!r} has the {what} {info[what]!r}, but this run needs "
                     f"{ours!r}. Use the same, or give this run's service another name: SharedPredictor(name=...)."
                 )
-        self._server, self._name = server, greeting["name"]
+        self._server, self._name = server, info["name"]
 
     def _lose(self, why: str) -> None:
         self._server, self._away_since = None, time.monotonic()
@@ -197,7 +197,7 @@ class _Question(NamedTuple):
     steps: int | None
 
 
-def greeting_of(predictor: str, log: str) -> dict[str, Any]:
+def service_info(predictor: str, log: str) -> dict[str, Any]:
     """The first reply of a service: plain texts and numbers, so that any version can read it."""
     return {"version": perfguard.__version__, "protocol": _PROTOCOL, "predictor": predictor, "log": _safe(log)}
 
@@ -210,7 +210,7 @@ class PredictorServer:
     """
 
     def __init__(self, predictor: str, log: str) -> None:
-        self._greeting = greeting_of(predictor, log)
+        self._info = service_info(predictor, log)
         self._predictor = load_predictor(predictor)
         self._log = MeasurementStore(log)
         self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
@@ -225,7 +225,7 @@ class PredictorServer:
 
     async def hello(self) -> dict[str, Any]:
         """Version, protocol, predictor and log of the service."""
-        return {**self._greeting, "name": self._predictor.name}
+        return {**self._info, "name": self._predictor.name}
 
     async def status(self) -> dict[str, Any]:
         """Counts since the start of this process: requests, predictions, updates and observations learnt."""

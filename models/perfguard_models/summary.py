@@ -1,4 +1,4 @@
-"""A summary of what GuardNet's weights for GPUs were fitted to, so that what is learnt online does not cost what was known.
+"""A summary of what GuardNet's weights for memory were fitted to, so that what is learnt online does not cost what was known.
 
 It has some steps of each setting, drawn at random, and the weights' predictions for them. The residual process and the
 refinement take them for runs of which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li
@@ -7,7 +7,6 @@ and Hoiem 2016). No measurement is in it. `perfguard_training.summary` makes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,42 +15,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
-from perfguard.predictor import TARGETS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.weight_files import check_hash, read_pair
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-NAME = "guardnet-summary"
+NAME = "memory-summary"
 
 
 class Summary(NamedTuple):
-    """N steps on GPUs, and the weights' predictions for them."""
+    """N steps on GPUs, and the weights' predictions of their memory."""
 
     device_ids: npt.NDArray[np.str_]  # shape: (N,)
     sums: npt.NDArray[np.float32]  # shape: (N, len(STEP_FEATURES))
-    log_value: Mapping[str, npt.NDArray[np.float64]]
-    """Log values by target; NaN: not predicted by the weights. Shapes: (N,)"""
-    members: Mapping[str, npt.NDArray[np.float64]]
-    """Predictions of the networks alone and of the trees alone. Shapes: (N, 2)"""
-    log_sigma: Mapping[str, npt.NDArray[np.float64]]
-    """Their standard deviations, as logarithms. Shapes: (N,)"""
+    log_value: npt.NDArray[np.float64]  # shape: (N,), log bytes
+    log_sigma: npt.NDArray[np.float64]  # shape: (N,), their standard deviations, as logarithms
 
-    def of(self, device_id: str, target: str) -> Summary:
-        """The steps on one GPU with a known ``target``."""
-        chosen = (self.device_ids == device_id) & np.isfinite(self.log_value[target])
-        by_target = (self.log_value, self.members, self.log_sigma)
-        chosen_of = ({name: values[chosen] for name, values in of.items()} for of in by_target)
-        return Summary(self.device_ids[chosen], self.sums[chosen], *chosen_of)
+    def of(self, device_id: str) -> Summary:
+        """The steps on one GPU."""
+        return Summary(*(column[self.device_ids == device_id] for column in self))
 
 
 NOTHING = Summary(
-    np.zeros(0, dtype=np.str_),
-    np.zeros((0, len(STEP_FEATURES)), dtype=np.float32),
-    {target: np.zeros(0) for target in TARGETS},
-    {target: np.zeros((0, 2)) for target in TARGETS},
-    {target: np.zeros(0) for target in TARGETS},
+    np.zeros(0, dtype=np.str_), np.zeros((0, len(STEP_FEATURES)), dtype=np.float32), np.zeros(0), np.zeros(0)
 )
 
 
@@ -70,9 +57,8 @@ def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summa
         return Summary(
             np.array(document["device_ids"])[found["device"]],
             found["sums"],
-            {target: found[f"{target}.value"].astype(np.float64) for target in TARGETS},
-            {target: found[f"{target}.members"].astype(np.float64) for target in TARGETS},
-            {target: found[f"{target}.log_sigma"].astype(np.float64) for target in TARGETS},
+            found["value"].astype(np.float64),
+            found["log_sigma"].astype(np.float64),
         )
     except (SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
         raise PredictorError(f"GuardNet's summary cannot be used: {type(error).__name__}: {error}") from error

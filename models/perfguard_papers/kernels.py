@@ -243,7 +243,7 @@ def score_of(model: KernelModel, rows: Sequence[KernelRow]) -> KernelScore:
     return KernelScore(len(rows), float(first.mean()), float(five.mean()), float(errors.mean()), float(np.median(errors)))
 
 
-def judged(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
+def cross_validated(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
     """Scores by split ("shape": a fifth of all shapes, on every card; "gpu": each card) and operator ("all", and "products":
     linear and bmm, whose kernel is a choice)."""
     splits: dict[str, list[Callable[[KernelRow], bool]]] = {
@@ -331,7 +331,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     rows = read_rows(arguments.table, most=arguments.most_rows)
-    scores = {split: {name: score._asdict() for name, score in by.items()} for split, by in judged(rows).items()}
+    scores = {split: {name: score._asdict() for name, score in by.items()} for split, by in cross_validated(rows).items()}
     model = fitted(rows)
     card: dict[str, Any] = {
         "format": FORMAT,

@@ -14,15 +14,15 @@ from perfguard_models.learner import Predicted
 from perfguard_training.calibration import Error, calibrated
 from perfguard_training.dataset import Fold, Run
 
-Judged = list[tuple[Fold, Predicted]]
+FoldPredictions = list[tuple[Fold, Predicted]]
 """The folds of a split with the predictions for their test runs. "spread TARGET" is the members' standard deviation."""
-Found = dict[tuple[str, str], Judged]
+SplitPredictions = dict[tuple[str, str], FoldPredictions]
 """Predictions by split and predictor."""
 CALIBRATED = ("memory", "time")
 """Quantities that have intervals."""
 
 
-def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
+def errors_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> list[Error]:
     """Errors for the calibration: every test run, predicted by a learner without its family, or without its GPU."""
     return [
         Error(
@@ -31,22 +31,22 @@ def errors_of(runs: Sequence[Run], split: str, judged: Judged) -> list[Error]:
             runs[index].labels[target] - float(predicted[target][position]),
             float(predicted[f"spread {target}"][position]),
         )
-        for fold, predicted in judged
+        for fold, predicted in predictions
         for position, index in enumerate(fold.judge)
         for target in CALIBRATED
         if target in runs[index].labels
     ]
 
 
-def log_sigmas_of(runs: Sequence[Run], split: str, judged: Judged) -> list[dict[str, npt.NDArray[np.float64]]]:
+def log_sigmas_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> list[dict[str, npt.NDArray[np.float64]]]:
     """Standard deviations (of logarithms) for each fold, by a calibration on the errors of the other folds.
 
     Returns:
         By quantity, shape: (test runs,); NaN where the other folds have too few runs to calibrate on.
     """
-    errors = [errors_of(runs, split, [part]) for part in judged]
+    errors = [errors_of(runs, split, [part]) for part in predictions]
     found = []
-    for at, (fold, predicted) in enumerate(judged):
+    for at, (fold, predicted) in enumerate(predictions):
         calibration = calibrated(itertools.chain.from_iterable(errors[:at] + errors[at + 1 :]))
         sigmas = {}
         for target in CALIBRATED:

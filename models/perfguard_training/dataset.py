@@ -304,8 +304,8 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split == "random":
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
-        judged = set(order[::number])
-        return [_fold("random 1", [index in judged for index in range(len(runs))])]
+        tested = set(order[::number])
+        return [_fold("random 1", [index in tested for index in range(len(runs))])]
     if split == "family":
         part_of = _parts_of_families(runs, number, seed)
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
@@ -329,5 +329,5 @@ def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tupl
     return part_of
 
 
-def _fold(name: str, judged: Sequence[bool]) -> Fold:
-    return Fold(name, [i for i, held in enumerate(judged) if not held], [i for i, held in enumerate(judged) if held])
+def _fold(name: str, tested: Sequence[bool]) -> Fold:
+    return Fold(name, [i for i, held in enumerate(tested) if not held], [i for i, held in enumerate(tested) if held])

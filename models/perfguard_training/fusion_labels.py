@@ -141,13 +141,13 @@ def _pretended_gpu() -> Iterator[None]:
     from torch._inductor.runtime.hints import DeviceProperties
 
     a100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)
-    as_cuda_says = SimpleNamespace(
+    properties = SimpleNamespace(
         name="A100", major=8, minor=0, multi_processor_count=108, warp_size=32, total_memory=40 * 2**30, gcnArchName="",
         L2_cache_size=40 * 2**20, shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=163 * 2**10,
     )  # fmt: skip
     with (
         mock.patch.object(DeviceProperties, "create", return_value=a100),
-        mock.patch("torch.cuda.get_device_properties", return_value=as_cuda_says),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
         mock.patch("torch.cuda.current_device", return_value=0),
         mock.patch.object(scheduler, "has_triton", return_value=True),

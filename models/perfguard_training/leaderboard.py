@@ -1,6 +1,6 @@
 """All predictors on the same rows, each evaluated on rows that it was not fitted to.
 
-Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is judged on the same
+Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is evaluated on the same
 others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of memory and
 time, and the share of failed runs that would have been caught. It also has the accuracy on which of two neighbouring batches
 fails.
@@ -26,7 +26,7 @@ from rich.progress import track
 
 from perfguard.guard import DEFAULT_RISK
 from perfguard_models.learner import TARGETS, predict_with_spread, share_of
-from perfguard_training.cross_validation import CALIBRATED, Found, Judged, log_sigmas_of
+from perfguard_training.cross_validation import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
 from perfguard_training.dataset import Fold, Run, dataset_of, folds
 from perfguard_training.learner import identity_of
 from perfguard_training.memory_forest import bracketed
@@ -75,8 +75,8 @@ def predictions(
     cache: Path,
     jobs: int = 2,
     most_operators: int = 60_000,
-) -> tuple[list[Run], Found]:
-    """The runs (seen as sums), and for each split and predictor the folds with what was predicted of the judged runs.
+) -> tuple[list[Run], SplitPredictions]:
+    """The runs (seen as sums), and for each split and predictor the folds with the predictions for the test runs.
 
     Args:
         tables: tables of runs. Any kind that can be learnt from.
@@ -110,7 +110,7 @@ def predictions(
             for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
                 pass
     _loaded.clear()
-    found: defaultdict[tuple[str, str], Judged] = defaultdict(list)
+    found: defaultdict[tuple[str, str], FoldPredictions] = defaultdict(list)
     for job, place in placed:
         stored = torch.load(place, weights_only=True)
         found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
@@ -180,13 +180,13 @@ class _Measured(NamedTuple):
     width: float
 
 
-def entries(runs: Sequence[Run], found: Found) -> list[Entry]:
+def entries(runs: Sequence[Run], found: SplitPredictions) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
     lines = []
-    for (split, predictor), judged in found.items():
+    for (split, predictor), predictions in found.items():
         groups: defaultdict[tuple[str, str], list[_Measured]] = defaultdict(list)
-        sigmas = log_sigmas_of(runs, split, judged)
-        for at, (fold, predicted) in enumerate(judged):
+        sigmas = log_sigmas_of(runs, split, predictions)
+        for at, (fold, predicted) in enumerate(predictions):
             for position, index in enumerate(fold.judge):
                 run = runs[index]
                 for target in TARGETS:
@@ -247,13 +247,13 @@ class FitScore(NamedTuple):
     """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
 
 
-def fit_scores(runs: Sequence[Run], found: Found) -> dict[tuple[str, str, str], FitScore]:
+def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, str, str], FitScore]:
     """Scores by split, GPU with mode, and predictor."""
     pairs = bracketed(runs)
     scores = {}
-    for (split, predictor), judged in found.items():
+    for (split, predictor), predictions in found.items():
         groups: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for (fold, predicted), sigma in zip(judged, log_sigmas_of(runs, split, judged), strict=True):
+        for (fold, predicted), sigma in zip(predictions, log_sigmas_of(runs, split, predictions), strict=True):
             for position, index in enumerate(fold.judge):
                 run, value = runs[index], float(predicted["memory"][position])
                 if run.table != "workload" or not math.isfinite(value):

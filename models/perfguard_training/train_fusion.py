@@ -3,7 +3,7 @@
     python -m perfguard_training.fusion_labels --out labels.jsonl --minutes 12
     python -m perfguard_training.train_fusion labels.jsonl --out models/perfguard_models/weights
 
-Judged in five folds by family of models (no family is in training and test), beside rules; then fitted to everything. Writes
+Evaluated in five folds by family of models (no family is in training and test), beside rules; then fitted to everything. Writes
 OUT/fusion.safetensors and OUT/fusion.json, the card.
 """
 
@@ -129,7 +129,7 @@ def _probed(compilers: Iterable[str]) -> Judge:
     return lambda rows: lambda row: rules[row.compiler].labels(row.graph)
 
 
-def judged(rows: Sequence[LabelledGraph]) -> dict[str, dict[str, Score]]:
+def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, dict[str, Score]]:
     """Scores by method and compiler ("all": both), over five folds by family, all edges of all folds together."""
     families = sorted({row.family for row in rows})
     random.Random(0).shuffle(families)
@@ -172,7 +172,7 @@ def disagreement(rows: Sequence[LabelledGraph], first: str, second: str) -> dict
 
 
 def main() -> None:
-    """Judge, fit, write."""
+    """Cross-validate, fit and write the weights."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("labels", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
@@ -180,7 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     rows = [row for path in arguments.labels for row in read_labels(path) if row.graph.edges.shape[1]]
-    scores = judged(rows)
+    scores = cross_validated(rows)
     model = fitted(rows)
     network: Any = model._network
     card: dict[str, Any] = {

@@ -59,7 +59,7 @@ def train_and_write(
     learner = kind(**settings)
     checkpoint = cache / f"{name}.checkpoint"
     learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
-    errors = [error for (split, _), judged in found.items() for error in errors_of(runs, split, judged)]
+    errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
     card = {
         "version": 1,
         "trained_devices": sorted({run.gpu for run in own}),

@@ -96,14 +96,14 @@ def show_summary(summary: CollectReport, out: Path, console: Console) -> None:
     for space in sorted({space for space, _ in summary.rows}):
         table.add_row(space, *(str(summary.rows[space, status]) for status in _STATUSES))
     console.print(table)
-    _say_common(console, "were left out", summary.left_out)
-    _say_common(console, "are marked", summary.trouble)
+    _print_common(console, "were left out", summary.left_out)
+    _print_common(console, "are marked", summary.trouble)
     earlier = f", beside {summary.earlier_rows} of earlier sittings" if summary.earlier_rows else ""
     text = f"Ended because {summary.ended_by}; {summary.processes} processes. The rows are in {out}{earlier}."
     console.print(text, markup=False, highlight=False)
 
 
-def _say_common(console: Console, what: str, reasons: Any) -> None:
+def _print_common(console: Console, what: str, reasons: Any) -> None:
     if reasons:
         console.print(f"{reasons.total()} {what}:", markup=False, highlight=False)
         for reason, count in reasons.most_common(_MOST_REASONS):

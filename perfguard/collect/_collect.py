@@ -199,7 +199,7 @@ class _Watch:
             return
         health = CardHealth(worker.facts.get("uuid", ""))
         watch = cls(worker, health)
-        if not health.can_tell:
+        if not health.is_readable:
             on_note("NVML does not show this card: other processes and errors on it go unseen.")
         watch.look_at_the_idle_card(on_note)
         try:

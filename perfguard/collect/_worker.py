@@ -105,7 +105,7 @@ class Worker:
             self._pipe.send_bytes(json.dumps({"recipe": recipe.to_json(), "long": long}).encode())
             answer = self._answer(limit_s, stop)
         except OSError:
-            answer = self._last_words()
+            answer = self._exit_reason()
         if isinstance(answer, dict):
             if answer["status"] == "failed" or "could not be freed" in answer["note"]:
                 self.close()  # an error of CUDA stays with its process
@@ -141,9 +141,9 @@ class Worker:
             answer: Row = json.loads(self._pipe.recv_bytes())
             return answer
         except (EOFError, OSError):
-            return self._last_words()
+            return self._exit_reason()
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         self._process.join(5)
         code = self._process.exitcode
         if code is None or code >= 0:

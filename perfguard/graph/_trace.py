@@ -179,7 +179,7 @@ class _Tracer:
         with self._recorded(), self._noting_gradients(trained):
             if workload.step is not None:
                 self._own_step(inputs, targets, optimizers)
-                self._forget_the_untrained(optimizers)
+                self._remove_untrained(optimizers)
                 return
             if not workload.set_to_none:
                 recorder.phase = Phase.OPTIMIZER
@@ -212,7 +212,7 @@ class _Tracer:
                 optimizer.step()
             if averages:
                 torch._foreach_lerp_(averages, list(trained), 1e-3)
-            self._forget_the_untrained(optimizers)
+            self._remove_untrained(optimizers)
             if keeps:
                 with recorder.freeing_in_next_step(returned):
                     del output
@@ -232,7 +232,7 @@ class _Tracer:
                 stack.callback(note.remove)
             yield
 
-    def _forget_the_untrained(self, optimizers: Mapping[str, OptimizerOnMeta]) -> None:
+    def _remove_untrained(self, optimizers: Mapping[str, OptimizerOnMeta]) -> None:
         """A parameter that no loss reaches has neither a gradient nor any state in its optimizer."""
         for optimizer in optimizers.values():
             for parameter, value in optimizer.state_tensors():

@@ -95,7 +95,7 @@ class CardHealth:
             self._lost = f"NVML cannot be used ({type(error).__name__}: {error})" if self._handle is None else ""
 
     @property
-    def can_tell(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether NVML shows the card at all; without it other processes and errors go unseen."""
         return self._handle is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfguard_training.cross_validation import Judged, errors_of, log_sigmas_of
+from perfguard_training.cross_validation import FoldPredictions, errors_of, log_sigmas_of
 from perfguard_training.dataset import Fold, Run
 from perfguard_training.leaderboard import as_markdown, entries, fit_scores
 
@@ -24,7 +24,7 @@ def runs() -> list[Run]:
     return [run(index, value) for index, value in enumerate(np.random.default_rng(0).normal(20, 0.1, NUMBER))]
 
 
-def judged(runs: list[Run], values: list[float]) -> Judged:
+def judged(runs: list[Run], values: list[float]) -> FoldPredictions:
     """Two folds. A predictor that says 20 of everything, ``values`` of what comes after."""
     folds = []
     for start in (0, PART):

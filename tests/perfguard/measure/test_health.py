@@ -25,7 +25,7 @@ def health_of(nvml: FakeNvml) -> CardHealth:
 def test_a_quiet_card_shows_nothing(gpu: FakeGpu, nvml: FakeNvml) -> None:
     health = health_of(nvml)
     before, after = health.look(PID), health.look(PID)
-    assert health.can_tell
+    assert health.is_readable
     assert trouble_between(before, after) == Trouble()
     assert not is_busy(after)
     health.close()
@@ -81,10 +81,10 @@ def test_health_without_nvml_knows_nothing(nvml: FakeNvml) -> None:
     """Nothing is raised."""
     nvml.refusals = {"nvmlInit": NO_PERMISSION}
     health = health_of(nvml)
-    assert not health.can_tell
+    assert not health.is_readable
     assert health.look(PID) == Signs()
     health.close()
-    assert not CardHealth("another", nvml=FakeNvml(FakeGpu())).can_tell
+    assert not CardHealth("another", nvml=FakeNvml(FakeGpu())).is_readable
 
 
 def test_unseen_work_shows_as_utilisation(gpu: FakeGpu, nvml: FakeNvml) -> None:
