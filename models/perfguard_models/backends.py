@@ -265,7 +265,7 @@ class GpuBackend:
         return 1.0
 
     def summary(self, device: Device, target: str) -> Summary:
-        return self._summary.of(device.id, target)
+        return self._summary.of(device.id) if target == "memory" else NOTHING
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
@@ -273,10 +273,10 @@ def scale_of(log_sigma: float, of_the_process: float) -> float:
     return min(1.0, _SURER * log_sigma / of_the_process)
 
 
-def inputs_of_summary(summary: Summary, target: str) -> GPInputs:
+def inputs_of_summary(summary: Summary) -> GPInputs:
     """Inputs of the residual process for the steps of a summary with at least one step, at a scale of 1."""
     sums = summary.sums
-    alternatives = torch.from_numpy(physics_of(target, sums, summary.log_value[target]))
+    alternatives = torch.from_numpy(physics_of("memory", sums, summary.log_value))
     return as_shipped(gp_inputs(embedding_of(sums), time_shares_of(sums), alternatives))
 
 

@@ -1,6 +1,7 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-For CPUs a graph network (`graph_network`), for GPUs networks and trees (`ensemble`). They are trained on many measured runs and
+For CPUs a graph network (`graph_network`). For GPUs, trees for memory (`memory_forest`) and two clocks for time (`two_clocks`).
+They are trained on many measured runs and
 ship with the package. Their residuals on a particular machine (a constant factor, a trend, a region) are small and smooth. A
 process on an embedding of the graph learns them from the first few trials, in closed form, with an uncertainty. Trees learn the
 remaining residuals from many runs (`refinement`).
@@ -41,12 +42,14 @@ from perfguard_models.backends import (
 )
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.fusion import Compiled, as_compiled
+from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.refinement import ResidualForest, ResidualRows, fit_residual_forest, rows_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualAverage, ResidualPrior, condition_average
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import trained_of
+from perfguard_models.trained import FittedModel, trained_of
+from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import read_pair
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-_ON_CPU, _ON_GPU = "guardnet_cpu", "guardnet"
+_CPU, MEMORY, TIME = "guardnet_cpu", MemoryForest.name, TwoClocks.name
 _OVERHEAD_ROWS = 20
 _OVERHEAD_PRIOR_ROWS = 2.0
 _OVERHEAD_LOG_SIGMA = 0.05
@@ -69,30 +72,34 @@ _POWER_LOG_SIGMA = 0.3
 
 @undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
-    """GuardNet with the shipped weights: one set for CPUs, one for GPUs.
+    """GuardNet with the shipped weights: one set for CPUs, two for GPUs.
 
     Args:
-        path: other weights, without suffix (PATH.safetensors and PATH.json), in the place of those for the same kind of device.
+        path: other weights, without suffix (PATH.safetensors and PATH.json). They replace those of the same kind.
 
     Raises:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
     folder = files("perfguard_models") / "weights"
-    backends = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in (_ON_CPU, _ON_GPU))
+    found = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in (_CPU, MEMORY, TIME))
     if path is not None:
-        backends |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
-    return GuardNet(backends)
+        found |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
+    cpu, memory, time = found[_CPU], found[MEMORY], found[TIME]
+    assert isinstance(cpu, CpuBackend)
+    assert isinstance(memory, FittedModel)
+    assert isinstance(time, FittedModel)
+    tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
+    gpu = GpuBackend(memory, time, read_summary(tensors, card, memory.card["sha256"]))
+    return GuardNet({"cpu": cpu, "cuda": gpu})
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, Backend]:
-    """The kind of device and the weights for it. `perfguard train` writes cards with a format; those for CPUs have none."""
+def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, CpuBackend | FittedModel]:
+    """The kind of weights, and the weights. `perfguard train` writes cards with a format. Those for CPUs have none."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
-    if "format" in document:
-        folder = files("perfguard_models") / "weights"
-        tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
-        trained = trained_of(data, document, name)
-        return "cuda", GpuBackend(trained, read_summary(tensors, card, trained.card["sha256"]))
-    return "cpu", CpuBackend(data, document, name)
+    if "format" not in document:
+        return _CPU, CpuBackend(data, document, name)
+    trained = trained_of(data, document, name)
+    return trained.learner.name, trained
 
 
 class GuardNet:
@@ -236,7 +243,7 @@ class GuardNet:
         posterior = condition_average(residuals.prior, residuals.at, residuals.y, shipped)
         summary = self._backends[rows[0].device.kind].summary(rows[0].device, target)
         sums, values = _features_and_values(target, raws)
-        x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value[target]]))
+        x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
         return ResidualRows(ids, [device_id], x, np.append(posterior.left_out().numpy(), np.zeros(len(summary.sums))))
 
@@ -271,8 +278,8 @@ class GuardNet:
         if not len(summary.sums):
             return None
         if key not in self._summaries:  # needed after every run
-            self._summaries[key] = inputs_of_summary(summary, target)
-        scale = [scale_of(log_sigma, prior.total) for log_sigma in summary.log_sigma[target].tolist()]
+            self._summaries[key] = inputs_of_summary(summary)
+        scale = [scale_of(log_sigma, prior.total) for log_sigma in summary.log_sigma.tolist()]
         return self._summaries[key]._replace(scale=torch.tensor(scale, dtype=torch.float64))
 
     def _learn(

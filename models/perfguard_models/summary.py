@@ -37,9 +37,7 @@ class Summary(NamedTuple):
         return Summary(*(column[self.device_ids == device_id] for column in self))
 
 
-NOTHING = Summary(
-    np.zeros(0, dtype=np.str_), np.zeros((0, len(STEP_FEATURES)), dtype=np.float32), np.zeros(0), np.zeros(0)
-)
+NOTHING = Summary(np.zeros(0, dtype=np.str_), np.zeros((0, len(STEP_FEATURES)), dtype=np.float32), np.zeros(0), np.zeros(0))
 
 
 def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summary:

@@ -18,7 +18,7 @@ from perfguard.exceptions import ConfigurationError
 from perfguard_training.registry import NAMES, learner_class
 
 _CACHE = Path(".perfguard-cache")
-_SPLITS = ("family", "gpu", "random")
+_SPLITS = ("family", "source", "gpu", "random")
 
 
 def train(words: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 _FEATURES_OF_PAPERS = "perfguard_papers.served"
 """Imported by name, because the papers' package imports this one."""
-_SHARED_BY_FEATURES = ("perfguard_models.features.convolutions", "perfguard_models.features.exact")
+_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "exact", "operators"))
 
 
 def feature_sets() -> Mapping[str, FeatureSet]:
@@ -292,15 +292,19 @@ class Fold(NamedTuple):
 def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) -> list[Fold]:
     """Splits of ``runs`` by the name of a split.
 
-    With "family", each family is the test set once, for a predictor without it. With "gpu", the same holds for each
-    GPU. With "random", one part of ``number`` is the test set. This one is only for comparison.
+    With "family", each family is the test set once, for a predictor without it. With "source" and "gpu", the same holds for
+    each source and each GPU. More than ``number`` of them are split into ``number`` parts. With "random", one part of
+    ``number`` is the test set. This one is only for comparison.
 
     Raises:
         ValueError: for another name.
     """
-    if split == "gpu":
-        gpus = sorted({run.gpu for run in runs})
-        return [_fold(f"without {gpu}", [run.gpu == gpu for run in runs]) for gpu in gpus] if len(gpus) > 1 else []
+    if split in ("gpu", "source"):
+        names = [getattr(run, split) for run in runs]
+        parts = _parts_of(Counter(names), number, seed)
+        held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
+        made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]
+        return [fold for fold in made if fold.learn]
     if split == "random":
         order = list(range(len(runs)))
         random.Random(seed).shuffle(order)
@@ -310,22 +314,26 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         part_of = _parts_of_families(runs, number, seed)
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
         return [fold for fold in made if fold.learn and fold.judge]
-    raise ValueError(f"A split is 'family', 'gpu' or 'random', not {split!r}.")
+    raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
 
 
 def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tuple[str, str], int]:
-    """The part, out of ``number``, of each family of each table. Families are assigned from the largest on, each to the part
-    with the least of its table."""
+    """The part, out of ``number``, of each family of each table."""
     part_of: dict[tuple[str, str], int] = {}
     for table in sorted({run.table for run in runs}):
-        sizes = Counter(run.family for run in runs if run.table == table)
-        families = sorted(sizes)
-        random.Random(seed).shuffle(families)
-        load = [0] * number
-        for family in sorted(families, key=lambda family: -sizes[family]):
-            part = load.index(min(load))
-            part_of[table, family] = part
-            load[part] += sizes[family]
+        parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed)
+        part_of |= {(table, family): part for family, part in parts.items()}
+    return part_of
+
+
+def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:
+    """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs."""
+    names = sorted(sizes)
+    random.Random(seed).shuffle(names)
+    load, part_of = [0] * number, {}
+    for name in sorted(names, key=lambda name: -sizes[name]):
+        part_of[name] = load.index(min(load))
+        load[part_of[name]] += sizes[name]
     return part_of
 
 

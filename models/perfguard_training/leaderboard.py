@@ -76,7 +76,7 @@ def predictions(
     jobs: int = 2,
     most_operators: int = 60_000,
 ) -> tuple[list[Run], SplitPredictions]:
-    """The runs (seen as sums), and for each split and predictor the folds with the predictions for the test runs.
+    """The runs, and for each split and predictor the folds with the predictions for the test runs.
 
     Args:
         tables: tables of runs. Any kind that can be learnt from.
@@ -86,7 +86,8 @@ def predictions(
         jobs: processes.
         most_operators: rows of an operator table that are taken.
     """
-    runs = dataset_of(tables, "sums", cache=cache, jobs=jobs, most_operators=most_operators).runs
+    views = [learner_class(name).views for name in predictors]
+    runs = dataset_of(tables, views[0], cache=cache, jobs=jobs, most_operators=most_operators).runs
     work = [
         Job(name, tuple(sorted(settings.items())), split, own)
         for split in splits
@@ -163,6 +164,8 @@ def label_of(run: Run) -> str:
     """Group of runs that are evaluated together."""
     if run.table == "operator":
         return f"operator {run.model}"
+    if run.table == "run":
+        return run.source
     if run.table == "transformer":
         return f"transformers {run.mode}"
     if run.table == "perceptron":

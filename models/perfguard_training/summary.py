@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from perfguard.devices import resolve_device
-from perfguard.predictor import TARGETS
 from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.summary import NAME, Summary
 from perfguard_models.trained import read_trained
+from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import write_pair
 from perfguard_training.dataset import Run, dataset_of, graphs_of
 
@@ -31,17 +31,14 @@ _MOST_OPERATORS = 30_000
 def summary_of(raws: Iterable[tuple[str, RawPrediction]]) -> Summary:
     """The summary of raw predictions on the GPUs of these names."""
     found = [(device_id, raw, features) for device_id, raw in raws if (features := raw.step_features) is not None]
-
-    def column(values: Callable[[RawPrediction], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-        return np.concatenate([values(raw) for _, raw, _ in found])
-
-    return Summary(
+    known = np.concatenate([raw.known["memory"] for _, raw, _ in found])
+    columns = (
         np.array([device_id for device_id, _, features in found for _ in features], dtype=np.str_),
         np.concatenate([features for _, _, features in found]),
-        {target: column(lambda raw: np.where(raw.known[target], raw.log_value[target], np.nan)) for target in TARGETS},  # noqa: B023
-        {target: column(lambda raw: raw.members[target]) for target in TARGETS},  # noqa: B023
-        {target: column(lambda raw: raw.prior[target].total * raw.prior_scale[target]) for target in TARGETS},  # noqa: B023
+        np.concatenate([raw.log_value["memory"] for _, raw, _ in found]),
+        np.concatenate([raw.prior["memory"].total * raw.prior_scale["memory"] for _, raw, _ in found]),
     )
+    return Summary(*(column[known] for column in columns))
 
 
 def write_summary(out: Path, summary: Summary, weights: str, command: str) -> str:
@@ -50,11 +47,9 @@ def write_summary(out: Path, summary: Summary, weights: str, command: str) -> st
     tensors = {
         "device": torch.tensor([device_ids.index(device_id) for device_id in summary.device_ids], dtype=torch.int64),
         "sums": torch.from_numpy(summary.sums),
+        "value": torch.from_numpy(summary.log_value).float(),
+        "log_sigma": torch.from_numpy(summary.log_sigma).float(),
     }
-    for target in TARGETS:
-        tensors[f"{target}.value"] = torch.from_numpy(summary.log_value[target]).float()
-        tensors[f"{target}.members"] = torch.from_numpy(summary.members[target]).float()
-        tensors[f"{target}.log_sigma"] = torch.from_numpy(summary.log_sigma[target]).float()
     card = {
         "weights": weights,
         "device_ids": device_ids,
@@ -69,7 +64,7 @@ def drawn(runs: Iterable[Run], *, seed: int = 0) -> set[int]:
     """Indices of at most STEPS_A_SETTING runs of each setting; whole steps alone."""
     by_setting: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        if not run.is_single and run.labels:
+        if not run.is_single and "memory" in run.labels:
             by_setting.setdefault(run.group, []).append(index)
     generator = random.Random(seed)
     return {
@@ -87,8 +82,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     arguments = parser.parse_args()
     folder = files("perfguard_models") / "weights"
-    trained = read_trained(folder / "guardnet.safetensors", folder / "guardnet.json", "guardnet")
-    backend = GpuBackend(trained)
+    names = MemoryForest.name, TwoClocks.name
+    memory, time = (read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in names)
+    backend = GpuBackend(memory, time)
     runs = dataset_of(arguments.tables, ("sums",), cache=arguments.cache, most_operators=_MOST_OPERATORS).runs
     chosen = drawn(runs)
     wanted = {_key_of(runs[index]) for index in chosen}
@@ -96,7 +92,7 @@ def main() -> None:
     for run, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
         raws[_key_of(run)] = run.gpu, backend.predict(graph.as_batch(), resolve_device(run.gpu))
     command = f"python -m perfguard_training.summary {' '.join(['TABLE'] * len(arguments.tables))} --out DIR"
-    print(write_summary(arguments.out / NAME, summary_of(raws.values()), trained.card["sha256"], command), end="")
+    print(write_summary(arguments.out / NAME, summary_of(raws.values()), memory.card["sha256"], command), end="")
 
 
 def _key_of(run: Run) -> tuple[object, ...]:

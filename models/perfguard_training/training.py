@@ -55,7 +55,9 @@ def train_and_write(
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
         raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
     started = time.monotonic()
-    runs, found = predictions(tables, {name: settings}, ["family", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators)
+    runs, found = predictions(
+        tables, {name: settings}, ["family", "source", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators
+    )
     learner = kind(**settings)
     checkpoint = cache / f"{name}.checkpoint"
     learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
@@ -63,6 +65,7 @@ def train_and_write(
     card = {
         "version": 1,
         "trained_devices": sorted({run.gpu for run in own}),
+        "timed": sorted({run.timed_as for run in own if "time" in run.labels}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in own).items())),
         "left_out": dataset.rejections(),
         "command": _command(name, settings, len(tables), most_operators),
