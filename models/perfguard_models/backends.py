@@ -51,6 +51,8 @@ _KERNELS = 1.0
 """Standard deviation of the factors of single kinds of kernels, in standard deviations of the residual."""
 _TRUST, _MOST_TRUST = 3.0, 0.5
 """Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
+_TRAINED_HALF = "amp-fp16"
+"""The half precision of the training rows of compiled steps."""
 _TRUST_IN_MACHINE = 2.0
 """How far the step time of another machine is from the usual one, in units in which _MOST_TRUST is its standard deviation."""
 _SURER = 2.0
@@ -259,7 +261,12 @@ class GpuBackend:
         return np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        return graph.precision != "fp32"
+        """Compiled steps of any GPU count, and both half precisions as one."""
+        own = Setting.of(graph, device)
+        if own.precision != "fp32":
+            own = dataclasses.replace(own, precision=_TRAINED_HALF)
+        setting = own.group.partition(" ")[2]
+        return any(group.partition(" ")[2] == setting for group in self._time.calibration.scale)
 
     def interval_scale(self, target: str) -> float:
         return 1.0

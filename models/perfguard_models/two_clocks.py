@@ -38,12 +38,14 @@ _COMPILED = COLUMNS.index("compiled")
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
 _LOG_INEFFICIENCY = -3.0, 6.0
+_MOST_UNUSUAL = 1.5
+"""Largest log factor of the host that a card's figures stand for: hosts of the tables are apart by a factor of five."""
 _START_S = {"latency": 4e-6, "host": 20e-6, "view": 3e-6, "constant": 200e-6, "copy": 1 / 6e9}
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
 
-_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)])
+_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32)
 """Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are."""
 
 
@@ -119,7 +121,7 @@ class Network(nn.Module):
         inefficiency = self.inefficiency(torch.cat([packed.x, self.name(packed.name)], dim=1))[:, 0].clamp(*_LOG_INEFFICIENCY)
         device = packed.roofline * inefficiency.exp() + self.latency.exp()
         host = self.host.exp()[packed.host][packed.order] + packed.views * self.view.exp()
-        usual = self.usual_host(packed.device)  # new cards are in new machines
+        usual = _MOST_UNUSUAL * torch.tanh(self.usual_host(packed.device) / _MOST_UNUSUAL)  # new cards are in new machines
         return Clocks(
             device[packed.order] * packed.is_launch,
             host * packed.is_launch * (usual + packed.compiled * self.compiled).exp(),
@@ -147,8 +149,8 @@ class TwoClocks:
     def __init__(
         self,
         *,
-        networks: int = 3,
-        epochs: int = 16,
+        networks: int = 2,
+        epochs: int = 14,
         hidden: int = 64,
         learning_rate: float = 1e-2,
         host_sigma: float = 0.5,
@@ -183,6 +185,9 @@ class TwoClocks:
 
     def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats]:
         """:meth:`log_step_s`, and the device's seconds of each launch on a usual machine. Shapes: (5, B), (B, N)."""
+        if not any(len(run.view["order"]) for run in runs):  # nothing is launched
+            constant = float(torch.stack([network.constant.detach() for network in self.networks]).mean())
+            return np.full((len(_MACHINES), len(runs)), constant), np.zeros((len(runs), 0))
         packed = self.pack(runs)
         with torch.inference_mode():
             clocks = [network(packed) for network in self.networks]
@@ -211,7 +216,7 @@ class TwoClocks:
         made = cls(**settings)
         made.scale = tensors["scale"]
         for at in range(settings["networks"]):
-            network, prefix = Network(settings["hidden"]), f"network{at}."
+            network, prefix = Network(settings["hidden"]).float(), f"network{at}."
             network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
             made.networks.append(network.eval())
         return made
@@ -238,8 +243,8 @@ class TwoClocks:
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
-            compiled=torch.tensor(compiled),
-            copied=torch.tensor([float(view["totals"][1]) for view in views]),
+            compiled=torch.tensor(compiled, dtype=torch.float32),
+            copied=torch.tensor([float(view["totals"][1]) for view in views], dtype=torch.float32),
             device=torch.from_numpy(np.stack([view["device"] for view in views])),
         )
 

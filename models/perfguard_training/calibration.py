@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from perfguard.predictor import COVERAGE, HALF_INTERVAL
 from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, difficulty
@@ -23,6 +25,8 @@ class Error(NamedTuple):
     """log(measured / predicted)"""
     spread: float
     """Standard deviation between the predictor's members, in logarithms."""
+    source: str = ""
+    """Who measured the run. Sources weigh the same, whatever their number of runs."""
 
 
 def calibrated(errors: Iterable[Error]) -> Calibration:
@@ -36,17 +40,29 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
     for target, found in by_target.items():
         spreads = sorted(error.spread for error in found if error.spread > 0)  # 0: one member alone could say
         floor[target] = max(spreads[len(spreads) // 2], _LOWEST_FLOOR) if spreads else _LOWEST_FLOOR
-        groups: defaultdict[str, list[float]] = defaultdict(list)
+        groups: defaultdict[str, list[Error]] = defaultdict(list)
         for error in found:
-            groups[error.group].append(abs(error.residual) / difficulty(error.spread, floor[target]))
-        scale |= {f"{target}/{group}": quantile_scale(scores) for group, scores in groups.items() if len(scores) >= _FEWEST}
-        known = [scores for group, scores in groups.items() if group != OPERATOR and not group.startswith(NEW_GPU)]
+            groups[error.group].append(error)
+        scale |= {f"{target}/{group}": _scale_of(own, floor[target]) for group, own in groups.items() if len(own) >= _FEWEST}
+        known = [error for error in found if error.group != OPERATOR and not error.group.startswith(NEW_GPU)]
         if known:
-            scale[target] = quantile_scale([score for scores in known for score in scores])
+            scale[target] = _scale_of(known, floor[target])
     return Calibration(floor, scale)
 
 
-def quantile_scale(scores: list[float]) -> float:
-    """The conformal quantile of the scores, as standard deviations of a normal distribution."""
-    rank = min(len(scores) - 1, math.ceil((len(scores) + 1) * COVERAGE) - 1)
-    return sorted(scores)[rank] / HALF_INTERVAL
+def _scale_of(errors: list[Error], floor: float) -> float:
+    number = Counter(error.source for error in errors)
+    scores = [abs(error.residual) / difficulty(error.spread, floor) for error in errors]
+    return quantile_scale(scores, [1 / number[error.source] for error in errors])
+
+
+def quantile_scale(scores: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """The conformal quantile of the scores, as standard deviations of a normal distribution.
+
+    Weights are those of Tibshirani et al. 2019, "Conformal Prediction Under Covariate Shift", equation 7. A new run weighs as
+    much as a score does on average. By default all weights are equal.
+    """
+    order = np.argsort(scores)
+    weight = np.ones(len(order)) if weights is None else np.asarray(weights)[order] / np.mean(weights)
+    rank = int(np.searchsorted(np.cumsum(weight), (len(order) + 1) * COVERAGE - 1e-9))
+    return float(np.asarray(scores)[order[min(rank, len(order) - 1)]]) / HALF_INTERVAL

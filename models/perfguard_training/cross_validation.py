@@ -30,6 +30,7 @@ def errors_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> 
             on_new_gpu(runs[index].group) if split == "gpu" else runs[index].group,
             runs[index].labels[target] - float(predicted[target][position]),
             float(predicted[f"spread {target}"][position]),
+            runs[index].source,
         )
         for fold, predicted in predictions
         for position, index in enumerate(fold.judge)

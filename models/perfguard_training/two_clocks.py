@@ -58,7 +58,7 @@ class TrainableClocks(TwoClocks):
 
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)
-        network, machines = Network(self.settings["hidden"]), _Machines(sorted({_machine_of(run) for run in runs}))
+        network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({_machine_of(run) for run in runs}))
         constants = [network.host, network.view, network.latency, network.constant, network.copy, network.compiled]
         constants += [*network.usual_host.parameters()]
         slow = {id(parameter) for parameter in constants}

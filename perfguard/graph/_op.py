@@ -50,7 +50,8 @@ class Op(NamedTuple):
     dtype: str
     attributes: Mapping[str, Any]
     """Hyperparameters that decide the kernel. Of a convolution: its shapes, stride, padding, dilation, groups, transposed, and
-    whether the algorithms "winograd" and "fft" are possible. Of a matrix product: "product", (batch, m, n, k). Of any operator:
+    whether the algorithms "winograd" and "fft" are possible. Of a matrix product: "product", (batch, m, n, k). Of a recurrent
+    layer: "steps", the number of time steps in all layers, which depend on one another. Of any operator:
     "views", the number of views made since the operator before. A view launches no kernel, but takes the host's time."""
 
 

@@ -23,7 +23,7 @@ from torch_geometric.data import Batch, Data
 
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph, roofline_s, trace
+from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Prediction, Predictor
 from perfguard.workload import TensorSpec, Workload
@@ -251,25 +251,23 @@ def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool) -> OpGraph:
 
 
 @pytest.mark.parametrize(
-    ("precision", "mode", "benchmark", "knows"),
+    ("gpu", "precision", "mode", "benchmark", "is_trained"),
     [
-        ("fp32", "train", True, {"memory"}),
-        ("amp-fp16", "train", True, {"memory", "time"}),
-        ("amp-fp16", "train", False, {"time"}),
-        ("fp32", "infer", True, {"memory"}),
-        ("fp32", "train", False, set()),
+        ("rtx3090", "amp-fp16", "train", True, True),
+        ("rtx3090", "amp-fp16", "train", False, False),  # memory is the replay's
+        ("a100", "fp32", "train", True, False),
+        ("b200", "amp-bf16", "infer", True, False),
     ],
 )
-def test_on_a_gpu_it_answers_what_the_tables_taught(
-    net: GuardNet, precision: str, mode: str, benchmark: bool, knows: set[str]
+def test_memory_is_the_replay_without_benchmark_mode(
+    net: GuardNet, gpu: str, precision: str, mode: str, benchmark: bool, is_trained: bool
 ) -> None:
-    device = resolve_device("a100")
+    device = resolve_device(gpu)
     graph = on_a_gpu(precision, mode, benchmark=benchmark)
     prediction = net.predict(graph, device)
-    physics = {"memory": graph.reserved_bytes + device.context_bytes, "time": 2 * float(roofline_s(graph, device).sum())}
-    found = {"memory": prediction.peak_memory.median, "time": prediction.step_time.median}
-    assert {name for name in physics if found[name] != pytest.approx(physics[name], rel=1e-3)} == knows
-    assert prediction.trained_on_device == (knows == {"memory", "time"})
+    replay = graph.reserved_bytes + device.context_bytes
+    assert (prediction.peak_memory.median == pytest.approx(replay, rel=1e-3)) == (not benchmark)
+    assert prediction.trained_on_device == is_trained
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
 
 
@@ -302,16 +300,13 @@ def test_a_gpu_that_no_table_had_is_less_sure(net: GuardNet) -> None:
     assert new.step_time.log_sigma > seen.step_time.log_sigma
 
 
-@pytest.mark.parametrize("precision", ["amp-bf16", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", ["train", "infer"])
-@pytest.mark.parametrize("gpu", ["rtx3090", "a100"])
-def test_half_precisions_share_a_roofline_factor(net: GuardNet, precision: str, mode: str, gpu: str) -> None:
+@pytest.mark.parametrize("gpu", ["rtx3090", "a100", "h100"])
+def test_both_half_precisions_take_as_long(net: GuardNet, mode: str, gpu: str) -> None:
     device = resolve_device(gpu)
-    graphs = [on_a_gpu(own, mode, benchmark=True) for own in ("amp-fp16", precision)]
-    seen, other = (net.predict(graph, device).step_time for graph in graphs)
-    factors = [time.median / float(roofline_s(graph, device).sum()) for time, graph in zip((seen, other), graphs, strict=True)]
-    assert factors[1] == pytest.approx(factors[0], rel=0.3)
-    assert other.log_sigma < 0.7
+    for pair in (("amp-fp16", "amp-bf16"), ("fp16", "bf16")):
+        one, other = (net.predict(on_a_gpu(precision, mode, benchmark=True), device).step_time.median for precision in pair)
+        assert other == pytest.approx(one, rel=0.3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp-fp16", "amp-bf16"])

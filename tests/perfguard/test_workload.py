@@ -79,12 +79,17 @@ def test_tf32_is_an_option_of_the_graph_where_it_is_not_the_default(tf32: Any, p
     assert trace(workload).options == options
 
 
-@pytest.mark.parametrize("tf32", ["on", "off"])
-def test_the_shipped_predictor_does_not_yet_tell_tf32_apart(tf32: Any) -> None:
-    usual, other = (
-        predict(Workload(nn.Linear(64, 64), (32, 64), loss=torch.mean, tf32=setting), gpu="a100") for setting in ("default", tf32)
+@pytest.mark.parametrize(("batch_on", "options"), [("host", ()), ("device", ("batch-on-device",))])
+def test_batch_on_the_device_is_an_option_of_the_graph(batch_on: Any, options: Any) -> None:
+    assert trace(Workload(nn.Linear(2, 2), (1, 2), mode="infer", batch_on=batch_on)).options == options
+
+
+def test_products_are_faster_in_tf32() -> None:
+    off, on = (
+        predict(Workload(nn.Linear(4096, 4096), (4096, 4096), loss=torch.mean, tf32=setting), gpu="a100")
+        for setting in ("off", "on")
     )
-    assert (usual.peak_memory, usual.step_time) == (other.peak_memory, other.step_time)
+    assert on.step_time.median < 0.8 * off.step_time.median
 
 
 @pytest.mark.parametrize("shape", [(-1, 3), (2.0, 3), (True,)])

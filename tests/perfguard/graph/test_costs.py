@@ -133,6 +133,12 @@ def test_inplace_operator_reads_and_writes_argument() -> None:
     assert relu.outputs == (graph.ops[0].outputs[0],)
 
 
+def test_views_are_counted_with_the_operator_that_follows() -> None:
+    model = Apply(lambda x: (x.view(8, 4).T + 1).unsqueeze(0).relu())
+    graph = trace(Workload(model, (4, 8), mode="infer"))
+    assert [(op.name, op.attributes) for op in graph.ops] == [("add", {"views": 2}), ("relu", {"views": 1})]
+
+
 def test_views_launch_nothing() -> None:
     model = Apply(lambda x: x.view(8, 4).T.unsqueeze(0).expand(3, -1, -1).detach())
     assert trace(Workload(model, (4, 8), mode="infer")).ops == ()

@@ -30,6 +30,7 @@ def test_one_kernel_each_way_with_flops_by_hand(layer: Callable[..., nn.RNNBase]
     assert one.flops == 2 * steps * batch * weights
     assert two.flops == 2 * one.flops
     assert one.shape == (steps, batch, directions * hidden)
+    assert one.attributes["steps"] == two.attributes["steps"] == steps * 2 * directions
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])

@@ -140,6 +140,12 @@ def test_peak_is_that_of_a_real_loop(wide: str, zero_grad: ZeroGrad, retain: Ret
     assert trace(workload, target="cpu").peak_live_bytes == _loop(model, zero_grad, retain)
 
 
+def test_inference_keeps_the_outputs_of_the_last_batch() -> None:
+    model = nn.Linear(8, 4096)
+    kept, dropped = (trace(Workload(model, (64, 8), mode="infer", retain=retain)) for retain in ("outputs", "nothing"))
+    assert kept.peak_live_bytes == dropped.peak_live_bytes + 64 * 4096 * 4
+
+
 def test_forward_operators_know_their_module() -> None:
     graph = trace(Workload(mlp(), (32, 8), loss=total))
     assert [op.module for op in graph.ops[:4]] == ["0", "1", "2", ""]
