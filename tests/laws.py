@@ -6,20 +6,20 @@ import functools
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_training.dataset import Run, feature_sets
 from perfguard_training.learner import Trainable
 from perfguard_training.registry import learner_class
 
 SMALL: dict[str, dict[str, Any]] = {
-    "guardnet": {"epochs": 4, "trees": 20, "forests": 2},
-    "guardnet-network": {"epochs": 4, "hidden": 16},
+    "memory-forest": {"trees": 20, "forests": 2},
+    "two-clocks": {"networks": 2, "epochs": 20, "hidden": 16},
     "dnnabacus": {"trees": 4},
     "trees": {"trees": 30},
     "trees-no-replay": {"trees": 30},
@@ -51,7 +51,7 @@ def some_runs() -> list[Run]:
             sets = [item.compute(graph.as_batch(), device)[0] for item in feature_sets().values()]
             view = {name: value for features in sets for name, value in features.items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
-            time = float(np.log((view["count"] * view["roofline"]).sum())) + (0.9 if gpu == "t4" else 0.5)
+            time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)
             labels = {"memory": memory, "time": time, "gpu_util": 0.3, "sm_active": -0.4}
             batch = graph.ops[0].shape[0]
             found.append(Run("workload", "", "f", "m", gpu, "infer", "", "s", batch, labels, device.memory_bytes, True, view))

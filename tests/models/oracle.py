@@ -7,7 +7,8 @@ to them to the last bit.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ import numpy.typing as npt
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind
 from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
-from perfguard_models.features.kernel_shapes import STREAMING_KINDS, SUPPORTED_KINDS
 from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
 from perfguard_models.features.step import (
     ABSENT,
@@ -56,19 +56,33 @@ def bytes_by_kind(graph: OpGraph) -> dict[StorageKind, int]:
     return {kind: sum(times_alive(s, at, graph) * s.num_bytes for s in graph.storages if s.kind == kind) for kind in StorageKind}
 
 
+def step_s_by_simulation(host_s: Sequence[float], device_s: Sequence[float]) -> float:
+    """The end of the last operator, where the host launches one after the other and the device computes one at a time."""
+    launched, free = 0.0, 0.0
+    for host, device in zip(host_s, device_s, strict=True):
+        launched += host
+        free = max(free, launched) + device
+    return free
+
+
 def roofline(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
     padding = channel_padding(graph, device)
-    return np.array([_seconds(op, device, *padding[:, index]) for index, op in enumerate(graph.ops)], dtype=np.float64)
+    return np.array([_seconds(graph, op, device, *padding[:, index]) for index, op in enumerate(graph.ops)], dtype=np.float64)
 
 
-def _seconds(op: Op, device: Device, in_blocks: float, out_blocks: float) -> float:
+def _seconds(graph: OpGraph, op: Op, device: Device, in_blocks: float, out_blocks: float) -> float:
+    return max(*_parts_of_work(graph, op, device, in_blocks, out_blocks), device.launch_overhead_s)
+
+
+def _parts_of_work(graph: OpGraph, op: Op, device: Device, in_blocks: float, out_blocks: float) -> tuple[float, float]:
+    """Seconds of arithmetic and of traffic."""
     flops = float(op.flops) * (math.sqrt(in_blocks * out_blocks) if device.kind == "cpu" else 1.0)
     arithmetic = "fp32"
     if op.kind in MATRIX_KINDS:
         by_dtype = {"float16": "fp16", "bfloat16": "bf16"}
-        arithmetic = by_dtype.get(op.dtype, "tf32" if op.kind in (*_CONVOLUTIONS, "rnn") else "fp32")
+        arithmetic = by_dtype.get(op.dtype, "tf32" if op.kind in in_tf32(graph) else "fp32")
     traffic_s = float(op.bytes_read + op.bytes_written) / device.bandwidth_bytes_per_s
-    return max(flops / device.flops_per_s(arithmetic), traffic_s, device.launch_overhead_s)
+    return flops / device.flops_per_s(arithmetic), traffic_s
 
 
 def channel_padding(graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
@@ -436,34 +450,58 @@ def _operator_sizes(op: Op) -> tuple[int, ...]:
     )
 
 
-def kernel_shapes(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
-    names = {name: index for index, name in enumerate(NAMES)}
-    counts: Counter[tuple[float, ...]] = Counter()
-    for op, seconds in zip(graph.ops, roofline(graph, device).tolist(), strict=True):
-        product = op.attributes.get("product")
-        kind = _taught_kind(op.name, op.kind, product)
-        columns = op.shape[-1] if op.shape else 1
-        size = product if product else (math.prod(op.shape[:-1]), columns, 0, 0)
-        counts[(kind, names.get(op.name, len(NAMES)), *size, op.bytes_read + op.bytes_written, seconds)] += 1
-    rows = np.array(list(counts), dtype=np.float64).reshape(len(counts), 8)
+def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+    """One operator after the other; equal ones have one row, that of the first."""
+    ops, known = graph.ops, {name: index for index, name in enumerate(NAMES)}
+    compute, roofline_s = work(graph, device)
+    sizes = _sizes(ops, roofline_s, device)
+    sizes[:, SIZES.index("log_compute_s")] = np.log(np.maximum(compute * 1e6, 1e-4))
+    x = np.concatenate([sizes, _flags(graph, roofline_s, device), _surroundings(graph)], axis=1).astype(np.float16)
+    base, live = graph.reserved_bytes + device.context_bytes, live_bytes(graph)[1:]
+    keys = [(x[at].tobytes(), op.name if op.name in known else "", op.kind) for at, op in enumerate(ops)]
+    members: dict[Any, list[int]] = {}
+    for at, key in enumerate(keys):
+        members.setdefault(key, []).append(at)
+    first = [some[0] for some in members.values()]
+    own = [_switches(graph, op) for op in ops]
+    row_of = {key: row for row, key in enumerate(members)}
     return {
-        "kernel_kind": rows[:, 0].astype(np.int16),
-        "kernel_name": rows[:, 1].astype(np.int16),
-        "kernel_size": rows[:, 2:6],
-        "kernel_bytes": rows[:, 6],
-        "kernel_roofline": rows[:, 7],
-        "kernel_count": np.array(list(counts.values()), dtype=np.float64),
+        "x": np.concatenate([x, np.array(own, dtype=np.float16).reshape(len(ops), 3)], axis=1)[first],
+        "name": np.array([known.get(ops[at].name, len(NAMES)) for at in first], dtype=np.int16),
+        "host": np.array([KIND_INDEX[ops[at].kind] * len(Phase) + ops[at].phase for at in first], dtype=np.int16),
+        "roofline": roofline_s[first].astype(np.float32),
+        "live": np.array([max(live[at] / base for at in some) for some in members.values()], dtype=np.float32),
+        "order": np.array([row_of[key] for key in keys], dtype=np.int32),
+        "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
+        "totals": np.array([math.log(base), _copied_bytes(graph)]),
     }
 
 
-def _taught_kind(name: str, kind: str, product: Any) -> int:
-    if product:
-        return SUPPORTED_KINDS.index("linear" if product[0] == 1 else "bmm")
-    if name == "_softmax":
-        return SUPPORTED_KINDS.index("softmax")
-    if name == "native_layer_norm":
-        return SUPPORTED_KINDS.index("norm")
-    return SUPPORTED_KINDS.index("pointwise") if kind in STREAMING_KINDS else len(SUPPORTED_KINDS)
+def work(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Seconds of each operator's arithmetic, and of its arithmetic or traffic without a launch."""
+    padding = channel_padding(graph, device)
+    parts = [_parts_of_work(graph, op, device, *padding[:, at]) for at, op in enumerate(graph.ops)]
+    return np.array([part[0] for part in parts], dtype=np.float64), np.array(
+        [max(*part, 1e-7) for part in parts], dtype=np.float64
+    )
+
+
+def _switches(graph: OpGraph, op: Op) -> tuple[bool, bool, bool]:
+    half = op.dtype in ("float16", "bfloat16")
+    return op.kind in in_tf32(graph) and not half, op.dtype == "bfloat16", "cudnn_benchmark" in graph.options
+
+
+def in_tf32(graph: OpGraph) -> tuple[str, ...]:
+    """Kinds that compute float32 in TF32."""
+    if "no-tf32" in graph.options:
+        return ()
+    return tuple(MATRIX_KINDS) if "tf32" in graph.options else (*_CONVOLUTIONS, "rnn")
+
+
+def _copied_bytes(graph: OpGraph) -> float:
+    if "batch-on-device" in graph.options:
+        return 0.0
+    return float(sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.INPUT))
 
 
 def graph_features(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

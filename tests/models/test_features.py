@@ -15,7 +15,7 @@ from perfguard.devices import resolve_device
 from perfguard.graph import GraphBatch, OpGraph, TraceCache, batch_roofline_s, trace
 from perfguard.workload import Workload
 from perfguard_models.features.graph import graph_features
-from perfguard_models.features.kernel_shapes import kernel_shapes
+from perfguard_models.features.launches import launches
 from perfguard_models.features.operators import operator_features
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.trained import FEATURE_SETS
@@ -55,7 +55,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
 def assert_equal_to_oracle(graphs: GraphBatch) -> None:
     for device in map(resolve_device, DEVICES):
         seconds, steps = batch_roofline_s(graphs, device), step_features(graphs, device)
-        operators, shapes = operator_features(graphs, device), kernel_shapes(graphs, device)
+        operators, launched = operator_features(graphs, device), launches(graphs, device)
         of_network = graph_features(graphs, device)
         assert steps.dtype == np.float32
         for at, graph in enumerate(graphs):
@@ -65,7 +65,17 @@ def assert_equal_to_oracle(graphs: GraphBatch) -> None:
             x, columns = oracle.graph_features(graph, device)
             assert (of_network.x[at].tolist(), of_network.globals[at].tolist()) == (x.tolist(), columns.tolist())
             assert_same(operators[at], oracle.operator_features(graph, device), beside=("device",))
-            assert_same(shapes[at], oracle.kernel_shapes(graph, device), beside=("card",))
+            expected_launches = oracle.launches(graph, device)
+            # Rows may come in any order: that of a hash. The oracle has that of the first launch.
+            assert_same(by_first_launch(launched[at]), expected_launches, beside=("device",))
+
+
+def by_first_launch(view: dict[str, Any]) -> dict[str, Any]:
+    """The launches with rows in the order of their first launch."""
+    _, first = np.unique(view["order"], return_index=True)
+    rows = np.argsort(first)
+    moved = {key: view[key][rows] for key in ("x", "name", "host", "roofline", "live")}
+    return view | moved | {"order": np.argsort(rows)[view["order"]].astype(view["order"].dtype)}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], *, beside: tuple[str, ...]) -> None:
@@ -114,6 +124,25 @@ def many_graphs(network: str, mode: Any) -> list[OpGraph]:
 )
 def test_batch_of_64_equals_oracle(network: str, mode: str) -> None:
     assert_equal_to_oracle(GraphBatch.of(many_graphs(network, mode)))
+
+
+@pytest.mark.parametrize("network", ["convolutions", "sequences"])
+@pytest.mark.parametrize(
+    "switches",
+    [{"tf32": "on"}, {"tf32": "off", "batch_on": "device"}, {"tf32": "default", "cudnn_benchmark": True}, {"compiled": True}],
+)
+def test_launches_under_switches_equal_oracle(network: str, switches: dict[str, Any]) -> None:
+    make, sample = NETWORKS[network]
+    workload = Workload(make(), (4, *sample), loss=lambda output: output.float().sum(), **switches)
+    assert_equal_to_oracle(trace(workload).as_batch())
+
+
+def test_launches_have_views_and_copied_bytes() -> None:
+    # Else the oracle would be compared on zeros alone.
+    (view,) = launches(many_graphs("sequences", "infer")[0].as_batch(), resolve_device("a100"))
+    assert view["views"].max() > 0
+    assert view["totals"][1] > 0
+    assert len(view["x"]) < len(view["order"])  # blocks repeat
 
 
 def test_stored_and_inference_features_equal_oracle() -> None:

@@ -14,7 +14,7 @@ from perfguard.exceptions import TableError
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_training import graphs
 from perfguard_training.dataset import Dataset, Run, dataset_of, folds
-from perfguard_training.ensemble import bracketed
+from perfguard_training.memory_forest import bracketed
 from tests import zoo
 
 needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
@@ -66,7 +66,7 @@ def operators(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(table: Path, operators: Path, cache: Path) -> Dataset:
-    return dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
+    return dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
 
 
 @needs_timm
@@ -94,7 +94,7 @@ def test_what_was_traced_and_seen_is_found_again(
         raise AssertionError("traced again")
 
     monkeypatch.setattr(graphs, "_trace", fail)
-    again = dataset_of([table, operators], ("sums", "operators", "layers"), cache=cache, jobs=1)
+    again = dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
     assert again.rejected == dataset.rejected
     for first, second in zip(dataset.runs, again.runs, strict=True):
         assert first._replace(view={}) == second._replace(view={})
@@ -106,9 +106,9 @@ def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
     for run in dataset.runs:
         for name, values in run.view.items():
             assert np.isfinite(values.astype(np.float64)).all(), name
-        assert run.view["count"].min() >= 1
         assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
-        total = float((run.view["count"] * run.view["roofline"]).sum())
+        launch_s = resolve_device(run.gpu).launch_overhead_s
+        total = float(np.maximum(run.view["roofline"][run.view["order"]], launch_s).sum())
         assert total == pytest.approx(math.exp(run.view["sums"][STEP_FEATURES.index("log_roofline")]), rel=1e-3)
 
 
@@ -127,8 +127,37 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
         assert made == folds(runs, split, number=2)
         if split != "random":
             assert all(not names(fold.learn, split) & names(fold.judge, split) for fold in made)
-    with pytest.raises(ValueError, match="'family', 'gpu' or 'random'"):
+    with pytest.raises(ValueError, match="'family', 'source', 'gpu' or 'random'"):
         folds(runs, "model")
+
+
+def run_from(source: str, gpu: str = "t4") -> Run:
+    return Run("run", source, "f", "m", gpu, "train", "fp32 nchw", "s", 8, {"time": 0.0}, 10**10, True, {})
+
+
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_each_source_and_gpu_is_held_out_once(split: str) -> None:
+    names = [f"{split}-{at}" for at in range(7) for _ in range(at + 1)]
+    runs = [run_from(name) if split == "source" else run_from("", name) for name in names]
+    made = folds(runs, split)
+    assert len(made) == 5  # seven names in five parts
+    assert sorted(index for fold in made for index in fold.judge) == list(range(len(runs)))
+    for fold in made:
+        learnt, judged = ({names[index] for index in indices} for indices in (fold.learn, fold.judge))
+        assert learnt | judged == set(names)
+        assert not learnt & judged
+        assert fold.name == f"without {', '.join(sorted(judged))}"
+
+
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_few_names_have_a_fold_each(split: str) -> None:
+    runs = [run_from(name, name) for name in ("a", "b", "b", "c")]
+    assert {fold.name for fold in folds(runs, split)} == {"without a", "without b", "without c"}
+
+
+@pytest.mark.parametrize("split", ["family", "source", "gpu"])
+def test_one_name_alone_makes_no_fold(split: str) -> None:
+    assert folds([run_from("a")] * 30, split) == []
 
 
 @needs_timm

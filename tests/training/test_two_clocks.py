@@ -1,0 +1,117 @@
+"""The two clocks learn a world that follows them: real graphs, and times by a formula that a loop computes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from perfguard.devices import resolve_device
+from perfguard_models.calibration import Calibration
+from perfguard_models.features.launches import launches
+from perfguard_models.learner import Arrays
+from perfguard_models.trained import read_trained, write_trained
+from perfguard_training.dataset import Run
+from perfguard_training.leaderboard import label_of
+from perfguard_training.two_clocks import TrainableClocks
+from tests.laws import graph_of
+from tests.models.oracle import step_s_by_simulation
+
+GPUS = ("a100-pcie-40gb", "t4", "rtx3090")
+HOST_S, VIEW_S, LATENCY_S, CONSTANT_S, COPY_S_PER_BYTE = 25e-6, 3e-6, 5e-6, 150e-6, 1 / 8e9
+CONVOLUTION, OTHER = 3.0, 1.5
+"""Times over the roofline."""
+
+
+def step_s(view: Arrays, *, host: float = 1.0) -> float:
+    """Seconds of a step on a machine whose host takes ``host`` times as long as usual."""
+    device_s = [
+        LATENCY_S + (CONVOLUTION if view["name"][row] == 0 else OTHER) * float(view["roofline"][row]) for row in view["order"]
+    ]
+    host_s = [host * (HOST_S + VIEW_S * int(views)) for views in view["views"]]
+    return host * CONSTANT_S + float(view["totals"][1]) * COPY_S_PER_BYTE + step_s_by_simulation(host_s, device_s)
+
+
+@functools.cache
+def views() -> list[tuple[str, int, Arrays]]:
+    """Steps from small ones, of which the host is the bound, to large ones, of which the device is."""
+    found = []
+    for width in (8, 32, 128):
+        for depth in (1, 2, 4):
+            for batch in (2, 8, 32, 128, 512, 2048):
+                graph = graph_of(width, depth, batch)
+                found += [(gpu, batch, launches(graph.as_batch(), resolve_device(gpu))[0]) for gpu in GPUS]
+    return found
+
+
+def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0) -> Run:
+    labels = {"time": math.log(step_s(view, host=host))}
+    return Run("run", source, "f", "m", gpu, "infer", "fp32 nchw", "s", batch, labels, 10**10, True, view)
+
+
+def is_held_out(batch: int) -> bool:
+    return batch in (32, 512)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return [run("a", *one) for one in views()]
+
+
+@pytest.fixture(scope="module")
+def learner(runs: list[Run]) -> TrainableClocks:
+    made = TrainableClocks(networks=1, epochs=60, hidden=32)
+    made.fit([one for one in runs if not is_held_out(one.batch_size)])
+    return made
+
+
+def errors(learner: TrainableClocks, runs: list[Run]) -> npt.NDArray[np.float64]:
+    return np.asarray(np.abs(np.exp(learner.predict(runs)["time"] - np.array([one.labels["time"] for one in runs])) - 1))
+
+
+def test_the_world_has_steps_bound_by_host_and_by_device(runs: list[Run]) -> None:
+    slower = [math.log(step_s(one.view, host=2.0)) - one.labels["time"] for one in runs]
+    assert sum(more > 0.9 * math.log(2) for more in slower) >= len(runs) / 4
+    assert sum(more < 0.1 * math.log(2) for more in slower) >= len(runs) / 8
+
+
+def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableClocks, runs: list[Run]) -> None:
+    of_held_out = errors(learner, [one for one in runs if is_held_out(one.batch_size)])
+    assert np.median(of_held_out) < 0.01
+    assert of_held_out.mean() < 0.02
+
+
+def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableClocks, runs: list[Run]) -> None:
+    usual, slow_host, *_ = learner.log_step_s(runs)
+    expected = [math.log(step_s(one.view, host=math.exp(0.5))) - one.labels["time"] for one in runs]
+    np.testing.assert_allclose(slow_host - usual, expected, atol=0.05)
+
+
+def test_weights_are_read_as_they_were_written(learner: TrainableClocks, runs: list[Run], tmp_path: Path) -> None:
+    card = {"version": 1, "trained_devices": sorted(GPUS), "timed": []}
+    write_trained(tmp_path / "w", "two-clocks", learner, card, Calibration({"time": 0.05}, {"time": 1.5}))
+    again = read_trained(tmp_path / "w.safetensors", tmp_path / "w.json", "w").learner
+    assert again.state()[1] == learner.state()[1]
+    np.testing.assert_array_equal(again.predict(runs)["time"], learner.predict(runs)["time"])
+
+
+def test_a_source_with_a_slow_host_is_learnt_as_one() -> None:
+    """Two laboratories measured the same steps. One has a host that takes twice as long."""
+    runs = [run(source, *one, host) for one in views() if one[0] == "t4" for source, host in (("fast", 1.0), ("slow", 2.0))]
+    learner = TrainableClocks(networks=1, epochs=40, hidden=16)
+    learner.fit(runs)
+    fast, slow = (learner.machines.factor[learner.machines.index[f"{source} t4"]].tolist() for source in ("fast", "slow"))
+    assert slow[0] - fast[0] == pytest.approx(math.log(2), abs=0.1)
+    assert abs(slow[1] - fast[1]) < 0.05  # the cards are alike
+    says = learner.predict(runs)["time"]
+    np.testing.assert_array_equal(says[::2], says[1::2])  # when serving, no machine is known
+
+
+def test_runs_are_reported_by_source(runs: list[Run]) -> None:
+    of_b = runs[0]._replace(source="b/lab")
+    assert label_of(of_b) == "b/lab"
+    assert label_of(of_b._replace(table="transformer")) == "transformers infer"
