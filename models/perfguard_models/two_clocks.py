@@ -82,7 +82,7 @@ class Clocks(NamedTuple):
         """
         host, device = machine[..., :1].exp(), machine[..., 1:].exp()
         path = (self.host_s * host).cumsum(1) + (self.device_s * device).flip(1).cumsum(1).flip(1)
-        longest = path.amax(1)
+        longest = path.amax(1) if path.shape[1] else path.sum(1)  # a step without operators has no path
         if smooth:
             temperature = _SHARPNESS * longest.detach()[:, None]
             closed = torch.where(is_launch > 0, path / temperature, -1e9)

@@ -20,7 +20,7 @@ from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_training import registry
 from perfguard_training.calibration import Error, calibrated
 from perfguard_training.dataset import Run
-from perfguard_training.learner import Epochs
+from perfguard_training.learner import Epochs, Trainable
 from perfguard_training.memory_forest import TrainableMemory
 from perfguard_training.registry import NAMES, learner_class, source_of
 from tests.laws import fitted, some_runs
@@ -57,7 +57,8 @@ def test_learner_state_is_complete_after_training(name: str, runs: list[Run]) ->
 
 @pytest.mark.parametrize(("name", "targets"), [("memory-forest", ["memory"]), ("trees", ["memory", "time"])])
 def test_physics_with_a_constant_is_learnt_closely(name: str, targets: list[str], runs: list[Run]) -> None:
-    learner = learner_class(name)(trees=300)
+    kind: Any = learner_class(name)
+    learner: Trainable = kind(trees=300)
     learner.fit(runs)
     predicted = learner.predict(runs)
     for target in targets:

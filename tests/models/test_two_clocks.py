@@ -1,0 +1,189 @@
+"""Laws of the two clocks with the shipped weights. None depends on exact times, which change with each training."""
+
+from __future__ import annotations
+
+import functools
+import math
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from perfguard import OpGraph, Workload, resolve_device, trace
+from perfguard_models.learner import Step
+from perfguard_models.trained import read_trained, steps_of
+from perfguard_models.two_clocks import Clocks, TwoClocks, batches_of
+from tests.models.oracle import step_s_by_simulation
+
+CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
+TOLERANCE = 1e-4
+"""Of logarithms: sums of single precision over hundreds of launches."""
+
+
+@functools.cache
+def shipped() -> TwoClocks:
+    folder = files("perfguard_models") / "weights"
+    learner = read_trained(folder / "two-clocks.safetensors", folder / "two-clocks.json", "two-clocks").learner
+    assert isinstance(learner, TwoClocks)
+    return learner
+
+
+def convolutional(width: int, depth: int) -> tuple[nn.Module, tuple[int, ...]]:
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(depth):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)), (3, 32, 32)
+
+
+def transformer(width: int, depth: int) -> tuple[nn.Module, tuple[int, ...]]:
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+    return nn.Sequential(nn.Linear(32, width), nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)), (32, 32)
+
+
+NETWORKS = {"convolutional": convolutional, "transformer": transformer}
+
+
+@functools.cache
+def graph_of(network: str, *, batch: int = 32, width: int = 128, depth: int = 2, **fields: Any) -> OpGraph:
+    with torch.device("meta"):
+        model, sample = NETWORKS[network](width, depth)
+    return trace(Workload(model, (batch, *sample), loss=lambda y: y.float().mean(), **fields))
+
+
+def step_of(graph: OpGraph, card: str) -> Step:
+    return steps_of(shipped(), graph.as_batch(), resolve_device(card))[0]
+
+
+def log_step_s(graph: OpGraph, card: str) -> npt.NDArray[np.float64]:
+    """On a usual machine, with a slower host, a faster one, a slower device, a faster one. Shape: (5,)."""
+    return shipped().log_step_s([step_of(graph, card)])[:, 0]
+
+
+# Laws of the weights
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_more_batch_never_costs_less(network: str, card: str) -> None:
+    times = [log_step_s(graph_of(network, batch=2**power), card)[0] for power in range(0, 14, 2)]
+    assert np.diff(times).min() >= -TOLERANCE
+    assert times[-1] - times[0] > math.log(2)
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("batch", [2, 512])
+def test_more_layers_never_cost_less(network: str, card: str, batch: int) -> None:
+    times = [log_step_s(graph_of(network, batch=batch, depth=depth), card)[0] for depth in (1, 2, 4, 8)]
+    assert np.diff(times).min() > 0
+
+
+@pytest.mark.parametrize("batch", [4, 256])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_tf32_is_not_slower_on_an_a100(network: str, batch: int) -> None:
+    on, off = (log_step_s(graph_of(network, batch=batch, width=512, tf32=tf32), "a100")[0] for tf32 in ("on", "off"))
+    assert on <= off + TOLERANCE
+    if batch == 256:
+        assert on < off - 0.1  # products are what takes the time
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_slow_host_slows_small_steps_and_hardly_large_ones(network: str, card: str) -> None:
+    small, large = graph_of(network, batch=2, width=32), graph_of(network, batch=1024, width=512)
+    for graph, least, most in ((small, 0.4, 0.5 + TOLERANCE), (large, 0.0, 0.1)):
+        usual, slow_host, fast_host, slow_device, fast_device = log_step_s(graph, card)
+        assert least <= slow_host - usual <= most
+        assert fast_host <= usual <= slow_host
+        assert fast_device <= usual <= slow_device
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("batch", [2, 512])
+def test_batch_on_the_device_is_not_slower(network: str, card: str, batch: int) -> None:
+    on_host, on_device = (log_step_s(graph_of(network, batch=batch, batch_on=place), card)[0] for place in ("host", "device"))
+    assert on_device < on_host
+
+
+# The computation
+
+
+def clocks_of(host_s: list[list[float]], device_s: list[list[float]]) -> tuple[Clocks, torch.Tensor]:
+    """Steps of different lengths, padded. With 100 and 7 microseconds before the first launch."""
+    longest = max(map(len, host_s))
+    padded = [torch.tensor([row + [0.0] * (longest - len(row)) for row in rows]) for rows in (host_s, device_s)]
+    is_launch = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in host_s])
+    return Clocks(padded[1], padded[0], torch.full((len(host_s),), 100e-6), torch.full((len(host_s),), 7e-6)), is_launch
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_step_time_equals_simulation(seed: int) -> None:
+    """The device starts an operator when it is launched and the one before has ended."""
+    random = np.random.default_rng(seed)
+    host_s, device_s = (
+        [(10.0 ** random.uniform(-6, -3, size=length)).tolist() for length in (1, 2, 7, 50, 200)] for _ in range(2)
+    )
+    clocks, is_launch = clocks_of(host_s, device_s)
+    machines = torch.from_numpy(random.normal(0, 0.5, size=(5, 2))).float()
+    found = clocks.log_step_s(is_launch, machines).exp()
+    for at, (host, device) in enumerate(machines.exp().tolist()):
+        ends = step_s_by_simulation([host * one for one in host_s[at]], [device * one for one in device_s[at]])
+        assert float(found[at]) == pytest.approx(ends + 100e-6 * host + 7e-6, rel=1e-5)
+
+
+def test_smooth_step_time_is_near_and_above() -> None:
+    random = np.random.default_rng(0)
+    times = [(10.0 ** random.uniform(-6, -3, size=length)).tolist() for length in (1, 20, 200)]
+    clocks, is_launch = clocks_of(times, times[:])
+    hard, smooth = (clocks.log_step_s(is_launch, torch.zeros(2), smooth=smooth) for smooth in (False, True))
+    assert (smooth >= hard - 1e-6).all()
+    assert (smooth - hard).max() < 0.12  # 0.02 log(200)
+    assert float(smooth[0]) == pytest.approx(float(hard[0]), abs=1e-6)  # of one launch there is one path
+
+
+def test_step_in_a_batch_equals_step_alone() -> None:
+    """Padding is no launch."""
+    steps = [
+        step_of(graph_of(network, batch=batch, depth=depth), card)
+        for network, batch, depth, card in (
+            ("convolutional", 2, 1, "a100"), ("transformer", 512, 8, "t4"), ("transformer", 2, 1, "h100-sxm-80gb"),
+        )
+    ]  # fmt: skip
+    times, op_s = shipped().clocks(steps)
+    for at, step in enumerate(steps):
+        alone, op_s_alone = shipped().clocks([step])
+        np.testing.assert_allclose(times[:, at], alone[:, 0], atol=1e-5)
+        length = op_s_alone.shape[1]
+        np.testing.assert_allclose(op_s[at, :length], op_s_alone[0], rtol=1e-4)
+        assert not op_s[at, length:].any()
+
+
+def test_members_are_machines_and_the_first_is_predicted() -> None:
+    steps = [step_of(graph_of("convolutional", batch=batch), "a100") for batch in (2, 512)]
+    parts = shipped().parts(steps)
+    np.testing.assert_allclose([part["time"] for part in parts], shipped().log_step_s(steps), atol=1e-5)
+    np.testing.assert_array_equal(shipped().predict(steps)["time"], parts[0]["time"])
+    assert np.isnan(parts[0]["memory"]).all()
+
+
+def test_batches_hold_every_run_and_few_launches() -> None:
+    step = step_of(graph_of("transformer", batch=2, depth=8), "a100")
+    launches = len(step.view["order"])
+    found = list(batches_of([step] * 500, range(500)))
+    assert [index for batch in found for index in batch] == list(range(500))
+    assert max(map(len, found)) * launches <= 40_000 < (max(map(len, found)) + 1) * launches
+
+
+def test_step_without_operators_has_a_time() -> None:
+    """A network may do nothing. The host still takes its constant time."""
+    graph = trace(Workload(nn.Identity(), (2, 3), mode="infer"))
+    assert not graph.ops
+    alone = log_step_s(graph, "a100")
+    assert np.isfinite(alone).all()
+    steps = [step_of(graph, "a100"), step_of(graph_of("convolutional"), "a100")]
+    np.testing.assert_allclose(shipped().log_step_s(steps)[:, 0], alone, atol=1e-5)
