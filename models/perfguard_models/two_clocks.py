@@ -6,10 +6,10 @@ is the longest of all paths that follow the host to some launch and the device f
     t = c + m + max over i of ( h_1 + ... + h_i + d_i + ... + d_n )
 
 A device time d_i is the operator's roofline times a learnt inefficiency, plus a latency. A host time h_i is a learnt cost of the
-operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the
-batch to the device. A machine multiplies all host times by one number and all device times
-by another one. This is the critical path of Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model
-Training on GPUs" (arXiv 2201.07821), section IV, in closed form.
+operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the batch
+to the device. A machine multiplies all host times by one number and all device times by another one. This is the critical path of
+Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821),
+section IV, in closed form.
 
 Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.
 """
@@ -244,7 +244,7 @@ class TwoClocks:
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
             compiled=torch.tensor(compiled, dtype=torch.float32),
-            copied=torch.tensor([float(view["totals"][1]) for view in views], dtype=torch.float32),
+            copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
             device=torch.from_numpy(np.stack([view["device"] for view in views])),
         )
 

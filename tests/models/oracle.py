@@ -457,7 +457,6 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     sizes = _sizes(ops, roofline_s, device)
     sizes[:, SIZES.index("log_compute_s")] = np.log(np.maximum(compute * 1e6, 1e-4))
     x = np.concatenate([sizes, _flags(graph, roofline_s, device), _surroundings(graph)], axis=1).astype(np.float16)
-    base, live = graph.reserved_bytes + device.context_bytes, live_bytes(graph)[1:]
     keys = [(x[at].tobytes(), op.name if op.name in known else "", op.kind) for at, op in enumerate(ops)]
     members: dict[Any, list[int]] = {}
     for at, key in enumerate(keys):
@@ -470,10 +469,9 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
         "name": np.array([known.get(ops[at].name, len(NAMES)) for at in first], dtype=np.int16),
         "host": np.array([KIND_INDEX[ops[at].kind] * len(Phase) + ops[at].phase for at in first], dtype=np.int16),
         "roofline": roofline_s[first].astype(np.float32),
-        "live": np.array([max(live[at] / base for at in some) for some in members.values()], dtype=np.float32),
         "order": np.array([row_of[key] for key in keys], dtype=np.int32),
         "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
-        "totals": np.array([math.log(base), _copied_bytes(graph)]),
+        "copied": np.array([float(_copied_bytes(graph))]),
     }
 
 

@@ -33,7 +33,7 @@ def step_s(view: Arrays, *, host: float = 1.0) -> float:
         LATENCY_S + (CONVOLUTION if view["name"][row] == 0 else OTHER) * float(view["roofline"][row]) for row in view["order"]
     ]
     host_s = [host * (HOST_S + VIEW_S * int(views)) for views in view["views"]]
-    return host * CONSTANT_S + float(view["totals"][1]) * COPY_S_PER_BYTE + step_s_by_simulation(host_s, device_s)
+    return host * CONSTANT_S + float(view["copied"][0]) * COPY_S_PER_BYTE + step_s_by_simulation(host_s, device_s)
 
 
 @functools.cache

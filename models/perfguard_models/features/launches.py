@@ -16,7 +16,6 @@ import numpy.typing as npt
 from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_work_s, kinds_in_tf32
 from perfguard_models.features import operators
 from perfguard_models.features.convolutions import HALF_DTYPES
-from perfguard_models.features.exact import Floats
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -58,10 +57,9 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
     """Return the launches of each of ``graphs`` on ``device``.
 
     Returns: For each graph: ``x`` (d, len(COLUMNS)); ``name`` (d,), indices into NAMES, or len(NAMES); ``host`` (d,), classes of
-        host cost, below HOST_KINDS; ``roofline`` (d,), seconds of one such operator on the device without a launch; ``live``
-        (d,), the most bytes alive at one of them over the replay's reserved bytes; ``order`` (N,), the row of each launch;
-        ``views`` (N,), views before each launch; ``device`` (len(DEVICE_COLUMNS),); ``totals`` (2,), log bytes of the replay
-        with the context, and the bytes of the batch that the host copies.
+        host cost, below HOST_KINDS; ``roofline`` (d,), seconds of one such operator on the device without a launch; ``order``
+        (N,), the row of each launch; ``views`` (N,), views before each launch; ``device`` (len(DEVICE_COLUMNS),); ``copied``
+        (1,), bytes of the batch that the host copies to the device.
     """
     skeleton, number = graphs.skeleton, len(graphs)
     fixed = _known_fixed.get(skeleton)
@@ -72,8 +70,6 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
     if len(fixed.recurrent):
         steps = graphs.attribute("steps", ops=fixed.recurrent, length=1)[..., 0]
         roofline[:, fixed.recurrent] = np.maximum(roofline[:, fixed.recurrent], steps * _DEPENDENT_STEP_S)
-    base = graphs.reserved_bytes + device.context_bytes
-    live = graphs.live_bytes[:, 1:] / base[:, None]
     columns, group = operators.columns_in_order(graphs, device, compute_s, roofline)
     views = np.zeros((number, len(skeleton.ops)), dtype=np.int16)
     views[:, fixed.has_views] = graphs.attribute("views", ops=fixed.has_views, length=1, default=0)[..., 0]
@@ -82,19 +78,16 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
     found = []
     for at in range(number):
         _, first, order = np.unique(group[at], return_index=True, return_inverse=True)
-        most_live = np.zeros(len(first))
-        np.maximum.at(most_live, order, live[at])
         found.append(
             {
                 "x": np.concatenate([columns(at, first), fixed.flags[first]], axis=1),
                 "name": operators.names_of(skeleton)[first],
                 "host": fixed.host[first],
                 "roofline": roofline[at, first].astype(np.float32),
-                "live": most_live.astype(np.float32),
                 "order": order.astype(np.int32),
                 "views": views[at],
                 "device": of_device,
-                "totals": np.array([np.log(base[at]), input_bytes[at]]),
+                "copied": input_bytes[at : at + 1],
             }
         )
     return found
@@ -114,4 +107,4 @@ def device_features(device: Device) -> npt.NDArray[np.float32]:
     return np.log(np.array(values, dtype=np.float32))
 
 
-__all__ = ["COLUMNS", "DEVICE_COLUMNS", "HOST_KINDS", "NAMES", "Floats", "device_features", "launches"]
+__all__ = ["COLUMNS", "DEVICE_COLUMNS", "HOST_KINDS", "NAMES", "device_features", "launches"]
