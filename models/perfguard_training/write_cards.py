@@ -34,8 +34,8 @@ Memory of GPUs other than the A100 was never read: of the RTX 3090 and 4090 it i
 with cuDNN's benchmark mode on."""
 _OF_ALL = "Do not use it to compare GPUs that are not in the list, nor for billing."
 _LIMITS = {
-    "memory-forest": f"""{_OF_MEMORY} With that mode off, convolutional networks need less memory than this says. Utilisation is of
-perceptrons on the A100 alone. Recurrent networks are not in the tables. {_OF_ALL}""",
+    "memory-forest": f"""{_OF_MEMORY} With that mode off, convolutional networks need less memory than this says.
+Utilisation is of perceptrons on the A100 alone. Recurrent networks are not in the tables. {_OF_ALL}""",
     "two-clocks": f"""
 Times are of one GPU. What GPUs send to each other, and waiting for data, are not in them. On most GPUs the networks are those of
 torchvision at small batches; transformers in training were measured on few. A step of small operators takes as long as the host
@@ -43,8 +43,13 @@ needs to launch them, and hosts differ by more than GPUs of one kind do: on anot
 two until some runs are measured there. Recurrent networks are not in the tables. {_OF_ALL}""",
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""
-_LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are of half precision on the RTX 3090 and 4090; of float32 training, of steps on several
-GPUs and of recurrent networks nothing was measured. {_OF_ALL}"""
+_LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are of half precision on the RTX 3090 and 4090. Nothing was measured of float32
+training, of steps on several GPUs, or of recurrent networks. {_OF_ALL}"""
+_HELD_OUT = """
+By family: a predictor that has seen no run of the family. By source and by GPU: one that has seen no run of the source, or on the
+GPU. Mean ± spread over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference);
+coverage and median width of 90% intervals by a calibration on the other folds.
+"""
 
 
 def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
@@ -53,14 +58,8 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
     about = (importlib.import_module(learner.__module__).__doc__ or "").strip()
     lines = [f"# {name}", "", about, "", "## Data", ""]
     lines += _data_lines(card["rows"])
-    lines += ["", *textwrap.wrap(card["left_out"], _WIDTH), "", "## Errors on what was held out", ""]
-    lines += [
-        "By family: a predictor that has seen no run of the family. By source: none of the source. By GPU: none on the GPU."
-    ]
-    lines += [
-        "Mean ± spread over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference);"
-    ]
-    lines += ["coverage and median width of 90% intervals by a calibration on the other folds.", ""]
+    lines += ["", *_wrapped(card["left_out"]), "", "## Errors on what was held out", ""]
+    lines += [*_wrapped(_HELD_OUT), ""]
     lines += ["| split | runs | quantity | rows | mean | median | 90th | coverage | width |", "| --- " * 9 + "|"]
     for line in card["errors"]:
         values = f"{line['mean']:.1%} ± {line['spread']:.1%} | {line['median']:.1%} | {line['p90']:.1%}"
@@ -73,7 +72,7 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
             cells = [_cell(fit[key]) for key in _FITS]
             lines.append(f"| {fit['split']} | {fit['group']} | {' | '.join(cells)} |")
     limits = _LIMITS.get(card["predictor"], _LIMITS_OF_PAPERS)
-    lines += ["", "## What it must not be used for", "", *textwrap.wrap(limits.strip(), _WIDTH), "", "## How it was made", ""]
+    lines += ["", "## What it must not be used for", "", *_wrapped(limits), "", "## How it was made", ""]
     lines += [f"    {card['command']}", "", f"{card['made']} (without folds that were in the cache); {num_bytes / 1e6:.1f} MB."]
     return "\n".join(lines) + "\n"
 
@@ -85,11 +84,15 @@ def _data_lines(rows: dict[str, int]) -> list[str]:
         table, *source, gpu, mode = what.split(" ")
         name = " ".join(source)
         found[_SOURCES.get(name, name), table, mode].append(f"{number:,} on {gpu}")
-    lines = []
-    for (source, table, mode), numbers in found.items():
-        text = f"- {source}; {table}, {mode}: {', '.join(numbers)}"
-        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    return lines
+    return [
+        line
+        for (source, table, mode), numbers in found.items()
+        for line in _wrapped(f"- {source}; {table}, {mode}: {', '.join(numbers)}", indent="  ")
+    ]
+
+
+def _wrapped(text: str, *, indent: str = "") -> list[str]:
+    return textwrap.wrap(text.strip(), _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _cell(value: float | int | None) -> str:
