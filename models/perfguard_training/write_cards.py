@@ -40,7 +40,7 @@ Utilisation is of perceptrons on the A100 alone. Recurrent networks are not in t
 Times are of one GPU. What GPUs send to each other, and waiting for data, are not in them. On most GPUs the networks are those of
 torchvision at small batches; transformers in training were measured on few. A step of small operators takes as long as the host
 needs to launch them, and hosts differ by more than GPUs of one kind do: on another machine such a step can be off by a factor of
-two until some runs are measured there. Recurrent networks are not in the tables. {_OF_ALL}""",
+two or more until some runs are measured there. Recurrent networks are not in the tables. {_OF_ALL}""",
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""
 _LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are of half precision on the RTX 3090 and 4090. Nothing was measured of float32
