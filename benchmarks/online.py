@@ -2,12 +2,13 @@
 
     python benchmarks/online.py TABLE... --cache .perfguard-cache [--rows 400] [--seeds 3] [--only NAME]
 
-For each scenario GuardNet is trained without the rows in question (three minutes, kept in the cache). What it then answers for
-their graphs, as it would be served, is streamed through the product's own loop: predict, widen, log, teach
-(`perfguard.learning.LogSync`), and every 25 rows an update by `OnlineTrainer`. Each row is predicted before it is learnt; beside
-the stream a fixed set of other rows, from anywhere in the table, is judged now and then. "Weights that know the like" have
-learnt from four fifths of all rows (the random split). The intervals' widths before anything was learnt are those of the
-shipped calibration, less the groups that were left out.
+For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
+cache: the forests of memory, or the two clocks. What GuardNet then answers for their graphs, as it would be served, is streamed
+through the product's own loop: predict, widen, log, teach (`perfguard.learning.LogSync`), and every 25 rows an update by
+`OnlineTrainer`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
+table, is judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The
+intervals' widths before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of
+single operators are passed over, because GuardNet does not learn from them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
-import json
 import math
 import random
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -40,17 +41,20 @@ from perfguard.store import MeasurementStore
 from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
+from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, read_trained, write_trained
+from perfguard_models.two_clocks import TwoClocks
 from perfguard_training.dataset import Run, dataset_of, graphs_of
-from perfguard_training.ensemble import TrainableEnsemble
 from perfguard_training.leaderboard import predictions
 from perfguard_training.learner import identity_of
-from perfguard_training.registry import source_of
+from perfguard_training.registry import learner_class, source_of
 from perfguard_training.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
-MOST_OPERATORS = 30_000
+LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": TwoClocks.name}
+"""GuardNet's weights for GPUs, by quantity."""
+WEIGHTS = files("perfguard_models") / "weights"
 CHECKPOINTS = (0, 5, 20, 50, 100, 200, 400, 800)
 UPDATE_EVERY = 25
 MOST_KNOWN = 200
@@ -133,7 +137,7 @@ class HeldOut:
         return 1.0
 
     def summary(self, device: Device, target: str) -> Summary:
-        return self._summary.of(self._rows[0].run.gpu, target)
+        return self._summary.of(self._rows[0].run.gpu) if target == "memory" else NOTHING
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
         (graph,) = graphs
@@ -276,31 +280,43 @@ def judge(
 
 
 def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> FittedModel:
-    """GuardNet's weights for GPUs, fitted to ``runs`` but for what they must not see."""
-    seen = [run for run in runs if not scenario.is_unseen(run)]
-    identity = hashlib.sha256(f"{identity_of('guardnet', {}, seen)} {source_of('guardnet')}".encode()).hexdigest()[:16]
+    """GuardNet's weights for the scenario's quantity, fitted to ``runs`` but for what they must not see."""
+    name = LEARNERS[scenario.target]
+    kind = learner_class(name)
+    seen = [run for run in runs if run.table in kind.tables and not scenario.is_unseen(run)]
+    identity = hashlib.sha256(f"{identity_of(name, {}, seen)} {source_of(name)}".encode()).hexdigest()[:16]
     place = cache / "online" / f"{re.sub(r'[^A-Za-z0-9]+', '-', scenario.name.split(',')[0])}-{identity}"
     if not place.with_suffix(".json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        learner = TrainableEnsemble()
-        learner.fit(seen)
-        shipped = json.loads((files("perfguard_models") / "weights" / "guardnet.json").read_text())["calibration"]
+        learner = kind()
+        learner.fit(seen, checkpoint=place.with_suffix(".checkpoint"))
+        calibration = shipped_weights(name).calibration
         gone = {run.group for run in runs} - {run.group for run in seen}
-        scale = {name: value for name, value in shipped["scale"].items() if name.partition("/")[2] not in gone}
-        card = {"version": 1, "trained_devices": sorted({run.gpu for run in seen})}
-        write_trained(place, "guardnet", learner, card, Calibration(shipped["floor"], scale))
-    return read_trained(place.with_suffix(".safetensors"), place.with_suffix(".json"), "guardnet")
+        scale = {group: value for group, value in calibration.scale.items() if group.partition("/")[2] not in gone}
+        card = {
+            "version": 1,
+            "trained_devices": sorted({run.gpu for run in seen}),
+            "timed": sorted({run.timed_as for run in seen if "time" in run.labels}),
+        }
+        write_trained(place, name, learner, card, Calibration(calibration.floor, scale))
+    return read_trained(place.with_suffix(".safetensors"), place.with_suffix(".json"), name)
+
+
+def shipped_weights(name: str) -> FittedModel:
+    """Shipped weights."""
+    return read_trained(WEIGHTS / f"{name}.safetensors", WEIGHTS / f"{name}.json", name)
 
 
 def streamed_of(
     scenario: Scenario, tables: Sequence[Path], runs: Sequence[Run], by_all: dict[Key, dict[str, float]], cache: Path
 ) -> Streamed:
     """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
-    net = GuardNet({"cuda": GpuBackend(weights_without(scenario, runs, cache))})
+    weights: dict[Target, FittedModel] = {target: shipped_weights(name) for target, name in LEARNERS.items()}
+    weights[scenario.target] = weights_without(scenario, runs, cache)
+    net = GuardNet({"cuda": GpuBackend(weights["memory"], weights["time"])})
     own = [run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels]
     gpus = {run.gpu for run in own}
     seen = [run for run in runs if run.gpu in gpus and not scenario.is_unseen(run) and scenario.target in run.labels]
-    seen = [run for run in seen if run.table != "operator"]
     for_summary = {key_of(seen[index]) for index in drawn(seen)}
     rest = sorted({key_of(run) for run in seen} - for_summary, key=str)
     for_judging = set(random.Random(0).sample(rest, min(len(rest), MOST_KNOWN)))
@@ -328,13 +344,13 @@ def key_of(run: Run) -> Key:
 
 def said_by_all(tables: Sequence[Path], cache: Path) -> dict[Key, dict[str, float]]:
     """What weights that know the like say of the rows that they have not seen themselves."""
-    runs, found = predictions(tables, {"guardnet": {}}, ["random"], cache=cache, most_operators=MOST_OPERATORS)
-    return {
-        key_of(runs[index]): {target: float(predicted[target][position]) for target in TARGETS}
-        for judged in found.values()
-        for fold, predicted in judged
-        for position, index in enumerate(fold.judge)
-    }
+    runs, found = predictions(tables, {name: {} for name in LEARNERS.values()}, ["random"], cache=cache, most_operators=0)
+    said: defaultdict[Key, dict[str, float]] = defaultdict(dict)
+    for target, name in LEARNERS.items():
+        for fold, predicted in found.get(("random", name), []):
+            for position, index in enumerate(fold.judge):
+                said[key_of(runs[index])][target] = float(predicted[target][position])
+    return said
 
 
 def main() -> None:
@@ -350,8 +366,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{datetime.date.today()}, {arguments.seeds} orders of up to {arguments.rows} rows")
     by_all = said_by_all(arguments.tables, arguments.cache)
-    views = TrainableEnsemble.views
-    runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=MOST_OPERATORS).runs
+    views = tuple(view for name in LEARNERS.values() for view in learner_class(name).views)
+    runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=0).runs
     found = []
     for scenario in SCENARIOS:
         if arguments.only in scenario.name:

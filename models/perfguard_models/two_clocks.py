@@ -105,6 +105,7 @@ class Network(nn.Module):
             nn.Linear(hidden, 1),
         )
         last = self.inefficiency[-1]
+        assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, 0.7)
         self.host = nn.Parameter(torch.full((HOST_KINDS,), math.log(_START_S["host"])))

@@ -1,9 +1,9 @@
 """All predictors on the same rows, each evaluated on rows that it was not fitted to.
 
-Splits are by family, by GPU and at random. In each fold every predictor learns from the same runs and is evaluated on the same
-others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of memory and
-time, and the share of failed runs that would have been caught. It also has the accuracy on which of two neighbouring batches
-fails.
+Splits are by family, by source, by GPU and at random. In each fold every predictor learns from the same runs and is evaluated on
+the same others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of
+memory and time, and the share of failed runs that would have been caught. It also has the accuracy on which of two neighbouring
+batches fails.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def predictions(
     Args:
         tables: tables of runs. Any kind that can be learnt from.
         predictors: names and settings.
-        splits: names of splits. Known are "family", "gpu" and "random".
+        splits: names of splits. Known are "family", "source", "gpu" and "random".
         cache: a folder for graphs, views and predictions.
         jobs: processes.
         most_operators: rows of an operator table that are taken.
     """
-    views = [learner_class(name).views for name in predictors]
-    runs = dataset_of(tables, views[0], cache=cache, jobs=jobs, most_operators=most_operators).runs
+    first = learner_class(next(iter(predictors))).views
+    runs = dataset_of(tables, first, cache=cache, jobs=jobs, most_operators=most_operators).runs
     work = [
         Job(name, tuple(sorted(settings.items())), split, own)
         for split in splits

@@ -1,4 +1,4 @@
-"""One predictor from tables to weights: evaluated on folds by family and by GPU, then fitted to all rows.
+"""One predictor from tables to weights: evaluated on folds by family, source and GPU, then fitted to all rows.
 
 The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
 """
@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from perfguard.exceptions import ConfigurationError, TableError
+from perfguard_models.learner import Learner
 from perfguard_models.trained import write_trained
 from perfguard_training.calibration import calibrated
 from perfguard_training.cross_validation import errors_of
-from perfguard_training.dataset import dataset_of, feature_sets
+from perfguard_training.dataset import Run, dataset_of, feature_sets
 from perfguard_training.leaderboard import entries, fit_scores, predictions, rounded
 from perfguard_training.learner import OnEpoch
 from perfguard_training.registry import learner_class
@@ -62,11 +65,12 @@ def train_and_write(
     checkpoint = cache / f"{name}.checkpoint"
     learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
     errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
+    used = _used(learner, own)
     card = {
         "version": 1,
-        "trained_devices": sorted({run.gpu for run in own}),
-        "timed": sorted({run.timed_as for run in own if "time" in run.labels}),
-        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in own).items())),
+        "trained_devices": sorted({run.gpu for run in used}),
+        "timed": sorted({run.timed_as for run in used if "time" in run.labels}),
+        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
         "command": _command(name, settings, len(tables), most_operators),
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
@@ -80,7 +84,13 @@ def train_and_write(
     for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
         path.unlink()
     size = (out / name).with_suffix(".safetensors").stat().st_size
-    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(own)} rows. {dataset.rejections()}"
+    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
+
+
+def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:
+    """The runs that ``learner`` learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
+    targets = {target for target, values in learner.predict(runs[:_FEWEST_RUNS]).items() if np.isfinite(values).any()}
+    return [run for run in runs if "memory" in targets or not targets.isdisjoint(run.labels)]
 
 
 def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from perfguard_models.two_clocks import Network, TwoClocks, columns_of
+from perfguard_models.two_clocks import Clocks, Network, TwoClocks, columns_of
 from perfguard_training.dataset import Run
 from perfguard_training.learner import Epochs, OnEpoch, identity_of
 
@@ -86,7 +86,7 @@ class TrainableClocks(TwoClocks):
                 loss = (nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none") * own).mean()
                 loss = loss + self._prior(machines) * _NOISE**2 / len(runs)
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
@@ -101,11 +101,12 @@ class TrainableClocks(TwoClocks):
         of_run = machines.factor[[machines.index[_machine_of(run)] for run in runs]]
         packed = self.pack(runs)
         measured = torch.tensor([run.labels["time"] for run in runs])
-        return network(packed).log_step_s(packed.is_launch, of_run, smooth=True) - measured
+        clocks: Clocks = network(packed)
+        return clocks.log_step_s(packed.is_launch, of_run, smooth=True) - measured
 
     def _prior(self, machines: _Machines) -> torch.Tensor:
-        host, device = machines.factor[:, 0] / self.settings["host_sigma"], machines.factor[:, 1] / self.settings["device_sigma"]
-        return (host.square() + device.square()).sum() / 2
+        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
+        return (machines.factor / sigma).square().sum() / 2
 
 
 def _seed_of(seed: int, epoch: int) -> int:

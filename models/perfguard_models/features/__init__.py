@@ -1,7 +1,7 @@
 """Features of a batch of graphs on a device: one module for each set of features.
 
 step            one row for a step. Trees read it.
-operators       one row for each different operator of a step. The operator network reads them.
-kernel_shapes   the shapes of each different operator. Models for cards without measured steps read them.
+operators       one row for each different operator of a step. Launches and the papers' kernels read them.
+launches        the operators of a step in launch order. The two clocks read them.
 graph           columns of operators and of the graph. The graph network for CPUs reads them.
 """
