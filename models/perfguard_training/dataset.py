@@ -16,16 +16,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import OpGraph
+from perfguard.graph import KIND_INDEX, OpGraph, Phase
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
+from perfguard.workload import Layout
 from perfguard_models.calibration import OPERATOR
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Arrays
 from perfguard_models.setting import arithmetic_of
 from perfguard_models.trained import FeatureSet
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     family: str
     model: str
     gpu: str
+    """The id of the device. A table may have another name of it."""
     mode: str
     variant: str
     """Precision, layout and "compiled", for reports by group."""
@@ -73,9 +76,23 @@ class Run(NamedTuple):
         """The group that it is calibrated with, named as :attr:`perfguard_models.setting.Setting.group` names those of graphs."""
         if self.is_single:
             return OPERATOR
-        return f"{self.gpu} {self.mode} {self.variant}{' with convolutions' if self.table == 'workload' else ''}"
+        precision, *others = self.variant.split(" ")
+        precision = "fp32" if precision in _ARITHMETIC_OF_FP32 else precision
+        others = [word for word in others if self.has_convolutions or word not in get_args(Layout)]
+        words = [self.gpu, self.mode, precision, *others, *(["with convolutions"] if self.has_convolutions else [])]
+        return " ".join(words)
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether the step has convolutions. Rows of tables other than workloads need launches or sums in their view."""
+        if self.table == "workload":
+            return True
+        if "host" in self.view:
+            return bool((self.view["host"] // len(Phase) == KIND_INDEX["conv"]).any())
+        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("count_conv")] > 0)
 
 
+_ARITHMETIC_OF_FP32 = ("tf32", "no-tf32")
 _FEATURES_OF_PAPERS = "perfguard_papers.served"
 """Imported by name, because the papers' package imports this one."""
 _SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "exact", "operators"))
@@ -250,7 +267,7 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
         source=row.source,
         family=row.family,
         model=row.model,
-        gpu=row.gpu,
+        gpu=resolve_device(row.gpu).id,
         mode=row.mode,
         variant=_variant(row),
         structure=f"{row.structure} {row.framework}",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+from torch import nn
 
+from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.setting import Setting
 from perfguard_training import graphs
-from perfguard_training.dataset import Dataset, Run, dataset_of, folds
+from perfguard_training.dataset import Dataset, Run, dataset_of, feature_sets, folds
 from perfguard_training.memory_forest import bracketed
 from tests import zoo
 
@@ -129,6 +133,30 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
             assert all(not names(fold.learn, split) & names(fold.judge, split) for fold in made)
     with pytest.raises(ValueError, match="'family', 'source', 'gpu' or 'random'"):
         folds(runs, "model")
+
+
+@pytest.mark.parametrize("view", ["launches", "sums"])
+@pytest.mark.parametrize("tf32", ["on", "off", "default"])
+@pytest.mark.parametrize("network", ["conv", "linear"])
+def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", "default"], network: str) -> None:
+    # Else the interval of a graph would never be that of the runs like it, and its time would never be known.
+    device = resolve_device("a100-sxm-40gb/1g.5gb")
+    layers, inputs = {"conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)), "linear": (nn.Linear(8, 8), (2, 8))}[network]
+    graph = trace(Workload(nn.Sequential(layers, nn.ReLU()), inputs, mode="infer", tf32=tf32))
+    features = feature_sets()[view].compute(graph.as_batch(), device)[0]
+    arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
+    run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
+    setting = Setting.of(graph, device)
+    assert run.group == setting.group
+    assert run.timed_as == setting.timed_as
+
+
+def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
+    rows: list[list[object]] = [
+        ["add", gpu, 0.01, "", 4, h, *[""] * 8] for gpu in ("a100", "a100-sxm-40gb/1g.5gb") for h in (8, 9)
+    ]
+    runs = dataset_of([write(tmp_path / "t.csv", OPERATORS, rows)], "sums", cache=tmp_path, jobs=1).runs
+    assert [run.gpu for run in runs] == ["a100-pcie-40gb"] * 2 + ["a100-sxm-40gb:1g.5gb"] * 2
 
 
 def run_from(source: str, gpu: str = "t4") -> Run:
