@@ -186,9 +186,6 @@ class TwoClocks:
 
     def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats]:
         """:meth:`log_step_s`, and the device's seconds of each launch on a usual machine. Shapes: (5, B), (B, N)."""
-        if not any(len(run.view["order"]) for run in runs):  # nothing is launched
-            constant = float(torch.stack([network.constant.detach() for network in self.networks]).mean())
-            return np.full((len(_MACHINES), len(runs)), constant), np.zeros((len(runs), 0))
         packed = self.pack(runs)
         with torch.inference_mode():
             clocks = [network(packed) for network in self.networks]

@@ -479,9 +479,9 @@ def work(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float64], npt.N
     """Seconds of each operator's arithmetic, and of its arithmetic or traffic without a launch."""
     padding = channel_padding(graph, device)
     parts = [_parts_of_work(graph, op, device, *padding[:, at]) for at, op in enumerate(graph.ops)]
-    return np.array([part[0] for part in parts], dtype=np.float64), np.array(
-        [max(*part, 1e-7) for part in parts], dtype=np.float64
-    )
+    least = [max(1e-7, 10e-6 * op.attributes.get("steps", 0)) for op in graph.ops]
+    longest = [max(*part, floor) for part, floor in zip(parts, least, strict=True)]
+    return np.array([part[0] for part in parts], dtype=np.float64), np.array(longest, dtype=np.float64)
 
 
 def _switches(graph: OpGraph, op: Op) -> tuple[bool, bool, bool]:

@@ -137,6 +137,24 @@ def test_launches_under_switches_equal_oracle(network: str, switches: dict[str, 
     assert_equal_to_oracle(trace(workload).as_batch())
 
 
+def test_launches_of_recurrent_layers_equal_oracle() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
+            return out
+
+    device = resolve_device("a100")
+    for mode in ("train", "infer"):
+        loss: dict[str, Any] = {"loss": lambda output: output.float().sum()} if mode == "train" else {}
+        graph = trace(Workload(Last(), (4, 50, 16), mode=mode, **loss))
+        assert any(op.attributes.get("steps") == 50 for op in graph.ops)
+        assert_same(by_first_launch(launches(graph.as_batch(), device)[0]), oracle.launches(graph, device), beside=("device",))
+
+
 def test_launches_have_views_and_copied_bytes() -> None:
     # Else the oracle would be compared on zeros alone.
     (view,) = launches(many_graphs("sequences", "infer")[0].as_batch(), resolve_device("a100"))
