@@ -26,7 +26,7 @@ class Error(NamedTuple):
     spread: float
     """Standard deviation between the predictor's members, in logarithms."""
     source: str = ""
-    """Who measured the run. Sources weigh the same, whatever their number of runs."""
+    """Who measured the run. A source of n runs weighs as the square root of n, so that no large one decides alone."""
 
 
 def calibrated(errors: Iterable[Error]) -> Calibration:
@@ -47,13 +47,15 @@ def calibrated(errors: Iterable[Error]) -> Calibration:
         known = [error for error in found if error.group != OPERATOR and not error.group.startswith(NEW_GPU)]
         if known:
             scale[target] = _scale_of(known, floor[target])
+            if (new := f"{target}/{NEW_GPU}") in scale:  # its machine is as unknown as that of a new source
+                scale[new] = max(scale[new], scale[target])
     return Calibration(floor, scale)
 
 
 def _scale_of(errors: list[Error], floor: float) -> float:
     number = Counter(error.source for error in errors)
     scores = [abs(error.residual) / difficulty(error.spread, floor) for error in errors]
-    return quantile_scale(scores, [1 / number[error.source] for error in errors])
+    return quantile_scale(scores, [number[error.source] ** -0.5 for error in errors])
 
 
 def quantile_scale(scores: Sequence[float], weights: Sequence[float] | None = None) -> float:
