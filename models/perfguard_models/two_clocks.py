@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 _LAUNCHES_A_BATCH = 40_000
 _EMBEDDING = 8
-_COMPILED = COLUMNS.index("compiled")
+_COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
 _LOG_INEFFICIENCY = -3.0, 6.0
 _MOST_UNUSUAL = 1.5
 """Largest log factor of the host that a card's figures stand for: hosts of the tables are apart by a factor of five."""
-_START_S = {"latency": 4e-6, "host": 20e-6, "view": 3e-6, "constant": 200e-6, "copy": 1 / 6e9}
+_START_S = {"latency": 4e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
+_START_CONSTANT_S = 200e-6, 400e-6
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
@@ -60,6 +61,7 @@ class Packed(NamedTuple):
     is_launch: torch.Tensor  # shape: (B, N), 0 beyond the end of a step
     views: torch.Tensor  # shape: (B, N)
     compiled: torch.Tensor  # shape: (B, 1), 0 or 1
+    train: torch.Tensor  # shape: (B,), 0 or 1
     copied: torch.Tensor  # shape: (B,), bytes
     device: torch.Tensor  # shape: (B, len(DEVICE_COLUMNS))
 
@@ -109,13 +111,19 @@ class Network(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, 0.7)
         self.host = nn.Parameter(torch.full((HOST_KINDS,), math.log(_START_S["host"])))
-        self.view, self.latency, self.constant, self.copy = (
-            nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "constant", "copy")
+        self.view, self.latency, self.copy = (
+            nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "copy")
         )
+        self.constant = nn.Parameter(torch.tensor(_START_CONSTANT_S).log())  # of inference and of training
         self.compiled = nn.Parameter(torch.zeros(()))
         self.usual_host = nn.Linear(len(DEVICE_COLUMNS), 1)
         nn.init.zeros_(self.usual_host.weight)
         nn.init.zeros_(self.usual_host.bias)
+
+    @property
+    def host_prior(self) -> torch.Tensor:
+        """Squared distance of the host's costs from where learning starts. Rare kinds stay there. Shape: ()."""
+        return (self.host - math.log(_START_S["host"])).square().sum()
 
     def forward(self, packed: Packed) -> Clocks:
         """The clocks of ``packed``."""
@@ -126,7 +134,7 @@ class Network(nn.Module):
         return Clocks(
             device[packed.order] * packed.is_launch,
             host * packed.is_launch * (usual + packed.compiled * self.compiled).exp(),
-            (self.constant + usual[:, 0]).exp(),
+            (self.constant[packed.train] + usual[:, 0]).exp(),
             packed.copied * self.copy.exp(),
         )
 
@@ -232,7 +240,7 @@ class TwoClocks:
             is_launch[at, :length] = 1
         x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
         joined = {key: torch.from_numpy(np.concatenate([view[key] for view in views])) for key in ("name", "host", "roofline")}
-        compiled = [[float(view["x"][0, _COMPILED]) if len(view["x"]) else 0.0] for view in views]
+        flags = np.array([view["x"][0, [_COMPILED, _TRAIN]] if len(view["x"]) else (0, 0) for view in views], dtype=np.float32)
         return Packed(
             x=((x - self.scale[0]) / self.scale[1]).clamp(-_FARTHEST, _FARTHEST),
             name=joined["name"].long(),
@@ -241,7 +249,8 @@ class TwoClocks:
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
-            compiled=torch.tensor(compiled, dtype=torch.float32),
+            compiled=torch.from_numpy(flags[:, :1]),
+            train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
             device=torch.from_numpy(np.stack([view["device"] for view in views])),
         )

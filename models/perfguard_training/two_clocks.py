@@ -25,6 +25,9 @@ _LAUNCHES_A_BATCH = 40_000
 _HUBER = 0.2
 _NOISE = 0.1
 """Standard deviation of log times beside which the priors of machines are weighed."""
+_HOST_PRIOR = 1e-4
+"""Weight of the prior of the host's costs. Without it the loss and its softmax, once in each step, took what all steps have
+in common. Then a network with many softmaxes was far too slow."""
 _MACHINE_RATE = 2e-2
 _WEIGHT_DECAY = 1e-2
 _ROWS_FOR_SCALE = 400
@@ -84,7 +87,7 @@ class TrainableClocks(TwoClocks):
                 error = self._errors(network, machines, some)
                 own = weight[batch]
                 loss = (nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none") * own).mean()
-                loss = loss + self._prior(machines) * _NOISE**2 / len(runs)
+                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.host_prior
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)

@@ -81,8 +81,8 @@ def test_the_world_has_steps_bound_by_host_and_by_device(runs: list[Run]) -> Non
 
 def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableClocks, runs: list[Run]) -> None:
     of_held_out = errors(learner, [one for one in runs if is_held_out(one.batch_size)])
-    assert np.median(of_held_out) < 0.01
-    assert of_held_out.mean() < 0.02
+    assert np.median(of_held_out) < 0.02
+    assert of_held_out.mean() < 0.03
 
 
 def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableClocks, runs: list[Run]) -> None:
