@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HOST_KINDS, NAMES
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 
@@ -110,7 +111,8 @@ class Network(nn.Module):
         assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, 0.7)
-        self.host = nn.Parameter(torch.full((HOST_KINDS,), math.log(_START_S["host"])))
+        self.phase = nn.Parameter(torch.full((len(Phase),), math.log(_START_S["host"])))
+        self.kind = nn.Parameter(torch.zeros(HOST_KINDS // len(Phase), len(Phase)))
         self.view, self.latency, self.copy = (
             nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "copy")
         )
@@ -121,15 +123,19 @@ class Network(nn.Module):
         nn.init.zeros_(self.usual_host.bias)
 
     @property
-    def host_prior(self) -> torch.Tensor:
-        """Squared distance of the host's costs from where learning starts. Rare kinds stay there. Shape: ()."""
-        return (self.host - math.log(_START_S["host"])).square().sum()
+    def prior(self) -> torch.Tensor:
+        """Squared distances of kinds from their phase's mean, and ten times those of the constants from their start. Shape: ().
+
+        Rare kinds stay at the mean. What one kind of network has in each step is not taken for the host's constant.
+        """
+        start = torch.tensor(_START_CONSTANT_S).log()
+        return self.kind.square().sum() + 10 * (self.constant - start).square().sum()
 
     def forward(self, packed: Packed) -> Clocks:
         """The clocks of ``packed``."""
         inefficiency = self.inefficiency(torch.cat([packed.x, self.name(packed.name)], dim=1))[:, 0].clamp(*_LOG_INEFFICIENCY)
         device = packed.roofline * inefficiency.exp() + self.latency.exp()
-        host = self.host.exp()[packed.host][packed.order] + packed.views * self.view.exp()
+        host = (self.phase + self.kind).exp().ravel()[packed.host][packed.order] + packed.views * self.view.exp()
         usual = _MOST_UNUSUAL * torch.tanh(self.usual_host(packed.device) / _MOST_UNUSUAL)  # new cards are in new machines
         return Clocks(
             device[packed.order] * packed.is_launch,

@@ -62,7 +62,7 @@ class TrainableClocks(TwoClocks):
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)
         network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({_machine_of(run) for run in runs}))
-        constants = [network.host, network.view, network.latency, network.constant, network.copy, network.compiled]
+        constants = [network.phase, network.kind, network.view, network.latency, network.constant, network.copy, network.compiled]
         constants += [*network.usual_host.parameters()]
         slow = {id(parameter) for parameter in constants}
         weights = [parameter for parameter in network.parameters() if id(parameter) not in slow]
@@ -87,7 +87,7 @@ class TrainableClocks(TwoClocks):
                 error = self._errors(network, machines, some)
                 own = weight[batch]
                 loss = (nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none") * own).mean()
-                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.host_prior
+                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)

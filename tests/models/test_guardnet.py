@@ -219,7 +219,7 @@ def test_a_prediction_adds_up(net: GuardNet, device: Device) -> None:
 @pytest.mark.parametrize("device", [CPU, resolve_device("a100")], ids=lambda device: device.id)
 def test_network_without_operators_takes_little_time(net: GuardNet, device: Device) -> None:
     prediction = net.predict(trace(Workload(nn.Identity(), (2, 3), mode="infer"), target=device), device)
-    assert prediction.step_time.median < 1e-3
+    assert prediction.step_time.median < 5e-3  # the host's constant
     assert prediction.peak_memory.median < device.memory_bytes
 
 

@@ -180,7 +180,7 @@ def test_what_a_row_says_is_what_runs() -> None:
     assert isinstance(model, nn.Module)
     workload = row.workload(model)
     assert (workload.accumulation, workload.layout, workload.ddp) == (3, "nhwc", True)
-    assert workload.options == ("cudnn_benchmark", "compiled", "ddp", "no-tf32")
+    assert workload.options == ("cudnn_benchmark", "compiled", "ddp", "batch-on-device", "no-tf32")
     assert "fused_optimizer_" in {op.name for op in graph_of(row).ops}
 
 

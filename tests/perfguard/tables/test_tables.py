@@ -112,7 +112,7 @@ def test_a_row_says_what_ran() -> None:
     row = workload_row(ROW | {"precision": "amp-fp16", "layout": "nhwc", "compiled": "True"})
     workload = row.workload(Tiny())
     assert (workload.inputs, workload.precision, workload.layout) == ((8, 3, 32, 32), "amp-fp16", "nhwc")
-    assert workload.options == ("cudnn_benchmark", "compiled")
+    assert workload.options == ("cudnn_benchmark", "compiled", "batch-on-device")
     assert workload_row(ROW | {"mode": "infer"}).workload(Tiny()).loss is None
 
 
