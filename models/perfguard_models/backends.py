@@ -93,7 +93,7 @@ class RawPrediction(NamedTuple):
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     time_shares: torch.Tensor  # shape: (C, f), see `time_shares_of`
     alternatives: dict[str, torch.Tensor]
-    """Distances of physics and of the members from the value. Shapes: (C, e)"""
+    """Distances of physics, and for time of machines with a slower host or device, from the value. Shapes: (C, e)"""
     prior: dict[str, ResidualPrior]
     """Prior of the residual on the device, at a scale of 1."""
     prior_scale: dict[str, Floats]

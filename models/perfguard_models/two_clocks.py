@@ -17,7 +17,7 @@ Shapes: B steps, R rows of different operators of all steps together, N launches
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -46,7 +46,6 @@ _START_CONSTANT_S = 200e-6, 400e-6
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
-
 _MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32)
 """Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are."""
 
@@ -185,7 +184,7 @@ class TwoClocks:
         They differ by as much as machines do, so the spread of these members is what is not known of the machine.
         """
         unknown = np.full(len(runs), np.nan)
-        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in range(5)]
+        found: list[Predicted] = [{target: unknown.copy() for target in TARGETS} for _ in _MACHINES]
         for indices in batches_of(runs, range(len(runs))):
             for part, values in zip(found, self.log_step_s([runs[index] for index in indices]), strict=True):
                 part["time"][indices] = values
@@ -268,13 +267,13 @@ def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
     return np.concatenate([x, np.broadcast_to(view["device"], (len(x), len(DEVICE_COLUMNS)))], axis=1)
 
 
-def batches_of(runs: Sequence[Example], order: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of runs in batches whose padded launches are not too many; runs of similar length stand together in ``order``."""
+def batches_of(runs: Sequence[Example], order: Iterable[int], most: float = math.inf) -> Iterator[list[int]]:
+    """Indices of at most ``most`` runs in batches whose padded launches are not too many, in the order of ``order``."""
     chosen: list[int] = []
     longest = 0
     for index in order:
         longest = max(longest, len(runs[index].view["order"]))
-        if chosen and longest * (len(chosen) + 1) > _LAUNCHES_A_BATCH:
+        if len(chosen) == most or (chosen and longest * (len(chosen) + 1) > _LAUNCHES_A_BATCH):
             yield chosen
             chosen, longest = [], len(runs[index].view["order"])
         chosen.append(index)

@@ -26,10 +26,9 @@ from perfguard.exceptions import PerfGuardError
 from perfguard.graph import KIND_INDEX, OpGraph, Phase
 from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
 from perfguard.workload import Layout
-from perfguard_models.calibration import OPERATOR
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Arrays
-from perfguard_models.setting import arithmetic_of
+from perfguard_models.setting import Setting, arithmetic_of
 from perfguard_models.trained import FeatureSet
 from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
 
@@ -67,20 +66,29 @@ class Run(NamedTuple):
         return self.table == "operator"
 
     @property
+    def setting(self) -> Setting:
+        """The setting of the step, as :meth:`Setting.of` finds it for a graph."""
+        arithmetic, *others = self.variant.split(" ")
+        return Setting(
+            device_id=self.gpu,
+            mode=self.mode,
+            precision="fp32" if arithmetic in _ARITHMETIC_OF_FP32 else arithmetic,
+            arithmetic=arithmetic,
+            layout=next((word for word in others if word in get_args(Layout)), "nchw"),
+            compiled="compiled" in others,
+            has_convolutions=self.has_convolutions,
+            is_single=self.is_single,
+        )
+
+    @property
     def timed_as(self) -> str:
-        """Its GPU, mode and arithmetic, as :attr:`perfguard_models.setting.Setting.timed_as` names them."""
-        return f"{self.gpu} {self.mode} {self.variant.partition(' ')[0]}"
+        """See :attr:`perfguard_models.setting.Setting.timed_as`."""
+        return self.setting.timed_as
 
     @property
     def group(self) -> str:
-        """The group that it is calibrated with, named as :attr:`perfguard_models.setting.Setting.group` names those of graphs."""
-        if self.is_single:
-            return OPERATOR
-        precision, *others = self.variant.split(" ")
-        precision = "fp32" if precision in _ARITHMETIC_OF_FP32 else precision
-        others = [word for word in others if self.has_convolutions or word not in get_args(Layout)]
-        words = [self.gpu, self.mode, precision, *others, *(["with convolutions"] if self.has_convolutions else [])]
-        return " ".join(words)
+        """The group that it is calibrated with; see :attr:`perfguard_models.setting.Setting.group`."""
+        return self.setting.group
 
     @property
     def has_convolutions(self) -> bool:

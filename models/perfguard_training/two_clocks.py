@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from perfguard_models.two_clocks import Clocks, Network, TwoClocks, columns_of
+from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of
 from perfguard_training.dataset import Run
 from perfguard_training.learner import Epochs, OnEpoch, identity_of
 
 _RUNS_A_BATCH = 16
-_LAUNCHES_A_BATCH = 40_000
 _HUBER = 0.2
 _NOISE = 0.1
 """Standard deviation of log times beside which the priors of machines are weighed."""
@@ -133,14 +132,8 @@ def _batches(runs: Sequence[Run], seed: int) -> list[list[int]]:
     """Batches of runs of about the same length, in a random order."""
     random_numbers = np.random.default_rng(seed)
     lengths = np.array([len(run.view["order"]) for run in runs])
-    batches: list[list[int]] = [[]]
-    longest = 0
-    for index in np.argsort(lengths + random_numbers.normal(size=len(runs)) * _LENGTHS_APART).tolist():
-        longest = max(longest, int(lengths[index]))
-        if len(batches[-1]) == _RUNS_A_BATCH or (batches[-1] and longest * (len(batches[-1]) + 1) > _LAUNCHES_A_BATCH):
-            batches.append([])
-            longest = int(lengths[index])
-        batches[-1].append(index)
+    order = np.argsort(lengths + random_numbers.normal(size=len(runs)) * _LENGTHS_APART).tolist()
+    batches = list(batches_of(runs, order, _RUNS_A_BATCH))
     random.Random(seed).shuffle(batches)
     return batches
 

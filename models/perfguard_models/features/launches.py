@@ -56,10 +56,15 @@ _known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
 def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
     """Return the launches of each of ``graphs`` on ``device``.
 
-    Returns: For each graph: ``x`` (d, len(COLUMNS)); ``name`` (d,), indices into NAMES, or len(NAMES); ``host`` (d,), classes of
-        host cost, below HOST_KINDS; ``roofline`` (d,), seconds of one such operator on the device without a launch; ``order``
-        (N,), the row of each launch; ``views`` (N,), views before each launch; ``device`` (len(DEVICE_COLUMNS),); ``copied``
-        (1,), bytes of the batch that the host copies to the device.
+    Returns: For each graph a dictionary.
+        ``x`` (d, len(COLUMNS)).
+        ``name`` (d,): indices into NAMES, or len(NAMES).
+        ``host`` (d,): classes of host cost, below HOST_KINDS.
+        ``roofline`` (d,): seconds of one such operator on the device, without a launch.
+        ``order`` (N,): the row of each launch.
+        ``views`` (N,): views before each launch.
+        ``device`` (len(DEVICE_COLUMNS),).
+        ``copied`` (1,): bytes of the batch that the host copies to the device.
     """
     skeleton, number = graphs.skeleton, len(graphs)
     fixed = _known_fixed.get(skeleton)
