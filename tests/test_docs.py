@@ -6,12 +6,12 @@ import importlib
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,8 +43,8 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def run_python(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, printed = run_warm(*arguments, cwd=cwd, timeout_s=800)
+    assert status == 0, printed
 
 
 def test_blocks_are_found_where_they_stand() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from perfguard import trace
+from tests.warm import run_warm
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 QUICKSTART = (str(EXAMPLES / "quickstart.py"), "--trials", "4", "--seed", "51")
@@ -18,11 +16,9 @@ QUICKSTART = (str(EXAMPLES / "quickstart.py"), "--trials", "4", "--seed", "51")
 
 
 def run_example(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two threads on two busy cores take thirty times as long as one
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, printed = run_warm(*arguments, cwd=cwd, timeout_s=240)
+    assert status == 0, printed
+    return printed
 
 
 @pytest.mark.slow
