@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -15,16 +16,19 @@ __all__ = ["postgres", "postgres_url"]
 # and child processes read this when they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_numbers = itertools.count()
+
 settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-models", action="store_true", help="trace every timm model of the coverage list, not a sample")
-    parser.addoption("--fuzz-files", type=int, default=500, help="damaged ONNX files to read (default: 500)")
+    parser.addoption("--fuzz-files", type=int, default=200, help="damaged ONNX files to read (default: 200)")
 
 
 @pytest.fixture(autouse=True)
 def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.mktemp("log") / "perfguard.db"))
+    # Not mktemp, which lists all folders of all tests before it makes another.
+    monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.getbasetemp() / f"log-{next(_numbers)}" / "perfguard.db"))
     monkeypatch.setenv("PERFGUARD_QUIET", "1")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _IMPORTED = ["torch", "torch._meta_registrations", "perfguard.cli", "perfguard_models.guardnet", "perfguard_optuna"]
@@ -23,6 +24,13 @@ def processes() -> ForkServerContext:
     return context
 
 
+def begin(*arguments: str, cwd: Path, printed: Path) -> BaseProcess:
+    """Starts what `run_warm` runs; what it prints to both streams goes to the file ``printed``."""
+    child = processes().Process(target=_as_script, args=(arguments, str(cwd), dict(os.environ), str(printed)))
+    child.start()
+    return child
+
+
 def run_warm(*arguments: str, cwd: Path, timeout_s: float) -> tuple[int, str]:
     """As `python ARGUMENTS` in the folder ``cwd``; the first is a script, or "-m" and the second a module.
 
@@ -30,8 +38,7 @@ def run_warm(*arguments: str, cwd: Path, timeout_s: float) -> tuple[int, str]:
         The exit status, and what was printed to both streams.
     """
     with tempfile.NamedTemporaryFile(mode="r", encoding="utf-8") as printed:
-        child = processes().Process(target=_as_script, args=(arguments, str(cwd), dict(os.environ), printed.name))
-        child.start()
+        child = begin(*arguments, cwd=cwd, printed=Path(printed.name))
         child.join(timeout_s)
         if child.is_alive():
             child.kill()

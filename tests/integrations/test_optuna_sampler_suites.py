@@ -38,16 +38,6 @@ def guarded(make_inner: Callable[[], BaseSampler]) -> Callable[[], BaseSampler]:
     return make
 
 
-class _TPE:
-    @pytest.fixture
-    def sampler(self) -> Callable[[], BaseSampler]:
-        return guarded(TPESampler)
-
-
-class TestTPE(_TPE, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
-    pass
-
-
 class _MultivariateTPE:
     @pytest.fixture
     def sampler(self) -> Callable[[], BaseSampler]:
