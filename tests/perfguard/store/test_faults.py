@@ -51,7 +51,7 @@ def complete_rows(location: object) -> list[str]:
 def test_killed_writers_lose_no_acknowledged_row(tmp_path: Path) -> None:
     """One generation of weights is promoted."""
     path = tmp_path / "log.db"
-    acknowledged = crowd("kill_writers", path, "", 60)
+    acknowledged = crowd("kill_writers", path, "", 100)
     assert len(acknowledged) == len(set(acknowledged)) > 50  # a busy machine writes fewer
     assert set(acknowledged) <= set(complete_rows(path))
     with MeasurementStore(path) as store:
@@ -65,7 +65,7 @@ def test_killed_migration_can_be_done_again(tmp_path: Path, graph: OpGraph) -> N
     """It leaves every row."""
     template = tmp_path / "template.db"
     make_log_of_schema_1(f"sqlite:///{template}", graph, num_rows=2000)
-    found = crowd("kill_migrations", tmp_path / "log.db", template, 20)
+    found = crowd("kill_migrations", tmp_path / "log.db", template, 50)
     assert {line for line, _ in found} == {"2000 1999 ok"}
     assert not all(was_done for _, was_done in found), "every migration was done before it was killed"
 
