@@ -74,7 +74,7 @@ def make_pruner(**options: Any) -> PerfGuardPruner:
 
 def plain_study(inner: BaseSampler, **options: Any) -> optuna.Study:
     pruner = make_pruner(**options)
-    return optuna.create_study(direction="maximize", sampler=PerfGuardSampler(inner, pruner), pruner=pruner)
+    return optuna.create_study(direction="maximize", sampler=PerfGuardSampler(inner, pruner, max_seconds=300), pruner=pruner)
 
 
 def completed(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
@@ -223,7 +223,7 @@ def test_gp_sampler_resumes_a_study_begun_unguarded() -> None:
     study = optuna.create_study(direction="maximize", sampler=RandomSampler(seed=0))
     study.optimize(objective, n_trials=6)
     pruner = make_pruner()
-    study.sampler = PerfGuardSampler(GPSampler(seed=0, n_startup_trials=2, deterministic_objective=True), pruner)
+    study.sampler = PerfGuardSampler(GPSampler(seed=0, n_startup_trials=2, deterministic_objective=True), pruner, max_seconds=300)
     study.pruner = pruner
     study.optimize(objective, n_trials=3)
     assert [trial.constraints for trial in completed(study)] == [{}] * 9
