@@ -150,6 +150,7 @@ def test_brute_force_tries_every_fitting_point() -> None:
     assert len(study.trials) <= 11
 
 
+@pytest.mark.slow
 def test_gp_sampler_learns_from_rejected_proposals() -> None:
     """What it proposes after some trials fits more often than the space does."""
     study = plain_study(GPSampler(seed=1, n_startup_trials=5, deterministic_objective=True))
@@ -218,6 +219,7 @@ def test_resumed_study_knows_its_space(tmp_path: Path) -> None:
     assert len(completed(study)) == before + 5
 
 
+@pytest.mark.slow
 def test_gp_sampler_resumes_a_study_begun_unguarded() -> None:
     """Its first trials carry no constraints, so the later ones carry none either."""
     study = optuna.create_study(direction="maximize", sampler=RandomSampler(seed=0))

@@ -77,6 +77,7 @@ def weights(table_of_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "two-clocks"
 
 
+@pytest.mark.slow
 def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -> None:
     card = json.loads(weights.with_suffix(".json").read_text())
     # Of the A100 there is a row, but without a time.

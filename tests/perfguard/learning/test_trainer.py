@@ -282,6 +282,7 @@ def test_lease_under_contention(postgres_url: str) -> None:
         store.close()
 
 
+@pytest.mark.slow
 def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> None:
     net = fill(log, by_norm)
     assert log.url is not None
