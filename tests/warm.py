@@ -32,7 +32,7 @@ def begin(*arguments: str, cwd: Path, printed: Path) -> BaseProcess:
 
 
 def run_warm(*arguments: str, cwd: Path, timeout_s: float) -> tuple[int, str]:
-    """As `python ARGUMENTS` in the folder ``cwd``; the first is a script, or "-m" and the second a module.
+    """Runs `python ARGUMENTS` in the folder ``cwd``; the first is a script, or "-m" and the second a module.
 
     Returns:
         The exit status, and what was printed to both streams.
