@@ -363,7 +363,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this picture")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     by_all = said_by_all(arguments.tables, arguments.cache)
@@ -380,12 +379,10 @@ def main() -> None:
     show("learning-in-order", ["never seen", *stretches, known], [one.in_order() for one in found], record=arguments.record)
     columns = ["never seen", "before", *(f"after {count}" for count in AFTER[1:]), "all rows; after 100, times", known]
     show("learning-at-random", columns, [one.at_random() for one in found], record=arguments.record)
-    if arguments.plot is not None and found:
-        draw(found, arguments.plot)
 
 
 class Shown(NamedTuple):
-    """A scenario's curves, for the tables and the picture. Errors are means."""
+    """A scenario's curves, for the tables. Errors are means."""
 
     name: str
     means: dict[str, dict[int, float]]
@@ -446,26 +443,6 @@ def shown_of(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Seque
             found = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
             as_they_come = {stretch: (float(before), float(now)) for stretch, (before, now) in found.items()}
     return Shown(scenario.name, means, as_they_come, by_all, times, of_known)
-
-
-def draw(found: Sequence[Shown], path: Path) -> None:
-    """Error over the number of runs that were learnt, a panel for each scenario."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * len(found), 3.4), layout="constrained")
-    for axes, shown in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        for kind, means in shown.means.items():
-            axes.plot(range(len(means)), [100 * mean for mean in means.values()], marker="o", markersize=3, label=kind)
-            axes.set_xticks(range(len(means)), [str(count) for count in means])
-        if math.isfinite(shown.by_all):
-            axes.axhline(100 * shown.by_all, color="black", linestyle=":", label="weights that know the like")
-        axes.set_title(shown.name.replace(", ", ",\n"), fontsize=9)
-        axes.set_xlabel("runs learnt")
-        axes.set_ylim(bottom=0)
-    figure.axes[0].set_ylabel("mean relative error, %")
-    figure.axes[0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
