@@ -120,7 +120,7 @@ class LogSummary(GuardSummary):
                 yield f"median prediction error, {label}", f"{error:.1%}" if error < 1 else f"a factor of {1 + error:.3g}"
 
 
-def record_of_row(row: LoggedDecision, *, limits: Mapping[Quantity, float], device: Device | None) -> TrialRecord:
+def record_of_row(row: LoggedDecision, *, limits: Mapping[str, float], device: Device | None) -> TrialRecord:
     """Return the log's record of a trial.
 
     Args:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import Quantity
 from perfguard.log_summary import LogSummary, record_of_row
 from perfguard.summary import TrialRecord
 from perfguard_ray._ledger import Ledger, ledger_of
@@ -47,7 +46,7 @@ def summarize(search: Any) -> RunSummary:
 def rows_of(ledger: Ledger) -> Sequence[tuple[LoggedDecision, TrialRecord]]:
     """The run's decisions in the log, oldest first, each with its record beside the limits of the run's budget."""
     budget, device = ledger.guard.budget, ledger.guard.device
-    own: Mapping[Quantity, float | None] = {
+    own: Mapping[str, float | None] = {
         "memory": budget.capacity_bytes(device),
         "time": budget.trial_time_s,
         "step_time": budget.step_time_s,
