@@ -20,7 +20,7 @@ class AdviceConfig:
 
     many_refused: float = 0.2
     """Share of the proposals that one limit turned down."""
-    wide_interval: float = 2.0
+    wide_interval: float = 2.5
     """Median ratio of the ends of the 90% intervals."""
     enough_runs: int = 10
     """Measured trials from which on intervals should be narrow and hold."""
@@ -98,7 +98,7 @@ def _refused(report: Report, axes: Sequence[Axis], borders: Mapping[Quantity, Bo
         strongest = next(iter(border.ranked()), None) if border is not None else None
         if border is not None and strongest is not None and strongest[1] >= config.telling_factor:
             name, factor = strongest
-            text += f" {name} changes it most: {_times(factor)} over its range."
+            text += f" {name} changes it most: {times_in_words(factor)} over its range."
             axis = next(axis for axis in axes if axis.name == name)
             crossing = border.crossing(axis)
             if crossing is not None:
@@ -187,8 +187,9 @@ def _trials(number: int) -> str:
     return f"{number:,} trial{'s' if number != 1 else ''}"
 
 
-def _times(factor: float) -> str:
-    return f"{factor:.2g} times" if factor < 1000 else "more than 1,000 times"
+def times_in_words(factor: float) -> str:
+    """A factor in words, for instance "3.4 times"."""
+    return "more than 1,000 times" if factor >= 1000 else f"{factor:.0f} times" if factor >= 10 else f"{factor:.2g} times"
 
 
 def _ended(text: str) -> str:

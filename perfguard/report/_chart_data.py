@@ -10,6 +10,7 @@ from typing import Any
 
 from perfguard.budget import NOUNS, Quantity
 from perfguard.quantities import format_quantity
+from perfguard.report._advice import times_in_words
 from perfguard.report._border import Axis, Border
 from perfguard.report._data import OUTCOMES, Report
 
@@ -60,7 +61,7 @@ def _series(report: Report, quantity: Quantity) -> dict[str, Any]:
         "low": [_positive(low) for low, _ in intervals],
         "high": [_positive(high) for _, high in intervals],
         "measured": [_positive(trial.measured(quantity)) for trial in report.trials],
-        "limit": [_positive(record.limits.get(quantity)) for record in records],
+        "limit": [_positive(record.limits.get(quantity), 12) for record in records],
     }
 
 
@@ -82,9 +83,9 @@ def _border(border: Border) -> dict[str, Any]:
     }
 
 
-def _positive(value: float | None) -> float | None:
-    """Six digits of a value that can stand on a logarithmic axis."""
-    return None if value is None or not math.isfinite(value) or value <= 0 else float(f"{value:.6g}")
+def _positive(value: float | None, num_digits: int = 6) -> float | None:
+    """``num_digits`` digits of a value that can stand on a logarithmic axis."""
+    return None if value is None or not math.isfinite(value) or value <= 0 else float(f"{value:.{num_digits}g}")
 
 
 def _unit_of(quantity: Quantity, values: Sequence[float]) -> tuple[str, float]:
@@ -109,7 +110,7 @@ def border_sentence(border: Border | None, quantity: Quantity) -> str:
     noun = NOUNS[quantity]
     if border is None:
         return f"There are too few trials for a border of {noun}."
-    ranked = [f"{name} ({factor:.2g} times)" for name, factor in border.ranked()[:3]]
+    ranked = [f"{name} ({times_in_words(factor)})" for name, factor in border.ranked()[:3]]
     return (
         f"{noun.capitalize()} depends most on {', '.join(ranked)}, each over its range. A log-linear fit of the predictions "
         f"explains {max(border.r_squared, 0.0):.0%} of their variance, and puts {border.accuracy:.0%} of the trials on the "

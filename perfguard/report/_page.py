@@ -21,7 +21,7 @@ from perfguard import __version__
 from perfguard._optional import why_not_imported
 from perfguard.budget import NOUNS, Quantity, quantity_of
 from perfguard.exceptions import ConfigurationError
-from perfguard.report._advice import advice_of, honest_notes
+from perfguard.report._advice import advice_of, honest_notes, times_in_words
 from perfguard.report._border import Axis, Border, axes_of, fit_border
 from perfguard.report._chart_data import border_sentence, chart_json, comparison_sentence, in_words, learning_rows
 from perfguard.report._data import OUTCOMES, TIMES, Report, ReportTrial
@@ -256,9 +256,8 @@ def _parameters(axes: Sequence[Axis], borders: Mapping[Quantity, Border]) -> str
         cells = [f"<td>{_text(tried)}</td>"]
         for border in borders.values():
             crossing = border.crossing(axis)
-            factor = border.factor(axis.name)
             cells += [
-                f'<td class="number">{f"{factor:.3g}" if factor < 1000 else "> 1,000"} times</td>',
+                f'<td class="number">{times_in_words(border.factor(axis.name))}</td>',
                 f'<td class="number">{"–" if crossing is None else f"{crossing:.4g}"}</td>',
             ]
         rows.append(f'<tr><th scope="row">{_text(axis.name)}</th>{"".join(cells)}</tr>')
