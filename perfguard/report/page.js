@@ -9,14 +9,15 @@ const escaped = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt
 function setUpTable() {
   const body = byId("trials").tBodies[0];
   const rows = [...body.rows];
-  const texts = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
+  const texts = new Map();
+  const textOf = (row) => texts.get(row) ?? texts.set(row, row.textContent.toLowerCase()).get(row);
   const words = byId("words"), outcome = byId("outcome"), shown = byId("shown");
   const filter = () => {
     const wanted = words.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
     let count = 0;
     for (const row of rows) {
       const kind = outcome.value === "" || row.dataset.outcome === outcome.value || (outcome.value === "doubt" && "doubt" in row.dataset);
-      row.hidden = !(kind && wanted.every((word) => texts.get(row).includes(word)));
+      row.hidden = !(kind && wanted.every((word) => textOf(row).includes(word)));
       count += !row.hidden;
     }
     shown.textContent = `${count} of ${rows.length} trials shown`;
@@ -63,7 +64,7 @@ function layout(x, y, more = {}) {
   return {
     paper_bgcolor: color("bg"), plot_bgcolor: color("bg"), font: { family: "system-ui, sans-serif", size: 13, color: color("fg") },
     margin: { l: 60, r: 16, t: 12, b: 48 }, hovermode: "closest", hoverlabel: { align: "left" },
-    legend: { orientation: "h", x: 0, xanchor: "left", y: -0.2, yanchor: "top", font: { color: color("muted") } }, dragmode: false,
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { color: color("muted") } }, dragmode: false,
     ...more, xaxis: { ...axis, ...x }, yaxis: { ...axis, ...y },
   };
 }
@@ -225,7 +226,7 @@ function drawLearning(element) {
   const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: color("muted"), width: 1 } }];
   for (const [index] of data.drifts) shapes.push({ type: "line", x0: index - 0.5, x1: index - 0.5, yref: "paper", y0: 0, y1: 1, line: { color: color("over"), dash: "dot", width: 1.5 } });
   const number = { title: { text: "trials, in their order" }, range: [Math.min(...indices) - 1, Math.max(...indices) + 1] };
-  return [traces, layout(number, logAxis(low, high, "measured / predicted"), { shapes, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: color("muted") } } })];
+  return [traces, layout(number, logAxis(low, high, "measured / predicted"), { shapes })];
 }
 
 const DRAW = { fit: drawFit, border: drawBorder, learning: drawLearning };
