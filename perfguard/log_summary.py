@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perfguard.budget import Quantity, quantity_of
 from perfguard.measure import Measurement
@@ -14,8 +14,6 @@ from perfguard.quantities import format_seconds
 from perfguard.summary import GuardSummary, TrialRecord
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from perfguard.devices import Device
     from perfguard.store import LoggedDecision
 
@@ -47,48 +45,6 @@ class LogSummary(GuardSummary):
     step_time_error: float | None
     """Likewise of the step time."""
 
-    @classmethod
-    def of_rows(
-        cls,
-        rows: Sequence[tuple[LoggedDecision, TrialRecord]],
-        *,
-        study: str,
-        device: str,
-        num_unjudged: int | None = None,
-        num_repeated: int = 0,
-    ) -> Self:
-        """Count logged decisions.
-
-        Args:
-            rows: the decisions, each with its record (:func:`record_of_row`).
-            study: the name of the run.
-            device: the name of the guarded device.
-            num_unjudged: trials that were launched without a verdict, or against it. None: count them in ``rows``.
-            num_repeated: proposals that were turned down from memory, without a row.
-        """
-        launched = [(row, record) for row, record in rows if has_run(row)]
-        pruned = [(row, record) for row, record in rows if not has_run(row)]
-        records = [record for _, record in launched]
-        measured = [record for record in records if is_measured(record)]
-        if num_unjudged is None:
-            num_unjudged = sum(row.action == "prune" or not record.predicted for row, record in launched)
-        return cls.of(
-            records,
-            [record for _, record in pruned],
-            measured,
-            pruned_for=[quantity_of(row.reason) for row, _ in pruned],
-            study=study,
-            device=device,
-            num_unjudged=num_unjudged,
-            num_repeated=num_repeated,
-            num_interrupted=sum(row.status == "interrupted" for row, _ in launched),
-            num_failed=sum(row.status == "failed" for row, _ in launched),
-            not_measured=Counter(record.not_measured for record in records if record.not_measured),
-            launched_s=sum(record.measured.get("time", 0.0) for record in measured) if measured else None,
-            memory_error=_median_error(measured, "memory"),
-            step_time_error=_median_error(measured, "step_time"),
-        )
-
     @property
     def title(self) -> str:
         """Title of the table."""
@@ -118,6 +74,52 @@ class LogSummary(GuardSummary):
         for label, error in (("peak memory", self.memory_error), ("step time", self.step_time_error)):
             if error is not None:
                 yield f"median prediction error, {label}", f"{error:.1%}" if error < 1 else f"a factor of {1 + error:.3g}"
+
+
+Summary = TypeVar("Summary", bound=LogSummary)
+
+
+def summarize_rows(
+    rows: Sequence[tuple[LoggedDecision, TrialRecord]],
+    kind: type[Summary],
+    *,
+    study: str,
+    device: str,
+    num_unjudged: int | None = None,
+    num_repeated: int = 0,
+) -> Summary:
+    """Count logged decisions.
+
+    Args:
+        rows: the decisions, each with its record (:func:`record_of_row`).
+        kind: the class of the summary.
+        study: the name of the run.
+        device: the name of the guarded device.
+        num_unjudged: trials that were launched without a verdict, or against it. None: count them in ``rows``.
+        num_repeated: proposals that were turned down from memory, without a row.
+    """
+    launched = [(row, record) for row, record in rows if has_run(row)]
+    pruned = [(row, record) for row, record in rows if not has_run(row)]
+    records = [record for _, record in launched]
+    measured = [record for record in records if is_measured(record)]
+    if num_unjudged is None:
+        num_unjudged = sum(row.action == "prune" or not record.predicted for row, record in launched)
+    return kind.of(
+        records,
+        [record for _, record in pruned],
+        measured,
+        pruned_for=[quantity_of(row.reason) for row, _ in pruned],
+        study=study,
+        device=device,
+        num_unjudged=num_unjudged,
+        num_repeated=num_repeated,
+        num_interrupted=sum(row.status == "interrupted" for row, _ in launched),
+        num_failed=sum(row.status == "failed" for row, _ in launched),
+        not_measured=Counter(record.not_measured for record in records if record.not_measured),
+        launched_s=sum(record.measured.get("time", 0.0) for record in measured) if measured else None,
+        memory_error=_median_error(measured, "memory"),
+        step_time_error=_median_error(measured, "step_time"),
+    )
 
 
 def record_of_row(row: LoggedDecision, *, limits: Mapping[str, float], device: Device | None) -> TrialRecord:
@@ -182,4 +184,4 @@ def _median_error(measured: Sequence[TrialRecord], quantity: Quantity) -> float 
     return statistics.median(errors) if errors else None
 
 
-__all__ = ["LogSummary", "has_run", "is_measured", "record_of_row"]
+__all__ = ["LogSummary", "has_run", "is_measured", "record_of_row", "summarize_rows"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from perfguard.log_summary import LogSummary, record_of_row
+from perfguard.log_summary import LogSummary, record_of_row, summarize_rows
 from perfguard.summary import TrialRecord
 from perfguard_ray._ledger import Ledger, ledger_of
 
@@ -59,8 +59,9 @@ def rows_of(ledger: Ledger) -> Sequence[tuple[LoggedDecision, TrialRecord]]:
 
 def summary_of(rows: Sequence[tuple[LoggedDecision, TrialRecord]], ledger: Ledger) -> RunSummary:
     """Count the run's decisions and what the ledger knows beside them."""
-    return RunSummary.of_rows(
+    return summarize_rows(
         rows,
+        RunSummary,
         study=ledger.study,
         device=ledger.guard.device.name,
         num_unjudged=ledger.num_unjudged,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from perfguard.budget import Quantity, limits_in
 from perfguard.exceptions import LogError
-from perfguard.log_summary import LogSummary, has_run, is_measured, record_of_row
+from perfguard.log_summary import LogSummary, has_run, is_measured, record_of_row, summarize_rows
 from perfguard.report._data import History, Report, ReportTrial, flat_params
 from perfguard.summary import TrialRecord
 
@@ -51,7 +51,7 @@ def report_of_log(log: MeasurementStore, study: str | None = None) -> Report:
         title=title,
         source=f"measurement log {log.location}",
         device=device,
-        summary=LogSummary.of_rows(rows, study=title, device=device),
+        summary=summarize_rows(rows, LogSummary, study=title, device=device),
         trials=trials_of_rows(rows, doubts),
         history=history,
     )

@@ -116,6 +116,16 @@ def test_what_is_no_storage_is_left_alone(folder: Path, tmp_path: Path) -> None:
     assert (folder / "log.db").read_bytes() == before, "Optuna would make its own tables there"
 
 
+def test_study_without_trials_or_verdicts_has_a_page() -> None:
+    empty = read_report(optuna.create_study(study_name="empty"))
+    assert "No trial has finished yet." in page_of(empty)
+    plain = optuna.create_study(study_name="plain")
+    plain.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+    report = read_report(plain)
+    assert [trial.outcome for trial in report.trials] == ["unguarded"] * 2
+    assert "2 trials ran without a verdict." in page_of(report)
+
+
 def test_log_of_another_study_of_the_same_name_is_not_mixed_in(folder: Path) -> None:
     other = optuna.create_study(study_name="linear")
     other.add_trial(optuna.trial.create_trial(value=0.0, user_attrs={"perfguard:verdict": "launch", "perfguard:reason": "fits"}))
