@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from perfguard.budget import NOUNS, Quantity, quantity_of
 from perfguard.quantities import format_quantity
-from perfguard.report._border import Axis, Border
+from perfguard.report._border import Axis, Border, number_in_words
 from perfguard.report._data import Report, ReportTrial
 
 
@@ -103,7 +103,7 @@ def _refused(report: Report, axes: Sequence[Axis], borders: Mapping[Quantity, Bo
             crossing = border.crossing(axis)
             if crossing is not None:
                 side = "above" if border.slopes[name] > 0 else "below"
-                text += f" With the others at their median, values {side} about {crossing:.3g} do not fit."
+                text += f" With the others at their median, values {side} about {number_in_words(crossing)} do not fit."
             text += " Narrow its range, or raise the budget."
         else:
             text += " Narrow the search space, or raise the budget."

@@ -93,6 +93,11 @@ class Border:
         return axis.value_at(position) if 0.0 < position < 1.0 else None
 
 
+def number_in_words(value: float) -> str:
+    """A number without an exponent where people would write none: 0.05, 20, 13,970."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
 def axes_of(report: Report) -> Sequence[Axis]:
     """The hyperparameters that vary, by name."""
     values: dict[str, list[Any]] = {}

@@ -22,7 +22,9 @@ _UNITS: Mapping[str, Sequence[tuple[str, float]]] = {
 _CLEAR_BORDER = 0.85
 """A border is drawn where it puts at least this share of the trials on the right side."""
 _WINDOWS = 6
-"""Rows of the table of errors over the study."""
+"""Most rows of the table of errors over the study."""
+_LEAST_WINDOW = 5
+"""Measured trials of a row, if there are so many."""
 
 
 def chart_json(report: Report, axes: Sequence[Axis], borders: Mapping[Quantity, Border]) -> str:
@@ -111,8 +113,9 @@ def border_sentence(border: Border | None, quantity: Quantity) -> str:
     if border is None:
         return f"There are too few trials for a border of {noun}."
     ranked = [f"{name} ({times_in_words(factor)})" for name, factor in border.ranked()[:3]]
+    range_ = "each over its range" if len(ranked) > 1 else "over its range"
     return (
-        f"{noun.capitalize()} depends most on {', '.join(ranked)}, each over its range. A log-linear fit of the predictions "
+        f"{noun.capitalize()} depends most on {', '.join(ranked)}, {range_}. A log-linear fit of the predictions "
         f"explains {max(border.r_squared, 0.0):.0%} of their variance, and puts {border.accuracy:.0%} of the trials on the "
         "right side of the budget."
     )
@@ -121,7 +124,7 @@ def border_sentence(border: Border | None, quantity: Quantity) -> str:
 def learning_rows(report: Report, quantity: Quantity) -> list[tuple[str, str, str, str]]:
     """The error over the study: trials, number of measured ones, median error, and how many lie in their interval."""
     known = [index for index, trial in enumerate(report.trials) if trial.is_inside(quantity) is not None]
-    size = max(1, math.ceil(len(known) / _WINDOWS))
+    size = max(_LEAST_WINDOW, math.ceil(len(known) / _WINDOWS))
     rows = []
     for start in range(0, len(known), size):
         window = known[start : start + size]

@@ -22,7 +22,7 @@ from perfguard._optional import why_not_imported
 from perfguard.budget import NOUNS, Quantity, quantity_of
 from perfguard.exceptions import ConfigurationError
 from perfguard.report._advice import advice_of, honest_notes, times_in_words
-from perfguard.report._border import Axis, Border, axes_of, fit_border
+from perfguard.report._border import Axis, Border, axes_of, fit_border, number_in_words
 from perfguard.report._chart_data import border_sentence, chart_json, comparison_sentence, in_words, learning_rows
 from perfguard.report._data import OUTCOMES, TIMES, Report, ReportTrial
 from perfguard.summary import time_in_words
@@ -252,13 +252,13 @@ def _parameters(axes: Sequence[Axis], borders: Mapping[Quantity, Border]) -> str
     rows = []
     order = {name: place for border in [*borders.values()][:1] for place, (name, _) in enumerate(border.ranked())}
     for axis in sorted(axes, key=lambda axis: order[axis.name]):
-        tried = ", ".join(axis.choices) if axis.choices else f"{axis.low:.4g} to {axis.high:.4g}"
+        tried = ", ".join(axis.choices) if axis.choices else f"{number_in_words(axis.low)} to {number_in_words(axis.high)}"
         cells = [f"<td>{_text(tried)}</td>"]
         for border in borders.values():
             crossing = border.crossing(axis)
             cells += [
                 f'<td class="number">{times_in_words(border.factor(axis.name))}</td>',
-                f'<td class="number">{"–" if crossing is None else f"{crossing:.4g}"}</td>',
+                f'<td class="number">{"–" if crossing is None else number_in_words(crossing)}</td>',
             ]
         rows.append(f'<tr><th scope="row">{_text(axis.name)}</th>{"".join(cells)}</tr>')
     return _table("parameters", "What moves the cost, by a log-linear fit of the predictions.", heads, rows)

@@ -225,7 +225,7 @@ function drawLearning(element) {
   ];
   const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: color("muted"), width: 1 } }];
   for (const [index] of data.drifts) shapes.push({ type: "line", x0: index - 0.5, x1: index - 0.5, yref: "paper", y0: 0, y1: 1, line: { color: color("over"), dash: "dot", width: 1.5 } });
-  const number = { title: { text: "trials, in their order" }, range: [Math.min(...indices) - 1, Math.max(...indices) + 1] };
+  const number = { title: { text: "trials, in their order" }, range: [Math.min(...indices) - 0.5, Math.max(...indices) + 0.5] };
   return [traces, layout(number, logAxis(low, high, "measured / predicted"), { shapes })];
 }
 
