@@ -97,8 +97,9 @@ def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike
             report = reader(source, study, store_or_none)
             if report is not None:
                 return report
+    what = "The database" if isinstance(source, str) and "://" in source else repr(source)  # a URL may have a password
     raise ConfigurationError(
-        f"{source!r} is neither a measurement log nor a study that an installed integration can read. "
+        f"{what} is neither a measurement log nor a study that an installed integration can read. "
         "For an Optuna study: pip install 'perfguard[optuna]'."
     )
 
@@ -131,7 +132,7 @@ def tables_in(location: str) -> set[str]:
             return set()
         raise ConfigurationError(f"The database cannot be opened: {error.orig}") from error
     except ArgumentError as error:
-        raise ConfigurationError(f"{location!r} is no URL of a database: {error}") from error
+        raise ConfigurationError(f"That is no URL of a database: {error}") from error
     except (SQLAlchemyError, ImportError) as error:
         raise ConfigurationError(f"The database cannot be opened: {error}") from error
 

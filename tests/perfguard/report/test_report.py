@@ -239,7 +239,7 @@ def test_command_writes_the_report_of_a_log(tmp_path: Path, capsys: pytest.Captu
     [
         (["nowhere.db"], "There is no file 'nowhere.db'"),
         (["sqlite:///nowhere.db"], "There is no database at 'sqlite:///nowhere.db'"),
-        (["no url://"], "is no URL of a database"),
+        (["no url://"], "That is no URL of a database"),
         ([__file__], "neither a measurement log nor a study"),
         ([], "There is no measurement log at"),
     ],
