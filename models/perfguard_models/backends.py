@@ -97,8 +97,8 @@ class ProcessConfig:
 
 PHYSICS, PROCESS = PhysicsConfig(), ProcessConfig()
 GUESSED_PRIOR = ResidualPrior(bias=0.55, linear=0.0, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
-"""A residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two names, are 0.1 to
-2% apart, where the noise is 3 to 11%."""
+"""A residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two names, are
+0.1 to 2% apart, where the noise is 3 to 11%."""
 
 
 class RawPrediction(NamedTuple):
