@@ -12,6 +12,7 @@ from typing import get_args
 from perfguard.cli._collect import add_arguments as add_collect_arguments
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
+from perfguard.cli._report import add_arguments as add_report_arguments
 from perfguard.exceptions import ConfigurationError, PerfGuardError
 from perfguard.predictor import DEFAULT_PREDICTOR
 from perfguard.workload import Mode, Precision
@@ -32,6 +33,7 @@ _RUN_BY = {
     "collect": ("_collect", "collect_rows"),
     "gpus": ("_gpus", "show_gpus"),
     "log": ("_log", "run_log_command"),
+    "report": ("_report", "write_report"),
     "learn": ("_learn", "learn"),
     "weights": ("_learn", "run_weights_command"),
 }
@@ -92,6 +94,7 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     gpus.add_argument("--json", action="store_true", help="data on standard output")
 
     add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
+    add_report_arguments(commands.add_parser("report", help="one HTML file on a guarded study, or on the measurement log"))
     add_learn_arguments(
         commands.add_parser("learn", help="fine-tune the weights on the log, and promote them if they are better")
     )
