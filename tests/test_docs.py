@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
