@@ -6,15 +6,16 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint, entry_points
-from typing import get_args
 
 from perfguard.cli._collect import add_arguments as add_collect_arguments
+from perfguard.cli._compiler import compiler_deferred
 from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
 from perfguard.cli._log import add_arguments as add_log_arguments
+from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.exceptions import ConfigurationError, PerfGuardError
 from perfguard.predictor import DEFAULT_PREDICTOR
-from perfguard.workload import Mode, Precision
 
 __all__ = ["COMMANDS_GROUP", "main"]
 
@@ -35,7 +36,9 @@ _RUN_BY = {
     "learn": ("_learn", "learn"),
     "weights": ("_learn", "run_weights_command"),
 }
-"""The module and the function that run a command. A module is imported when its command runs: some load torch."""
+"""The module and the function that run a command. A module is imported when its command runs."""
+
+_PREDICTS = ("predict", "rank")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser(installed.values()).parse_args(words)
         arguments.own_process = argv is None
         module, function = _RUN_BY[arguments.command]
-        getattr(importlib.import_module(f"perfguard.cli.{module}"), function)(arguments)
+        run = getattr(importlib.import_module(f"perfguard.cli.{module}"), function)
+        with compiler_deferred() if arguments.own_process and arguments.command in _PREDICTS else nullcontext():
+            run(arguments)
     except PerfGuardError as error:
         print(f"perfguard: {error}", file=sys.stderr)
         return 1
@@ -65,7 +70,7 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     predict = commands.add_parser("predict", help="memory and time of one workload on a device")
-    _add_subject(predict)
+    add_subject_arguments(predict)
     predict.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
     predict.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
     predict.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
@@ -75,7 +80,7 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     predict.add_argument("--json", action="store_true", help="data on standard output")
 
     rank = commands.add_parser("rank", help="GPUs by how fast, how cheap, and whether it fits")
-    _add_subject(rank)
+    add_subject_arguments(rank)
     rank.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
     rank.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
     rank.add_argument("--json", action="store_true", help="data on standard output")
@@ -100,14 +105,3 @@ def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser
-
-
-def _add_subject(command: argparse.ArgumentParser) -> None:
-    """The words that name a network and how it is run."""
-    command.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="a function build(params) -> Workload, or a model")
-    command.add_argument("--batch-size", type=int, help="of an ONNX file; given to build as params['batch_size']")
-    command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
-    command.add_argument("--dim", action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable")
-    command.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own; an ONNX file is run forward")
-    command.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's or the file's own")
-    command.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")

@@ -9,18 +9,17 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from perfguard.cli._predict import Subject, subject_of
+from perfguard.cli._subject import Subject, check_subject, subject_of
 from perfguard.devices import Device, catalog, resolve_device
 from perfguard.exceptions import ConfigurationError, TableError, UnknownDeviceError
-from perfguard.graph import OpGraph
-from perfguard.graph._target import Target, target_of
 from perfguard.predictor import Prediction, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
+    from perfguard.graph._target import Target
 
 _COLUMNS = ("gpu", "price_per_hour")
 _LARGEST_TABLE_BYTES = 2**20
@@ -59,6 +58,7 @@ def show_ranking(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for a file, a GPU or a price table that cannot be right.
     """
+    check_subject(arguments)
     prices = None if arguments.price_table is None else read_prices(Path(arguments.price_table))
     devices = _devices(arguments.gpus, prices)
     rows = rank(subject_of(arguments), devices, samples=arguments.batch_size or 1, prices=prices or {})
@@ -73,6 +73,8 @@ def show_ranking(arguments: argparse.Namespace) -> None:
 
 def rank(subject: Subject, devices: Sequence[Device], *, samples: int, prices: Mapping[str, float]) -> list[Ranked]:
     """``subject`` on each of ``devices``: those that fit first, then by time."""
+    from perfguard.graph._target import target_of
+
     predictor = load_predictor()
     graphs: dict[Target, OpGraph] = {}
     rows = []
@@ -165,6 +167,9 @@ def _as_json(row: Ranked) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Ranked], *, has_batch: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
