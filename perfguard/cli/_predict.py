@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
+from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
@@ -26,6 +27,18 @@ _MOST_ROWS = 15
 
 MIG_QUANTILE = 0.95
 """A MIG instance fits if this quantile of the peak memory does."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard predict`` takes."""
+    add_subject_arguments(parser)
+    parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
+    parser.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
+    parser.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
+    parser.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
+    parser.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
+    parser.add_argument("--json", action="store_true", help="data on standard output")
 
 
 def show_prediction(arguments: argparse.Namespace) -> None:

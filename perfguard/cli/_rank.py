@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perfguard.cli._subject import Subject, check_subject, subject_of
+from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, catalog, resolve_device
 from perfguard.exceptions import ConfigurationError, TableError, UnknownDeviceError
 from perfguard.predictor import Prediction, load_predictor
@@ -50,6 +51,14 @@ class Ranked(NamedTuple):
     def throughput_per_price(self) -> float | None:
         """Samples for one unit of the price table's currency."""
         return None if self.price_per_hour is None else _SECONDS_PER_HOUR * self.throughput_per_s / self.price_per_hour
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard rank`` takes."""
+    add_subject_arguments(parser)
+    parser.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
+    parser.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
+    parser.add_argument("--json", action="store_true", help="data on standard output")
 
 
 def show_ranking(arguments: argparse.Namespace) -> None:
