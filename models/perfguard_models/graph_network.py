@@ -65,8 +65,9 @@ class MeanConv(nn.Module):
         edge_index: torch.Tensor,  # shape: (2, num_edges)
     ) -> torch.Tensor:  # shape: (N, outputs)
         source, sink = edge_index
-        mean: torch.Tensor = self.lin_l(_sums(x[source], sink, len(x)) / _counts(sink, len(x), x.dtype))
-        return mean + self.lin_r(x)
+        mean = _sums(x[source], sink, len(x)) / _counts(sink, len(x), x.dtype)
+        out: torch.Tensor = self.lin_l(mean) + self.lin_r(x)
+        return out
 
 
 class Correction(NamedTuple):

@@ -52,7 +52,10 @@ _COMMANDS = {
         "_learn", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote them if they are better"
     ),
     "weights": _Command(
-        "_learn", "add_weights_arguments", "run_weights_command", "the generations of weights in the log, and back to an older one"
+        "_learn",
+        "add_weights_arguments",
+        "run_weights_command",
+        "generations of weights in the log, and back to an older one",
     ),
 }
 

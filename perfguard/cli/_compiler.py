@@ -1,8 +1,8 @@
 """Keeps PyTorch's compiler out of a command that compiles nothing.
 
 Importing ``torch._dynamo`` takes as long as importing torch, and loads sympy. A prediction needs neither. Yet every optimizer
-imports the compiler (to say what it may not look into), torchvision does (to ask later whether there is one), and PyTorch's kernels
-for meta tensors import sympy and the module of symbolic shapes, to check shapes that are plain integers.
+imports the compiler, to say what it may not look into. Torchvision imports it, to ask later whether there is one. PyTorch's
+kernels for meta tensors import sympy and the module of symbolic shapes, to check shapes that are plain integers.
 
 Here the import system gives a stand-in for each of these modules. It answers PyTorch's few trivial questions. Any other question,
 and any question of other code, imports the real module.

@@ -93,7 +93,7 @@ class ReadParams(dict[str, Any]):
 
     def unread(self) -> list[str]:
         """Names that nothing has read."""
-        return [name for name in super().keys() if name not in self._read]
+        return [name for name in dict.keys(self) if name not in self._read]
 
     def refuse_unread(self) -> None:
         """Raise for a name that nothing has read.

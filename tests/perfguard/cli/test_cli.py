@@ -156,7 +156,8 @@ def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
             ["{script}:bulid"],
-            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, picky, raises, returns_a_model.",
+            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, picky, raises, "
+            "returns_a_model.",
         ),
         (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
         (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
