@@ -41,6 +41,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "predict": _Command("_predict", "add_arguments", "show_prediction", "memory and time of one workload on a device", True),
+    "check": _Command("_check", "add_arguments", "check", "whether a workload fits its limits, as an exit status", True),
     "rank": _Command("_rank", "add_arguments", "show_ranking", "GPUs by how fast, how cheap, and whether it fits", True),
     "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "hold a predictor against a table of measured runs"),
     "collect": _Command(
@@ -61,7 +62,10 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for an error that PerfGuard explains, 130 after Ctrl-C."""
+    """Run one command, and return the exit status.
+
+    It is 0, 1 for an error that PerfGuard explains, 2 for wrong usage and 130 after Ctrl-C. `perfguard check` has its own.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     installed = {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
     try:
@@ -75,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _COMMANDS[arguments.command]
         run = getattr(_module(command), command.run)
         with compiler_deferred() if arguments.own_process and command.predicts else nullcontext():
-            run(arguments)
+            status: int | None = run(arguments)
     except PerfGuardError as error:
         print(f"perfguard: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
 def _module(command: _Command) -> ModuleType:

@@ -20,7 +20,7 @@ from perfguard.workload import Build, Mode, Precision, Workload, build_workload,
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph
+    from perfguard.graph import OpGraph, TraceCache
 
 
 class Subject(NamedTuple):
@@ -31,14 +31,20 @@ class Subject(NamedTuple):
     options: Mapping[str, Any]
     params: ReadParams
 
-    def graph_on(self, device: Device) -> OpGraph:
+    def graph_on(self, device: Device, *, traces: TraceCache | None = None) -> OpGraph:
         """Return the operators of the network as ``device`` runs them.
+
+        Args:
+            device: what it runs on.
+            traces: earlier traces of such networks. Then the step itself may not run, and no name is refused.
 
         Raises:
             ConfigurationError: if a hyperparameter was given that neither ``build`` nor the step reads.
         """
         from perfguard._predict import graph_of
 
+        if traces is not None and isinstance(self.network, Workload):
+            return traces.trace(self.network, target=device)
         graph = graph_of(self.network, device, **self.options)
         self.params.refuse_unread()
         return graph
@@ -156,24 +162,32 @@ def check_subject(arguments: argparse.Namespace) -> None:
     _check_file(path)
 
 
-def subject_of(arguments: argparse.Namespace) -> Subject:
+def subject_of(
+    arguments: argparse.Namespace, *, build: Build | None = None, settings: Mapping[str, Any] | None = None
+) -> Subject:
     """Return the network or workload that a command's words name. Call :func:`check_subject` before.
+
+    Args:
+        arguments: the words.
+        build: the function of the user's file. None: it is imported.
+        settings: further hyperparameters, or sizes of an ONNX file.
 
     Raises:
         PerfGuardError: for a file or a function that cannot be right.
     """
+    settings = dict(settings or {})
+    if arguments.batch_size is not None:
+        settings = {"batch_size": arguments.batch_size, **settings}
     if is_onnx(arguments):
         options = {
             "mode": arguments.mode,
             "precision": arguments.precision,
-            "batch_size": arguments.batch_size,
-            "dims": dict(map(_dimension, arguments.dim)),
+            "batch_size": settings.pop("batch_size", None),
+            "dims": dict(map(_dimension, arguments.dim)) | settings,
         }
         return Subject(arguments.source, arguments.steps, options, ReadParams({}))
-    params = ReadParams(dict(map(parameter, arguments.set)))
-    if arguments.batch_size is not None:
-        params["batch_size"] = arguments.batch_size
-    workload = _workload(load_build(arguments.source), params)
+    params = ReadParams(dict(map(parameter, arguments.set)) | settings)
+    workload = _workload(build or load_build(arguments.source), params)
     changes = {name: value for name in ("mode", "precision", "steps") if (value := getattr(arguments, name)) is not None}
     workload = dataclasses.replace(workload, **changes)
     return Subject(workload, workload.steps, {}, params)
@@ -201,9 +215,9 @@ def _workload(build: Build, params: ReadParams) -> Workload:
         if not is_missing_parameter(error, params):
             raise
         name = error.args[0]
-        raise BuildError(
-            f"build needs the hyperparameter {name!r}: add --set {name}=VALUE{did_you_mean(name, params.unread())}."
-        ) from error
+        near = difflib.get_close_matches(name, params.unread(), n=1)
+        instead = f" instead of --set {near[0]}, which build never reads" if near else ""
+        raise ConfigurationError(f"build needs the hyperparameter {name!r}: add --set {name}=VALUE{instead}.") from error
 
 
 def _path_and_name(source: str) -> tuple[str, str]:
@@ -256,7 +270,12 @@ def parameter(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ConfigurationError(f"--set must look like NAME=VALUE, but got {text!r}.")
+    return name, literal(value)
+
+
+def literal(text: str) -> Any:
+    """A literal of Python, or else the text itself, for instance a plain word."""
     try:
-        return name, ast.literal_eval(value)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return name, value  # a plain word, for instance optimizer=adam
+        return text
