@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfguard.budget import NOUNS, Budget, Limit
+from perfguard.budget import Budget, Limit
 from perfguard.cli._matrix import combinations, words_of
 from perfguard.cli._subject import Subject, check_subject, is_onnx, load_build, parameter, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
@@ -249,7 +249,7 @@ class _Judge:
 def _limit_as_json(limit: Limit) -> dict[str, Any]:
     low, high = limit.estimate.interval()
     return {
-        "quantity": NOUNS[limit.quantity],
+        "quantity": limit.quantity,
         "limit": limit.limit,
         "median": limit.estimate.median,
         "low": low,
