@@ -150,12 +150,12 @@ class Budget:
         capacity_bytes = self.capacity_bytes(device)
         if self.memory_bytes is not None and self.memory_bytes > _NOMINAL * device.memory_bytes:
             raise ConfigurationError(
-                f"memory_budget ({format_bytes(self.memory_bytes)}) is more than {device.name} has "
+                f"A memory budget of {format_bytes(self.memory_bytes)} is more than {device.name} has "
                 f"({format_bytes(device.memory_bytes)}). Give less, or a fraction such as 0.95."
             )
         if capacity_bytes <= device.context_bytes:
             raise ConfigurationError(
-                f"memory_budget ({format_bytes(capacity_bytes)}) can never be held: the driver's context alone takes "
+                f"A memory budget of {format_bytes(capacity_bytes)} can never be held: the driver's context alone takes "
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard._gc import gc_paused
@@ -24,20 +25,22 @@ from perfguard.exceptions import (
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
+from perfguard.judge import Judge
 from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
-from perfguard.physics import HOPELESS, LeastMemory, least_reading
-from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
-from perfguard.quantities import format_bytes, format_seconds
+from perfguard.physics import LeastMemory, least_reading
+from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable
+from perfguard.quantities import format_seconds
 from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload
-from perfguard.verdict import EVEN_CHANCE, Action, Decision, Verdict, check_risk
+from perfguard.verdict import EVEN_CHANCE, Action, Decision, Verdict
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import TypedDict
 
+    from perfguard.budget import Limit
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.measure import Measurement, Run
@@ -66,7 +69,7 @@ DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
 
 
-class Guard:
+class Guard(Judge):
     """Decides before the launch, from calibrated predictions, and learns from measurements.
 
     ``risk`` is the share of the launched trials that may break a limit. The guard keeps a risk budget of the chances that it has
@@ -125,29 +128,22 @@ class Guard:
         refine: bool | None = None,
         strict: bool = False,
     ) -> None:
-        from perfguard.devices import resolve_device
-        from perfguard.graph import TraceCache
-
-        self.risk = check_risk(risk)
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
         self.on_violation = on_violation
         self.remedies = check_remedies(remedies)
-        self.budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
-        self.device = resolve_device(gpu)
-        self.budget.check_device(self.device)
+        budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
+        super().__init__(gpu, budget, risk=risk, predictor=predictor)
         self.strict = bool(strict)
         if self.budget.energy_j is not None and self.device.kind == "cpu":
             raise ConfigurationError(
                 f"energy_budget={energy_budget!r} can never bind: a CPU ({self.device.name}) has no counter of energy. "
                 "Leave energy_budget out, or name a GPU."
             )
-        self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
         self._num_launched = 0
         self._expected_violations = 0.0
         self._lock = threading.RLock()
-        self._traces = TraceCache()
         self._warned: set[tuple[type[Warning], str]] = set()
         self._sync = LogSync(self.predictor, self.log)
         self._assessment = LogAssessment()
@@ -252,58 +248,49 @@ class Guard:
     ) -> Verdict:
         """Launch or prune. ``threshold`` is the chance to accept, by default what the risk budget has left."""
         with gc_paused():
-            try:
-                graph = graph or self.trace(workload)
-                least = LeastMemory.of(graph, self.device)
-            except TooLargeError as error:
-                least = LeastMemory.behind(error, self.device)
-            capacity_bytes = self.budget.capacity_bytes(self.device)
-            if graph is None or least.num_bytes > HOPELESS * capacity_bytes:
-                return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
-            with self._lock:
-                prediction = self.predictor.predict(graph, self.device, steps=workload.steps)
-                can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
-                prediction = prediction.at_least(*can_be_read).widened(self._assessment.widening)
+            return self._judge_graph(
+                lambda: graph or self.trace(workload),
+                partial(self._predict, steps=workload.steps),
+                self._limits_of(workload, time_left_s),
+                accepted=self.threshold if threshold is None else threshold,
+                steps=workload.steps,
+            )
+
+    def _predict(self, graph: OpGraph, *, steps: int | None) -> Prediction:
+        """What the predictor says of ``graph``, never below what a reading can be, and as unsure as the log shows it to be."""
+        with self._lock:
+            prediction = self.predictor.predict(graph, self.device, steps=steps)
+            can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
+            prediction = prediction.at_least(*can_be_read).widened(self._assessment.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
                 f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
                 "its intervals are wider until it has.",
             )
-        verdict = self._verdict_on(prediction, workload, threshold, time_left_s)
-        if verdict.action == "launch" and least.num_bytes > capacity_bytes:  # the predictor is wrong
-            return self._hopeless(least, workload, threshold=threshold, time_left_s=time_left_s)
-        return verdict
+        return prediction
 
-    def _hopeless(
-        self,
-        least: LeastMemory,
-        workload: Workload | None,
-        *,
-        threshold: float | None = None,
-        time_left_s: float | None = None,
-    ) -> Verdict:
-        """The verdict on a workload that needs more memory than the budget by its lower bound alone.
-
-        A workload of None is one that cannot be built.
-        """
-        prediction = least.prediction(self.device, steps=None if workload is None else workload.steps)
-        verdict = self._verdict_on(prediction, workload, threshold, time_left_s)
-        capacity = format_bytes(self.budget.capacity_bytes(self.device))
-        return replace(verdict, action="prune", reason=f"needs {least}, the budget is {capacity}")
-
-    def _verdict_on(
-        self, prediction: Prediction, workload: Workload | None, threshold: float | None, time_left_s: float | None
-    ) -> Verdict:
-        """The verdict by the limits alone. For the arguments see :meth:`_judge`."""
-        limits = self.budget.limits(
-            prediction,
-            self.device,
+    def _limits_of(self, workload: Workload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
+        """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
+        return partial(
+            self.budget.limits,
+            device=self.device,
             infers=workload is not None and workload.mode == "infer",
             steps_per_epoch=None if workload is None else workload.steps_per_epoch,
             time_left_s=time_left_s,
         )
-        return Verdict.of(prediction, limits, accepted=self.threshold if threshold is None else threshold)
+
+    def preview(self, workload: Workload, *, threshold: float) -> Verdict:
+        """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
+
+        Args:
+            workload: what the trial would run.
+            threshold: the accepted chance of breaking a limit, in (0, 1).
+
+        Raises:
+            WorkloadError: if the workload cannot be traced.
+        """
+        return self._settle(self._judge(workload, threshold=threshold), workload)[0]
 
     def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
         """The verdict and the workload after ``on_violation`` is applied."""
@@ -375,7 +362,8 @@ class Guard:
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
         except TooLargeError as error:  # of make_workload: a tensor that it makes is larger than any memory
-            verdict = self._hopeless(LeastMemory.behind(error, self.device), None, time_left_s=time_left_s)
+            least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
+            verdict = self._hopeless(least, self._limits_of(None, time_left_s), accepted=accepted)
             if self.on_violation == "warn":
                 verdict = self._launched_all_the_same(verdict)
         except Exception as error:

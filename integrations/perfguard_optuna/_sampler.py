@@ -235,7 +235,7 @@ class PerfGuardSampler(BaseSampler):
     def _check(self, workload: Workload) -> Verdict | None:
         """The verdict on ``workload``; None: it cannot be judged. It is launched then, and the guard warns at that point."""
         try:
-            return self.guard._settle(self.guard._judge(workload, threshold=self._search.threshold), workload)[0]
+            return self.guard.preview(workload, threshold=self._search.threshold)
         except Exception:
             return None
 

@@ -15,24 +15,26 @@ from perfguard._kind_rates import RateCorrection
 from perfguard._predict import graph_of, most_energy
 from perfguard.budget import Budget
 from perfguard.exceptions import ConfigurationError
+from perfguard.judge import Judge
 from perfguard.nas._protocols import ConstrainedTrial, constrain
 from perfguard.nas._space import ElasticSpace
-from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Observation, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, BatchPredictor, Observation, Prediction, Predictor
 from perfguard.quantities import parse_bytes
-from perfguard.verdict import EVEN_CHANCE, Verdict, check_risk
+from perfguard.verdict import EVEN_CHANCE, Verdict
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
     import torch
 
     from perfguard._predict import Network
+    from perfguard.budget import Limit
     from perfguard.devices import Device
     from perfguard.graph import GraphBatch, OpGraph
 
 _N = TypeVar("_N", bound="Network")
 
 
-class LatencyConstraint:
+class LatencyConstraint(Judge):
     """Whether a network runs fast enough, on little enough energy and memory, on a given device.
 
     It judges a candidate as :class:`perfguard.Guard` judges a trial: by a budget of latency, energy and memory, at an accepted
@@ -73,25 +75,21 @@ class LatencyConstraint:
         risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
-        from perfguard.devices import resolve_device
-        from perfguard.graph import SequenceTracer, TraceCache
+        from perfguard.graph import SequenceTracer
 
-        self.device = resolve_device(gpu)
-        self.budget = Budget(
+        budget = Budget(
             memory_bytes=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
             latency_s=_positive("max_latency_ms", max_latency_ms, 1e-3),
             energy_j=_positive("max_energy_j", max_energy_j, 1.0),
         )
-        if self.budget == Budget():
+        if budget == Budget():
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
+        super().__init__(gpu, budget, risk=risk, predictor=predictor)
         if self.budget.energy_j is not None and self.device.tdp_w <= 0:
             raise ConfigurationError(
                 f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
             )
         self.inputs = inputs
-        self.risk = check_risk(risk)
-        self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
-        self._traces = TraceCache()
         self._blocks = SequenceTracer()
         self._observations: list[Observation] = []
         self._rates = RateCorrection()
@@ -102,15 +100,16 @@ class LatencyConstraint:
         Raises:
             WorkloadError: if it cannot be traced or read.
         """
-        return self.verdict_on(self.predict(model))
+        return self._judge_graph(lambda: self.graph_of(model), self._predict, self._limits_of, accepted=self.risk)
 
     def verdict_on(self, prediction: Prediction) -> Verdict:
         """The verdict on a prediction of :meth:`predict`."""
-        bounded = prediction
+        return Verdict.of(prediction, self._limits_of(prediction), accepted=self.risk)
+
+    def _limits_of(self, prediction: Prediction) -> Iterable[Limit]:
         if self.budget.energy_j is not None:
-            bounded = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
-        verdict = Verdict.of(bounded, self.budget.limits(bounded, self.device, infers=True), accepted=self.risk)
-        return verdict if bounded is prediction else dataclasses.replace(verdict, prediction=prediction)
+            prediction = dataclasses.replace(prediction, energy=most_energy(prediction, self.device))
+        return self.budget.limits(prediction, self.device, infers=True)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
         """The ``models`` that pass, in their order."""
@@ -118,7 +117,9 @@ class LatencyConstraint:
 
     def predict(self, model: Network) -> Prediction:
         """Predicted cost of one inference of ``model``."""
-        graph = self.graph_of(model)
+        return self._predict(self.graph_of(model))
+
+    def _predict(self, graph: OpGraph) -> Prediction:
         return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from perfguard import Device, Estimate, Observation, OpGraph, Prediction, Workload, resolve_device
+from perfguard import Device, Estimate, Observation, OpGraph, Prediction, Verdict, Workload, resolve_device
 from perfguard.devices import mig_instance, mig_profiles
 from perfguard.exceptions import ConfigurationError
 from perfguard.nas import LatencyConstraint
@@ -24,7 +24,7 @@ def conv(width: int) -> nn.Module:
 
 
 class FlopsPredictor(ReplayPredictor):
-    """A double: one nanosecond for each FLOP, times what was learnt; known to 10%."""
+    """A double: one nanosecond for each FLOP, times what was learnt, and 1 GiB beside the live bytes; known to 10%."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class FlopsPredictor(ReplayPredictor):
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         self.calls += 1
         time = Estimate(1e-9 * graph.flops * self.factor, 0.1)
-        return Prediction(Estimate(graph.peak_live_bytes, 0.1), time, None, "flops-1", device.id, trained_on_device=True)
+        return Prediction(Estimate(2**30 + graph.peak_live_bytes, 0.1), time, None, "flops-1", device.id, trained_on_device=True)
 
     def fine_tune(self, observations: Sequence[Observation]) -> None:
         super().fine_tune(observations)
@@ -75,8 +75,21 @@ def test_memory_and_energy_are_limits_too(predictor: FlopsPredictor) -> None:
 
     joules = 250 * 1e-9 * flops_of(32)
     assert (action(max_energy_j=1.01 * joules), action(max_energy_j=0.99 * joules)) == ("launch", "prune")
-    assert (action(max_memory="1MiB"), action(max_memory="10KiB")) == ("launch", "prune")
-    assert action(max_memory="1MiB", max_energy_j=0.5 * joules) == "prune"
+    assert (action(max_memory="1.1GiB"), action(max_memory="0.9GiB")) == ("launch", "prune")
+    assert action(max_memory="1.1GiB", max_energy_j=0.5 * joules) == "prune"
+
+
+def test_hopeless_candidate_is_pruned_by_its_least_memory(predictor: FlopsPredictor) -> None:
+    def verdict_on(channels: int) -> Verdict:
+        workload = Workload(nn.Conv1d(1, 1, 1, device="meta"), (channels, 1, 2**30), mode="infer")
+        return LatencyConstraint("a100", max_latency_ms=1e9, predictor=predictor)(workload)
+
+    assert verdict_on(2).action == "launch"
+    for channels in (2**10, 2**40):
+        verdict = verdict_on(channels)
+        assert verdict.action == "prune"
+        assert verdict.reason.startswith("needs at least ")
+        assert verdict.margins["memory"] > 0
 
 
 def test_a_filter_keeps_the_order_of_what_passes(predictor: FlopsPredictor) -> None:
@@ -155,8 +168,10 @@ def test_a_predictor_that_knows_better_keeps_the_word(predictor: FlopsPredictor)
 def test_a_part_of_a_gpu_can_be_the_target(predictor: FlopsPredictor) -> None:
     a100 = resolve_device("a100")
     part = mig_instance(a100, mig_profiles(a100)[0])
-    constraint = LatencyConstraint(part, max_memory="30GiB", inputs=INPUTS, predictor=predictor)
-    assert constraint.budget.capacity_bytes(part) == part.memory_bytes
+    constraint = LatencyConstraint(part, max_latency_ms=1, inputs=INPUTS, predictor=predictor)
+    assert constraint.budget.capacity_bytes(constraint.device) == part.memory_bytes
+    with pytest.raises(ConfigurationError, match="is more than"):
+        LatencyConstraint(part, max_memory="30GiB", predictor=predictor)
 
 
 def test_constrain_tells_optuna_distance_to_limit(predictor: FlopsPredictor) -> None:
@@ -233,6 +248,7 @@ def test_gradient_descent_on_penalty_reaches_limit(predictor: FlopsPredictor) ->
         ({"max_latency_ms": "5ms"}, "max_latency_ms must be a positive number"),
         ({"max_energy_j": -1}, "max_energy_j must be a positive number"),
         ({"max_memory": "lots"}, "max_memory must look like"),
+        ({"max_memory": "10MiB"}, "can never be held"),
         ({"max_latency_ms": 1, "risk": 1}, r"risk must lie in \(0, 1\)"),
     ],
 )

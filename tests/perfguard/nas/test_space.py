@@ -16,7 +16,7 @@ from perfguard import Prediction, Workload
 from perfguard.exceptions import BuildError, ConfigurationError, TraceError, WorkloadError
 from perfguard.graph import roofline_s
 from perfguard.nas import ElasticSpace, LatencyConstraint
-from tests.doubles import TOY_CPU, ReplayPredictor
+from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
 
 INPUTS = (4, 3, 16, 16)
 WIDTHS = {"stem": range(8, 49), "body": range(8, 65, 4), "hidden": (32, 48, 64, 96)}
@@ -107,7 +107,7 @@ def test_rates_by_kind_hold_for_all_that_follows() -> None:
 
 
 def test_elastic_asks_predictor_without_batches_singly() -> None:
-    constraint = LatencyConstraint("a100", max_memory="200KiB", inputs=INPUTS, predictor=ReplayPredictor())
+    constraint = LatencyConstraint(BARE_A100, max_memory="200KiB", inputs=INPUTS, predictor=ReplayPredictor())
     space = constraint.elastic(build, WIDTHS)
     picked = candidates(8)
     assert space.memory_bytes(picked).tolist() == [constraint.graph_of(described(**row)).peak_live_bytes for row in picked]
