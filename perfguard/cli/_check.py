@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,13 +15,11 @@ from perfguard.cli._matrix import combinations, words_of
 from perfguard.cli._subject import Subject, check_subject, is_onnx, load_build, parameter, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, resolve_device
-from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
-from perfguard.predictor import TARGETS, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes
+from perfguard.exceptions import ConfigurationError, PerfGuardError
+from perfguard.predictor import Prediction, load_predictor
 from perfguard.verdict import Verdict, check_risk
 
 if TYPE_CHECKING:
-    from perfguard.physics import LeastMemory
     from perfguard.workload import Build
 
 Result = Literal["fits", "does not fit", "cannot tell"]
@@ -134,8 +132,13 @@ def _budget(arguments: argparse.Namespace) -> Budget:
         memory = None if memory is None else float(memory)  # a share of the device
     except ValueError:
         pass  # it has a unit
-    with _options_named():
+    try:
         return Budget.parse(memory=memory, time=arguments.max_trial_time, step_time=arguments.max_step_time)
+    except ConfigurationError as error:
+        message = str(error)
+        for name, option in _OPTIONS:
+            message = message.replace(name, option)
+        raise ConfigurationError(message) from error
 
 
 def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str, Any], Device]]:
@@ -151,31 +154,33 @@ def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str
         gpu = str(settings.get("gpu", arguments.gpu))
         if gpu not in devices:
             devices[gpu] = resolve_device(gpu)
-            with _options_named():
-                budget.check_device(devices[gpu])
+            budget.check_device(devices[gpu])
         cells.append((settings, devices[gpu]))
     return cells
-
-
-@contextmanager
-def _options_named() -> Iterator[None]:
-    """Name our options in messages about the budget."""
-    try:
-        yield
-    except ConfigurationError as error:
-        message = str(error)
-        for name, option in _OPTIONS:
-            message = message.replace(name, option)
-        raise ConfigurationError(message) from error
 
 
 def _checked(
     arguments: argparse.Namespace, cells: list[tuple[dict[str, Any], Device]], budget: Budget, risk: float
 ) -> Iterator[Checked]:
     """The result of each of ``cells``, with a progress bar on a terminal."""
-    judge = _Judge(arguments, None if is_onnx(arguments) else load_build(arguments.source), budget, risk, load_predictor())
+    from perfguard.cli._judging import SubjectJudge
+    from perfguard.graph import TraceCache
+
+    build = None if is_onnx(arguments) else load_build(arguments.source)
+    predictor, traces = load_predictor(), TraceCache()
+    knows_names = False
     for settings, device in _with_progress(cells):
-        yield judge(settings, device)
+        make_subject = functools.partial(_subject, arguments, build, settings, needs_steps=budget.trial_time_s is not None)
+        judge = SubjectJudge(device, budget, risk=risk, predictor=predictor)
+        try:
+            # A reused trace reads nothing. All cells have the same names, so the first trace shows which are read.
+            verdict = judge.judge(make_subject, traces if knows_names else None)
+            knows_names = knows_names or not _is_bound(verdict)
+            yield _as_checked(verdict, risk, device, settings)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # whatever it is: an exit status of 1 would mean that it does not fit
+            yield Checked("cannot tell", _reason(error), device, settings)
 
 
 def _with_progress(cells: list[tuple[dict[str, Any], Device]]) -> Iterable[tuple[dict[str, Any], Device]]:
@@ -187,63 +192,33 @@ def _with_progress(cells: list[tuple[dict[str, Any], Device]]) -> Iterable[tuple
     return track(cells, "checking", console=Console(stderr=True), transient=True)
 
 
-class _Judge:
-    """Predicts and compares with the limits. What cannot be predicted cannot be told."""
+def _subject(arguments: argparse.Namespace, build: Build | None, settings: Mapping[str, Any], *, needs_steps: bool) -> Subject:
+    hyperparameters = {name: value for name, value in settings.items() if name != "gpu"}
+    subject = subject_of(arguments, build=build, settings=hyperparameters)
+    if needs_steps and subject.steps is None:
+        raise ConfigurationError(
+            "--max-trial-time needs the number of steps of a trial. Give --steps, or Workload(..., steps=...)."
+        )
+    return subject
 
-    def __init__(
-        self, arguments: argparse.Namespace, build: Build | None, budget: Budget, risk: float, predictor: Predictor
-    ) -> None:
-        from perfguard.graph import TraceCache
 
-        self._arguments = arguments
-        self._build = build
-        self._budget = budget
-        self._risk = risk
-        self._predictor = predictor
-        self._traces = TraceCache()
-        self._names_checked = False
+def _as_checked(verdict: Verdict, risk: float, device: Device, settings: Mapping[str, Any]) -> Checked:
+    prediction, limits = verdict.prediction, verdict.limits
+    if verdict.action == "launch":
+        return Checked("fits", "; ".join(limit.sentence for limit in limits), device, settings, limits, prediction)
+    if _is_bound(verdict):
+        return Checked("does not fit", verdict.reason, device, settings, limits, prediction)
+    worst = max(limits, key=lambda limit: limit.p_violation)
+    result: Result = "does not fit" if worst.p_violation >= 1 - risk else "cannot tell"
+    reason = f"{worst.sentence}, exceeded with a chance of {worst.p_violation:.1%}"
+    return Checked(result, reason, device, settings, limits, prediction)
 
-    def __call__(self, settings: Mapping[str, Any], device: Device) -> Checked:
-        from perfguard.physics import LeastMemory, least_reading
 
-        try:
-            subject = self._subject(settings)
-            graph = subject.graph_on(device, traces=self._traces if self._names_checked else None)
-            self._names_checked = True  # all combinations have the same names
-            prediction = self._predictor.predict(graph, device, steps=subject.steps)
-            prediction = prediction.at_least(*(least_reading(target, graph, device) for target in TARGETS))
-            least = LeastMemory.of(graph, device)
-        except ConfigurationError:
-            raise
-        except TooLargeError as error:
-            return self._too_large(LeastMemory.behind(error, device), device, settings)
-        except Exception as error:  # whatever it is: an exit status of 1 would mean that it does not fit
-            return Checked("cannot tell", _reason(error), device, settings)
-        if least.num_bytes > self._budget.capacity_bytes(device):
-            return self._too_large(least, device, settings)
-        limits = tuple(self._budget.limits(prediction, device))
-        verdict = Verdict.of(prediction, limits, accepted=self._risk)
-        if verdict.action == "launch":
-            reason = "; ".join(limit.sentence for limit in limits)
-            return Checked("fits", reason, device, settings, limits, prediction)
-        worst = max(limits, key=lambda limit: limit.p_violation)
-        result: Result = "does not fit" if worst.p_violation >= 1 - self._risk else "cannot tell"
-        reason = f"{worst.sentence}, exceeded with a chance of {worst.p_violation:.1%}"
-        return Checked(result, reason, device, settings, limits, prediction)
+def _is_bound(verdict: Verdict) -> bool:
+    """Whether the least memory alone gave the verdict; then the workload may not have been traced."""
+    from perfguard.physics import NAME
 
-    def _subject(self, settings: Mapping[str, Any]) -> Subject:
-        hyperparameters = {name: value for name, value in settings.items() if name != "gpu"}
-        subject = subject_of(self._arguments, build=self._build, settings=hyperparameters)
-        if self._budget.trial_time_s is not None and subject.steps is None:
-            raise ConfigurationError(
-                "--max-trial-time needs the number of steps of a trial. Give --steps, or Workload(..., steps=...)."
-            )
-        return subject
-
-    def _too_large(self, least: LeastMemory, device: Device, settings: Mapping[str, Any]) -> Checked:
-        limits = tuple(self._budget.limits(least.prediction(device, steps=None), device))[:1]  # of the memory
-        budget = format_bytes(self._budget.capacity_bytes(device))
-        return Checked("does not fit", f"needs {least}, the budget is {budget}", device, settings, limits)
+    return verdict.prediction is not None and verdict.prediction.predictor == NAME
 
 
 def _limit_as_json(limit: Limit) -> dict[str, Any]:

@@ -122,9 +122,14 @@ def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
     ("function", "words", "message"),
     [
         ("build", ["--max-memory", "40"], "--max-memory=40.0 is 40 bytes. Write '40GiB'"),
-        ("build", ["--max-memory", "80GiB"], "--max-memory (80.0 GiB) is more than NVIDIA A100"),
+        ("build", ["--max-memory", "80GiB"], "80.0 GiB is more than NVIDIA A100 PCIe 40 GB has"),
         ("build", ["--max-step-time", "soon"], "--max-step-time must look like"),
         ("build", ["--max-trial-time", "1h"], "--max-trial-time needs the number of steps of a trial. Give --steps"),
+        (
+            "build",
+            ["--steps", "9", "--max-step-time", "2h", "--max-trial-time", "1h"],
+            "--max-step-time (2.00 h) is more than --max-t",
+        ),
         ("build", ["--risk", "2"], "risk must lie in (0, 1)"),
         ("build", ["--set", "widht=3"], "--set widht has no effect: build never reads params['widht'] (did you mean 'width'?)"),
         ("needs_width", ["--set", "width=8", "--batch-size", "4"], "--batch-size has no effect"),
