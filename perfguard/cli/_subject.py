@@ -97,6 +97,12 @@ class ReadParams(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
     def unread(self) -> list[str]:
         """Names that nothing has read."""
         return [name for name in dict.keys(self) if name not in self._read]

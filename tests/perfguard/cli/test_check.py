@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -10,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perfguard.cli import main
 from perfguard.cli._matrix import combinations
+from perfguard.cli._subject import ReadParams
 from perfguard.exceptions import ConfigurationError
 from perfguard.graph import trace
 from perfguard.guard import Guard
@@ -168,6 +171,23 @@ def test_failed_prediction_cannot_be_told(check: Check, function: str, message: 
     assert status == 3
     assert json.loads(out)["result"] == "cannot tell"
     assert message in json.loads(out)["reason"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda params: params["width"], lambda params: params.get("width"), lambda params: "width" in params,
+        lambda params: {**params}, lambda params: {"depth": 1} | params, lambda params: params | {"depth": 1},
+        lambda params: SimpleNamespace(**params), lambda params: params.copy(),
+        lambda params: list(params.values()), dict, json.dumps, copy.deepcopy, "{width}".format_map,
+    ],
+)  # fmt: skip
+def test_each_way_to_read_a_name_is_noticed(read: Callable[[ReadParams], object]) -> None:
+    # A name that was read in a way that goes unnoticed would be refused, and a right command with it.
+    params = ReadParams({"width": 3})
+    assert params.unread() == ["width"]
+    read(params)
+    assert params.unread() == []
 
 
 def test_matrix_checks_every_combination(check: Check) -> None:
