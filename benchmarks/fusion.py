@@ -1,33 +1,26 @@
-"""Fusion: what compiling saves on this CPU, predicted and measured; and the tables of the fusion and kernel weights.
+"""Fusion: what compiling saves on this CPU, predicted and measured.
 
-    python benchmarks/fusion.py
-    python benchmarks/fusion.py --json fusion.json --models resnet18,mlp
+    OMP_NUM_THREADS=1 python benchmarks/fusion.py
+    python benchmarks/fusion.py --models resnet18,mlp
 
-Each network runs eagerly and under torch.compile, on one thread, in turns; the processor time of one inference is measured, so
+Each network runs eagerly and under torch.compile, on one thread, in turns. The processor time of one inference is measured, so
 that a busy machine hardly matters. Predicted is GuardNet's time for the CPU of the same two, and the plain roofline of both
-graphs. Above, the tables that are in the cards of the shipped weights: unseen families of models for fusion, unseen shapes and
-cards for kernels. Compiling takes a C++ compiler and some minutes.
+graphs. Compiling takes a C++ compiler and some minutes.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 from torch import nn
 
 from perfguard import Workload, trace
@@ -35,8 +28,6 @@ from perfguard.devices import resolve_device
 from perfguard.graph import roofline_s
 from perfguard.predictor import load_predictor
 from perfguard_models.fusion import as_compiled
-from perfguard_papers import kernels
-from perfguard_training import train_fusion
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from nas_space import network, random_cell
@@ -134,59 +125,37 @@ def _in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def print_cards() -> None:
-    """The tables of the shipped weights."""
-    of_fusion, of_kernels = (files(package) / "weights" for package in ("perfguard_models", "perfguard_papers"))
-    train_fusion.print_scores(json.loads((of_fusion / "fusion.json").read_text(encoding="utf-8"))["scores"])
-    card = json.loads((of_kernels / "kernels.json").read_text(encoding="utf-8"))
-    kernels.print_scores(card["scores"], card["guardnet"])
+COLUMNS = ("network", "operators", "kernels", "bytes kept", "eager, ms", "compiled, ms", "measured ratio", "predicted",
+           "by the roofline alone")  # fmt: skip
+ESTIMATES = {"predicted": "predicted_ratio", "by the roofline alone": "roofline_ratio", "taken as eager (ratio 1)": None}
 
 
-def print_measured(rows: list[dict[str, Any]]) -> None:
-    """Eager against compiled."""
-    console = Console(width=150)
-    columns = (
-        "operators",
-        "kernels",
-        "bytes kept",
-        "eager, ms",
-        "compiled, ms",
-        "measured ratio",
-        "predicted ratio",
-        "roofline's",
-    )
-    table = Table("network", *columns, title=f"one thread, {platform.processor() or platform.machine()}, {datetime.date.today()}")
-    for row in rows:
-        table.add_row(
-            row["network"],
-            str(row["operators"]),
-            str(row["kernels"]),
-            f"{100 * row['traffic']:.0f}%",
-            f"{row['eager_ms']:.2f}",
-            f"{row['compiled_ms']:.2f}",
-            *(f"{row[name]:.2f}" for name in ("ratio", "predicted_ratio", "roofline_ratio")),
-        )
-    console.print(table)
-    for name, label in (("predicted_ratio", "predicted"), ("roofline_ratio", "roofline"), (None, "no fusion (ratio 1)")):
-        errors = [abs((row[name] if name else 1.0) / row["ratio"] - 1) for row in rows]
-        console.print(f"{label}: mean error {100 * statistics.fmean(errors):.1f}%, median {100 * statistics.median(errors):.1f}%")
+def row_of(one: Mapping[str, Any]) -> list[str]:
+    """Return the line of one network."""
+    sizes = str(one["operators"]), str(one["kernels"]), f"{one['traffic']:.0%}"
+    times = (f"{one[name]:.2f}" for name in ("eager_ms", "compiled_ms", "ratio", "predicted_ratio", "roofline_ratio"))
+    return [one["network"], *sizes, *times]
+
+
+def errors_of(found: Sequence[Mapping[str, Any]], name: str | None) -> list[str]:
+    """Return mean and median error of the ratio; without a name, of a ratio of one."""
+    errors = [abs((one[name] if name else 1.0) / one["ratio"] - 1) for one in found]
+    return [f"{statistics.fmean(errors):.1%}", f"{statistics.median(errors):.1%}"]
 
 
 def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Measure the networks and show the tables."""
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(NETWORKS))
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print_cards()
-    rows = []
+    found = []
     for name in arguments.models.split(","):
-        rows.append(measured(name))
-        print(f"{name}: {rows[-1]['ratio']:.2f}, compiled in {rows[-1]['compile_s']:.0f} s", file=sys.stderr)
-    print_measured(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        found.append(measured(name))
+        print(f"{name}: {found[-1]['ratio']:.2f}, compiled in {found[-1]['compile_s']:.0f} s", file=sys.stderr)
+    show("compiled", COLUMNS, [row_of(one) for one in found], record=arguments.record)
+    rows = [[label, *errors_of(found, name)] for label, name in ESTIMATES.items()]
+    show("compiled-errors", ["error of the ratio", "mean", "median"], rows, record=arguments.record)
 
 
 if __name__ == "__main__":

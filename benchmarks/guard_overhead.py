@@ -1,6 +1,6 @@
 """What the guard adds to a trial of an Optuna study, from its creation to its end.
 
-    python benchmarks/guard_overhead.py [--trials 200]
+    OMP_NUM_THREADS=1 python benchmarks/guard_overhead.py --trials 100
 
 Studies of ResNets of five depths for an A100, whose objective does nothing but suggest, so that all that the guarded study takes
 more than the same one without a guard is the guard: building and tracing the network, the verdict, what is written into trial and
@@ -10,8 +10,6 @@ for the share.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import functools
 import itertools
 import statistics
@@ -25,8 +23,7 @@ from typing import Any
 
 import optuna
 import torch
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 from torch import nn
 
 import perfguard_optuna
@@ -81,18 +78,16 @@ def trial_times_s(study: optuna.Study, trials: int, **options: Any) -> list[floa
 
 def main() -> None:
     """Print the guard's own time a trial: median, 99th percentile, and share of a trial of ten seconds."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=200)
-    trials = parser.parse_args().trials
+    arguments = parser.parse_args()
+    trials = arguments.trials
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    table = Table(title=f"{trials} trials, {datetime.date.today()}")
-    for heading in ("study", "median", "99th percentile", "mean", "of a 10 s trial"):
-        table.add_column(heading, justify="right" if heading != "study" else "left")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         plain = trial_times_s(optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0)), trials)
         base_s = statistics.median(plain)
-        table.add_row("without a guard", f"{base_s * 1e3:.1f} ms", "", "", "")
         for name in ("pruner", "pruner and sampler"):
             pruner = PerfGuardPruner("a100", build=build, log=f"{folder}/{name}.db")
             sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=0)
@@ -100,14 +95,9 @@ def main() -> None:
             study = perfguard_optuna.create_study(sampler=sampler)
             times = sorted(seconds - base_s for seconds in trial_times_s(study, trials, pruner=pruner, count="proposed"))
             mean, p99 = statistics.fmean(times), times[int(0.99 * (len(times) - 1))]
-            table.add_row(
-                name,
-                f"{statistics.median(times) * 1e3:.0f} ms",
-                f"{p99 * 1e3:.0f} ms",
-                f"{mean * 1e3:.0f} ms",
-                f"{mean / _TRIAL_S:.2%}",
-            )
-    Console(width=110).print(table)
+            columns = (f"{seconds * 1e3:.0f} ms" for seconds in (statistics.median(times), p99, mean))
+            rows.append([name, *columns, f"{mean / _TRIAL_S:.2%}"])
+    show("overhead", ["study", "median", "99th percentile", "mean", "of a 10 s trial"], rows, record=arguments.record)
 
 
 if __name__ == "__main__":

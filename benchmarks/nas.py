@@ -12,10 +12,7 @@ are judged.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-import platform
 import random
 import statistics
 import sys
@@ -25,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -164,8 +160,8 @@ def draw(number: int, rng: random.Random) -> Iterable[Candidate]:
 
 
 def main() -> None:
-    """Measure both and print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Measure both and show the tables."""
+    parser = parser_of(__doc__)
     parser.add_argument("--candidates", type=int, default=200)
     parser.add_argument("--told", type=int, nargs="+", default=[0, 10, 30])
     parser.add_argument("--speed-candidates", type=int, default=30)
@@ -176,20 +172,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rng, clock, console = random.Random(arguments.seed), CLOCKS[arguments.clock], Console(width=120)
-    machine = platform.processor() or platform.machine()
-    where = f"{datetime.date.today()}, {machine}, {arguments.threads} threads, {arguments.clock} time"
-
-    table = Table(title=f"candidates a second, {where}")
-    table.add_column("what")
-    table.add_column("a second", justify="right")
-    for what, value in speeds([random_cell(rng) for _ in range(arguments.speed_candidates + 1)], clock).items():
-        table.add_row(what, f"{value:,.1f}")
+    rng, clock = random.Random(arguments.seed), CLOCKS[arguments.clock]
+    found = speeds([random_cell(rng) for _ in range(arguments.speed_candidates + 1)], clock)
     for gpu in ("cpu", "t4"):
-        found = elastic_speeds(ALL_OPERATORS, arguments.width_candidates, gpu, clock, random.Random(arguments.seed))
-        for what, value in found.items():
-            table.add_row(what, f"{value:,.1f}")
-    console.print(table)
+        found |= elastic_speeds(ALL_OPERATORS, arguments.width_candidates, gpu, clock, random.Random(arguments.seed))
+    rows = [[what, f"{value:,.1f}"] for what, value in found.items()]
+    show("nas-speed", ["candidates", f"a second of {arguments.clock} time"], rows, record=arguments.record)
 
     if arguments.measured is not None and arguments.measured.exists():
         measured = [((tuple(cell), width), seconds) for cell, width, seconds in json.loads(arguments.measured.read_text())]
@@ -197,13 +185,13 @@ def main() -> None:
         measured = [(candidate, latency_s(candidate, clock)) for candidate in draw(arguments.candidates, rng)]
         if arguments.measured is not None:
             arguments.measured.write_text(json.dumps([(*candidate, seconds) for candidate, seconds in measured]))
-    table = Table(title=f"{len(measured)} random candidates, limit at their median, {where}")
-    for heading in ("told", "classified right", "Spearman", "median error"):
-        table.add_column(heading, justify="right")
+    rows = []
     for told in arguments.told:
         found = judged(measured, told)
-        table.add_row(str(told), f"{found['classified right']:.1%}", f"{found['Spearman']:.3f}", f"{found['median error']:.1%}")
-    console.print(table)
+        classified, median = f"{found['classified right']:.1%}", f"{found['median error']:.1%}"
+        rows.append([str(told), classified, f"{found['Spearman']:.3f}", median])
+    columns = ["measured", "the others classified right", "Spearman", "median error of the latency"]
+    show("nas-accuracy", columns, rows, record=arguments.record)
 
 
 if __name__ == "__main__":

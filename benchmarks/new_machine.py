@@ -9,7 +9,6 @@ factors of the machines.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections import defaultdict
@@ -18,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph
@@ -54,8 +52,8 @@ def score(rows: Sequence[tuple[Run, OpGraph]], learnt: int) -> tuple[float, floa
 
 
 def main() -> None:
-    """Print one line for each machine."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Show one line for each machine."""
+    parser = parser_of(__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
@@ -64,13 +62,14 @@ def main() -> None:
     machines: defaultdict[tuple[str, str], list[tuple[Run, OpGraph]]] = defaultdict(list)
     for run, graph in graphs_of([arguments.table], lambda run: "time" in run.labels, cache=arguments.cache):
         machines[run.source, run.gpu].append((run, graph))
-    table = Table("machine", "runs", *(f"after {number}" for number in _LEARNT), title="error, mean / median; inside 90%")
+    lines = []
     for (source, gpu), rows in sorted(machines.items()):
         if len(rows) >= _FEWEST:
             random.Random(0).shuffle(rows)
             cells = [f"{mean:.0%} / {median:.0%}; {inside:.0%}" for mean, median, inside in (score(rows, n) for n in _LEARNT)]
-            table.add_row(f"{source} {gpu}", str(len(rows)), *cells)
-    Console(width=200).print(table)
+            lines.append([f"{source} {gpu}", str(len(rows)), *cells])
+    columns = ["machine", "runs", *(f"after {number}" for number in _LEARNT)]
+    show("new-machines", columns, lines, record=arguments.record)
 
 
 if __name__ == "__main__":

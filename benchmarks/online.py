@@ -13,8 +13,6 @@ single operators are passed over, because GuardNet does not learn from them.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import hashlib
 import math
 import random
@@ -30,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from _record import parser_of, show
 from rich.progress import track
 
 from perfguard.devices import Device, resolve_device
@@ -60,6 +59,9 @@ UPDATE_EVERY = 25
 MOST_KNOWN = 200
 STRETCHES = ((0, 20), (20, 50), (50, 100), (100, 200), (200, 400))
 WINDOW = 200
+CLEAN, POISONED, IN_ORDER = "clean", "5% poisoned", "table's order"
+KINDS: dict[str, dict[str, float]] = {CLEAN: {}, POISONED: {"poison": 0.05}, IN_ORDER: {"in_order": True}}
+AFTER = (0, 5, 20, 50, 100, 200, 400)
 _NUM_STEPS = 100
 Key = tuple[object, ...]
 
@@ -95,23 +97,23 @@ class Scenario(NamedTuple):
 
 SCENARIOS = (
     Scenario(
-        "RTX 4090 never seen, inference time", "time",
+        "RTX 4090, inference time", "time",
         lambda run: run.gpu == "rtx4090", lambda run: run.gpu == "rtx4090" and run.mode == "infer",
     ),
     Scenario(
-        "RTX 3090's training never seen, training time", "time",
+        "RTX 3090's training, time", "time",
         lambda run: (run.gpu, run.mode) == ("rtx3090", "train"), lambda run: (run.gpu, run.mode) == ("rtx3090", "train"),
     ),
     Scenario(
-        "A100 never seen, memory of networks", "memory",
+        "A100, memory of networks", "memory",
         lambda run: run.gpu == A100, lambda run: (run.gpu, run.table) == (A100, "workload"),
     ),
     Scenario(
-        "perceptrons never seen, memory on the A100", "memory",
+        "perceptrons, memory on the A100", "memory",
         lambda run: run.table == "perceptron", lambda run: run.table == "perceptron",
     ),
     Scenario(
-        "family vit never seen, memory on the A100", "memory",
+        "the family vit, memory on the A100", "memory",
         lambda run: (run.table, run.family) == ("workload", "vit"),
         lambda run: (run.table, run.family, run.gpu) == ("workload", "vit", A100),
     ),
@@ -354,17 +356,15 @@ def said_by_all(tables: Sequence[Path], cache: Path) -> dict[Key, dict[str, floa
 
 
 def main() -> None:
-    """Print curves, coverage and costs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Show curves, coverage and costs."""
+    parser = parser_of(__doc__)
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
-    parser.add_argument("--plot", type=Path, help="draw the curves into this picture")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{datetime.date.today()}, {arguments.seeds} orders of up to {arguments.rows} rows")
     by_all = said_by_all(arguments.tables, arguments.cache)
     views = tuple(view for name in LEARNERS.values() for view in learner_class(name).views)
     runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=0).runs
@@ -373,84 +373,76 @@ def main() -> None:
         if arguments.only in scenario.name:
             streamed = streamed_of(scenario, arguments.tables, runs, by_all, arguments.cache)
             if len(streamed.rows) > 350:
-                found.append(show(scenario, streamed, arguments.rows, range(arguments.seeds)))
-    if arguments.plot is not None and found:
-        draw(found, arguments.plot)
+                found.append(shown_of(scenario, streamed, arguments.rows, range(arguments.seeds)))
+    known = "what the weights knew of the GPU"
+    stretches = (f"rows {start} to {end}" for start, end in STRETCHES)
+    show("learning-in-order", ["never seen", *stretches, known], [one.in_order() for one in found], record=arguments.record)
+    columns = ["never seen", "before", *(f"after {count}" for count in AFTER[1:]), "all rows; after 100, times", known]
+    show("learning-at-random", columns, [one.at_random() for one in found], record=arguments.record)
 
 
 class Shown(NamedTuple):
-    """A scenario's curves, for the picture."""
+    """A scenario's curves, for the tables. Errors are means."""
 
     name: str
     means: dict[str, dict[int, float]]
-    """Mean error by kind of stream and number of rows."""
+    """Error on other rows by kind of stream and number of rows learnt."""
+    as_they_come: dict[tuple[int, int], tuple[float, float]]
+    """Error in the order of the table by stretch: before anything was learnt, and just before each row was learnt."""
     by_all: float
+    times: float
+    """Error after 100 rows over ``by_all``, on the same rows."""
+    of_known: dict[str, str]
+    """By kind of stream: error of the rows that the weights knew, before and after."""
+
+    def in_order(self) -> list[str]:
+        """Return the line of the rows as they stand in the table."""
+        pairs = (self.as_they_come.get(stretch) for stretch in STRETCHES)
+        return [
+            self.name,
+            *("-" if pair is None else f"{pair[0]:.1%} → {pair[1]:.1%}" for pair in pairs),
+            self.of_known[IN_ORDER],
+        ]
+
+    def at_random(self) -> list[str]:
+        """Return the line of rows in random order. The last count stands in the last column where the rows do not suffice."""
+        means, last = self.means[CLEAN], max(self.means[CLEAN])
+        cells = [f"{means[count]:.1%}" if count in means else "-" for count in AFTER]
+        if last < AFTER[-1]:
+            cells[-1] = f"{means[last]:.1%} ({last})"
+        return [self.name, *cells, f"{self.by_all:.1%}; {self.times:.2f}", self.of_known[CLEAN]]
 
 
-def show(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[int]) -> Shown:
-    """Stream and print."""
-    shown, rows = Shown(scenario.name, {}, math.nan), streamed.rows
-    print(f"\n{scenario.name}: {len(rows)} rows; as served before anything is learnt, mean / median error:")
-    for variant in sorted({row.run.variant for row in rows}):
-        some = [row for row in rows if row.run.variant == variant]
-        errors = [relative(float(row.raw.log_value[scenario.target][0]), row.run, scenario.target) for row in some]
-        print(f"    {variant}: {len(some)} rows, {statistics.fmean(errors):.1%} / {statistics.median(errors):.1%}")
-    kinds = {"clean": {}, "5% poisoned": {"poison": 0.05}, "table's order": {"in_order": True}}
-    for kind, options in kinds.items():
+def shown_of(scenario: Scenario, streamed: Streamed, num_rows: int, seeds: Sequence[int]) -> Shown:
+    """Stream the rows of a scenario in three ways, and print what the tables leave out."""
+    means: dict[str, dict[int, float]] = {}
+    of_known: dict[str, str] = {}
+    for kind, options in KINDS.items():
         curves = [
             stream(scenario.target, streamed, num_rows=num_rows, seed=seed, **options)  # type: ignore[arg-type]
             for seed in track(seeds, description=kind, transient=True)
         ]
         counts = sorted(set.intersection(*(set(curve.errors) for curve in curves)))
-        means = {count: np.mean([curve.errors[count] for curve in curves], axis=0) for count in counts}
-        shown.means[kind] = {count: float(mean) for count, (mean, _) in means.items()}
-        print(f"  {kind}: mean / median error after rows: ", end="")
-        print("; ".join(f"{count}: {mean:.1%} / {median:.1%}" for count, (mean, median) in means.items()))
-        stretches = sorted(set.intersection(*(set(curve.as_they_come) for curve in curves)))
-        came = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
-        print("    predicted before it was learnt, before any / as they came: ", end="")
-        print("; ".join(f"{start} to {end}: {before:.1%} / {now:.1%}" for (start, end), (before, now) in came.items()))
-        if streamed.known:
-            before, after = np.mean([curve.of_known for curve in curves], axis=0)
-            print(f"    {len(streamed.known)} rows of the GPU that the weights knew: {before:.1%}, after the stream {after:.1%}")
+        means[kind] = {count: statistics.fmean(curve.errors[count][0] for curve in curves) for count in counts}
+        before, after = np.mean([curve.of_known for curve in curves], axis=0)
+        of_known[kind] = f"{before:.1%} → {after:.1%}" if streamed.known else "-"
         windows = [coverage for curve in curves for coverage in curve.coverages]
-        if windows:
-            print(f"    coverage over windows of {WINDOW}: {min(windows):.1%} to {max(windows):.1%}, mean {np.mean(windows):.1%}")
+        coverage = f"{min(windows):.1%} to {max(windows):.1%}" if windows else "-"
         print(
-            f"    weights promoted: {sum(curve.promoted for curve in curves)}; readings quarantined: "
-            f"{sum(curve.quarantined for curve in curves)}; shifts said: {sum(curve.shifts for curve in curves)}; "
-            f"a lesson {max(c.teach_s for c in curves) * 1e3:.0f} ms, "
-            f"an update at most {max(c.update_s for c in curves):.1f} s of processor time"
+            f"{scenario.name}, {kind}: error after all rows {means[kind][counts[-1]]:.1%}; inside the 90% interval over windows "
+            f"of {WINDOW}: {coverage}; weights promoted: {sum(curve.promoted for curve in curves)}; "
+            f"quarantined: {sum(curve.quarantined for curve in curves)}; shifts: {sum(curve.shifts for curve in curves)}; "
+            f"learning one row: {max(curve.teach_s for curve in curves) * 1e3:.0f} ms; "
+            f"an update at most {max(curve.update_s for curve in curves):.1f} s of processor time"
         )
-        if kind == "clean":
-            of_all = np.nanmean([curve.by_all for curve in curves])
-            same = {count: np.nanmean([curve.of_same[count] for curve in curves]) for count in counts}
-            print(
-                f"    weights that know the like: {of_all:.1%} on some of the judged rows; on the same ones, after rows: ", end=""
-            )
-            print("; ".join(f"{count}: {error:.1%} ({error / of_all:.2f} times)" for count, error in same.items()))
-            shown = shown._replace(by_all=float(of_all))
-    return shown
-
-
-def draw(found: Sequence[Shown], path: Path) -> None:
-    """Error over the number of runs that were learnt, a panel for each scenario."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.2 * len(found), 3.4), layout="constrained")
-    for axes, shown in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        for kind, means in shown.means.items():
-            axes.plot(range(len(means)), [100 * mean for mean in means.values()], marker="o", markersize=3, label=kind)
-            axes.set_xticks(range(len(means)), [str(count) for count in means])
-        if math.isfinite(shown.by_all):
-            axes.axhline(100 * shown.by_all, color="black", linestyle=":", label="weights that know the like")
-        axes.set_title(shown.name.replace(", ", ",\n"), fontsize=9)
-        axes.set_xlabel("runs learnt")
-        axes.set_ylim(bottom=0)
-    figure.axes[0].set_ylabel("mean relative error, %")
-    figure.axes[0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+        if kind == CLEAN:
+            by_all = float(np.nanmean([curve.by_all for curve in curves]))
+            times = float(np.nanmean([curve.of_same[min(100, counts[-1])] for curve in curves])) / by_all
+        if kind == IN_ORDER:
+            stretches = sorted(set.intersection(*(set(curve.as_they_come) for curve in curves)))
+            found = {stretch: np.mean([curve.as_they_come[stretch] for curve in curves], axis=0) for stretch in stretches}
+            as_they_come = {stretch: (float(before), float(now)) for stretch, (before, now) in found.items()}
+    return Shown(scenario.name, means, as_they_come, by_all, times, of_known)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ A pruned trial is stopped as soon as it has broken its time budget; its memory p
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import platform
 import statistics
 import sys
 import time
@@ -20,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfguard import Run, resolve_device
 from perfguard.quantities import parse_bytes, parse_seconds
-from perfguard.summary import mean_error
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import quickstart
+
+COLUMNS = ("seed", "launched", "over budget", "pruned rightly", "wrongly", "caught", "feasible lost", "error, first 5", "last 10",
+           "study, s", "decision, ms")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Outcome:
     wrongly_pruned: int
     first_error: float
     last_error: float
-    rank_trend: float
-    """Spearman correlation of the trial's order with its error; negative: the errors fall."""
     study_s: float
     decision_s: float
     """Median time from a trial's last suggestion to its verdict."""
@@ -113,7 +109,6 @@ def study_of(seed: int, trials: int) -> Outcome:
     study_s = time.perf_counter() - start
     summary = summarize(study)
     records = [record_of(trial) for trial in study.trials if trial.state.is_finished()]
-    errors = [error for record in records if (error := mean_error(record)) is not None]
     pruned = [trial for trial in study.get_trials() if record_of(trial).verdict == "prune"]
     truths = [breaks_budget(trial.params) for trial in pruned]
     return Outcome(
@@ -124,52 +119,42 @@ def study_of(seed: int, trials: int) -> Outcome:
         wrongly_pruned=len(truths) - sum(truths),
         first_error=summary.first_error or 0.0,
         last_error=summary.last_error or 0.0,
-        rank_trend=_spearman(errors),
         study_s=study_s,
         decision_s=statistics.median(decisions),
     )
 
 
-def _spearman(errors: list[float]) -> float:
-    ranks = [sorted(errors).index(error) for error in errors]
-    return statistics.correlation(range(len(ranks)), ranks) if len(set(ranks)) > 1 else 0.0
-
-
 def main() -> None:
-    """Run the seeds and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run the seeds and show the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--trials", type=int, default=40)
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     quickstart.digits()
-    console = Console(width=130)
-    table = Table(title=f"{datetime.date.today()}, {resolve_device('cpu').name}, Python {platform.python_version()}")
-    for heading in ("seed", "launched", "over budget", "pruned rightly", "wrongly", "caught", "feasible lost", "first 5",
-                    "last 10", "trend", "study s", "decision ms"):  # fmt: skip
-        table.add_column(heading, justify="right")
     outcomes = []
     for seed in arguments.seeds:
-        outcome = study_of(seed, arguments.trials)
-        outcomes.append(outcome)
-        table.add_row(str(seed), *_cells(outcome), f"{outcome.study_s:.0f}", f"{outcome.decision_s * 1e3:.0f}")
-        console.print(table)
-    caught = sum(o.rightly_pruned for o in outcomes) / max(sum(o.infeasible for o in outcomes), 1)
-    lost = sum(o.wrongly_pruned for o in outcomes) / max(sum(o.feasible for o in outcomes), 1)
-    console.print(f"all seeds: {caught:.1%} of the infeasible trials pruned, {lost:.1%} of the feasible ones")
+        outcomes.append(study_of(seed, arguments.trials))
+        print(outcomes[-1], file=sys.stderr)
+    rightly, infeasible, wrongly, feasible = (
+        sum(getattr(outcome, name) for outcome in outcomes)
+        for name in ("rightly_pruned", "infeasible", "wrongly_pruned", "feasible")
+    )
+    shares = f"{rightly / max(infeasible, 1):.1%}", f"{wrongly / max(feasible, 1):.1%}"
+    together = ["all", "", "", f"{rightly} of {infeasible}", f"{wrongly} of {feasible}", *shares, *[""] * 4]
+    show("demo", COLUMNS, [*map(_cells, outcomes), together], record=arguments.record)
 
 
 def _cells(outcome: Outcome) -> list[str]:
+    counts = outcome.seed, outcome.launched, outcome.violations, outcome.rightly_pruned, outcome.wrongly_pruned
     return [
-        str(outcome.launched),
-        str(outcome.violations),
-        str(outcome.rightly_pruned),
-        str(outcome.wrongly_pruned),
+        *map(str, counts),
         f"{outcome.rightly_pruned / max(outcome.infeasible, 1):.0%}",
         f"{outcome.wrongly_pruned / max(outcome.feasible, 1):.1%}",
         f"{outcome.first_error:.1%}",
         f"{outcome.last_error:.1%}",
-        f"{outcome.rank_trend:+.2f}",
+        f"{outcome.study_s:.0f}",
+        f"{outcome.decision_s * 1e3:.0f}",
     ]
 
 

@@ -38,11 +38,10 @@ os.environ |= {
 
 import ray
 import torch
+from _record import parser_of, show
 from ray import tune
 from ray.cluster_utils import Cluster
 from ray.tune.search import BasicVariantGenerator
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import perfguard_ray
@@ -59,7 +58,6 @@ SPACE = {
     "lr": tune.loguniform(1e-3, 1e-1),
 }
 STEPS = 12
-console = Console(width=130)
 
 
 def make_model(config: Mapping[str, Any]) -> nn.Module:
@@ -169,14 +167,12 @@ def log_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Postgres | None
 def measure_calls(arguments: argparse.Namespace) -> None:
     """What each call costs, one at a time, and how many answers a second the service gives."""
     device = resolve_device("a100")
-    table = Table(title="cost of calls, ms")
-    for heading in ("call", "median", "p99"):
-        table.add_column(heading, justify="left" if heading == "call" else "right")
+    rows: list[list[str]] = []
 
     def row(name: str, call: Callable[[], Any], times: int = 300) -> None:
         seconds = sorted(_timed(call) for _ in range(times))
         median_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * seconds[int(0.99 * (times - 1))]
-        table.add_row(name, f"{median_ms:.2f}", f"{p99_ms:.2f}")
+        rows.append([name, f"{median_ms:.2f}", f"{p99_ms:.2f}"])
 
     with log_of(arguments) as (log, _), cluster():
         shared = SharedPredictor(log=log)
@@ -205,15 +201,15 @@ def measure_calls(arguments: argparse.Namespace) -> None:
         observations = store.observations(device.id)
         row("learn from 250 observations", lambda: local.fine_tune(observations), 20)
         row("guard.learn with the service", lambda: guard.learn(next(decisions), measurement), 40)
-        console.print(table)
-        show_throughput(shared, graphs, device)
+        show("ray-calls", ["call", "median, ms", "99th percentile, ms"], rows, record=arguments.record)
+        show("ray-answers", ANSWERS, [*answers(shared, graphs, device)], record=arguments.record)
 
 
-def show_throughput(shared: SharedPredictor, graphs: Sequence[Any], device: Any) -> None:
-    """Answers a second: one caller, eight callers, and batches."""
-    table = Table(title="answers of one service, cached graphs")
-    for heading in ("callers", "questions a call", "answers/s", "p99 of a call, ms"):
-        table.add_column(heading, justify="right")
+ANSWERS = ("callers of one service", "questions a call", "answers a second", "99th percentile of a call, ms")
+
+
+def answers(shared: SharedPredictor, graphs: Sequence[Any], device: Any) -> Iterator[list[str]]:
+    """Yield the answers a second of one caller, of eight callers, and in batches."""
     for num_callers, batch in ((1, 1), (8, 1), (1, 32), (8, 32)):
         questions = [(graphs[index % len(graphs)], device, STEPS) for index in range(batch)]
         deadline = time.perf_counter() + 4
@@ -229,8 +225,7 @@ def show_throughput(shared: SharedPredictor, graphs: Sequence[Any], device: Any)
                 done.result()
         elapsed_s = time.perf_counter() - start
         p99_ms = 1e3 * sorted(seconds)[int(0.99 * (len(seconds) - 1))]
-        table.add_row(str(num_callers), str(batch), f"{batch * len(seconds) / elapsed_s:.0f}", f"{p99_ms:.1f}")
-    console.print(table)
+        yield [str(num_callers), str(batch), f"{batch * len(seconds) / elapsed_s:,.0f}", f"{p99_ms:.1f}"]
 
 
 def _timed(call: Callable[[], Any]) -> float:
@@ -299,65 +294,42 @@ def run(
         "wasted": sum((row.measured_peak_memory_bytes or 0) > limit for row in ran),
         "wasted_s": sum(row.measured_total_time_s or 0 for row in ran if (row.measured_peak_memory_bytes or 0) > limit),
         "elapsed_s": elapsed_s,
-        "decisions/s": len(verdict_s) / sum(verdict_s) if verdict_s else 0.0,
         "verdict_ms": 1e3 * statistics.median(verdict_s) if verdict_s else 0.0,
         "verdict_p99_ms": 1e3 * sorted(verdict_s)[int(0.99 * (len(verdict_s) - 1))] if verdict_s else 0.0,
         "warnings": sorted({f"{one.category.__name__}" for one in caught if "perfguard" in str(one.category.__module__)}),
     }
 
 
-def show(title: str, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(title=title)
-    for heading in (
-        "run",
-        "trials",
-        "failed",
-        "logged",
-        "rejected",
-        "over budget",
-        "s in those",
-        "s in all",
-        "verdict ms",
-        "p99",
-        "warnings",
-    ):
-        table.add_column(heading, justify="left" if heading in ("run", "warnings") else "right")
-    for name, one in outcomes.items():
-        table.add_row(
-            name,
-            str(one["trials"]),
-            str(one["errors"]),
-            str(one["logged"]),
-            str(one["rejected"]),
-            str(one["wasted"]),
-            f"{one['wasted_s']:.1f}",
-            f"{one['elapsed_s']:.0f}",
-            f"{one['verdict_ms']:.1f}",
-            f"{one['verdict_p99_ms']:.1f}",
-            ", ".join(one["warnings"]) or "none",
-        )
-    console.print(table)
+COLUMNS = ("run", "trials that ran", "failed", "rows logged", "rejected", "over the budget", "s in those", "s in all",
+           "verdict, ms", "99th percentile, ms", "warnings")  # fmt: skip
+
+
+def row_of(name: str, one: Mapping[str, Any]) -> list[str]:
+    """Return the line of one run."""
+    counts = (str(one[key]) for key in ("trials", "errors", "logged", "rejected", "wasted"))
+    times = f"{one['wasted_s']:.1f}", f"{one['elapsed_s']:.0f}", f"{one['verdict_ms']:.1f}", f"{one['verdict_p99_ms']:.1f}"
+    return [name, *counts, *times, ", ".join(one["warnings"]) or "-"]
 
 
 def compare_runs(arguments: argparse.Namespace) -> None:
     """The same search with and without the guard, on fresh logs."""
-    outcomes = {}
+    rows = []
     for name, guarded in (("without the guard", False), ("with the guard", True)):
         with log_of(arguments) as (log, _), cluster():
-            outcomes[name] = run(arguments.trials, log, guarded=guarded, seed=arguments.seed)
-    show(f"{arguments.trials} trials on {NODES} nodes", outcomes)
+            rows.append(row_of(name, run(arguments.trials, log, guarded=guarded, seed=arguments.seed)))
+    show("ray-runs", COLUMNS, rows, record=arguments.record)
 
 
 def break_things(arguments: argparse.Namespace) -> None:
     """One run for each fault, which strikes while trials run."""
-    outcomes = {}
+    rows = []
     for name in ("service killed twice", "node removed", "database restarted"):
         if name == "database restarted" and arguments.sqlite:
             continue
         with log_of(arguments) as (log, server), cluster() as nodes:
             disturb = functools.partial(_disturb, name, nodes, server)
-            outcomes[name] = run(arguments.trials, log, guarded=True, seed=arguments.seed, disturb=disturb)
-    show(f"{arguments.trials} trials on {NODES} nodes, disturbed", outcomes)
+            rows.append(row_of(name, run(arguments.trials, log, guarded=True, seed=arguments.seed, disturb=disturb)))
+    show("ray-faults", COLUMNS, rows, record=arguments.record)
 
 
 def _disturb(fault: str, nodes: Cluster, server: Postgres | None) -> None:
@@ -378,7 +350,7 @@ def _disturb(fault: str, nodes: Cluster, server: Postgres | None) -> None:
 
 def main() -> None:
     """Run one part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("part", choices=["calls", "runs", "faults"])
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

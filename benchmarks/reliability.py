@@ -9,16 +9,13 @@ Single operators are left out: they are many, and calibrated for themselves.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 
 from perfguard_training.cross_validation import CALIBRATED, log_sigmas_of
 from perfguard_training.leaderboard import label_of, predictions
@@ -28,9 +25,9 @@ _LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 
 def main() -> None:
     """Print the coverage of 90% intervals by group, and draw the diagram."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--predictor", default="guardnet")
+    parser.add_argument("--predictor", default="memory-forest")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--most-operators", type=int, default=60_000)
@@ -50,14 +47,12 @@ def main() -> None:
                     sigma = float(sigmas[target][position])
                     z = abs(run.labels[target] - float(predicted[target][position])) / sigma
                     scores[target, label_of(run)].append((z, sigma))
-    table = Table(title=f"{arguments.predictor}, families held out, {datetime.date.today()}: intervals of 90%")
-    for heading in ("quantity", "runs", "rows", "coverage", "median width"):
-        table.add_column(heading, justify="right" if heading in ("rows", "coverage", "median width") else "left")
+    rows = []
     for (target, name), values in sorted(scores.items()):
         inside = np.mean([z <= 1.645 for z, _ in values])
         width = statistics.median(math.exp(1.645 * sigma) - math.exp(-1.645 * sigma) for _, sigma in values)
-        table.add_row(target, name, f"{len(values):,}", f"{inside:.1%}", f"{width:.1%}")
-    Console(width=110).print(table)
+        rows.append([target, name, f"{len(values):,}", f"{inside:.1%}", f"{width:.1%}"])
+    show("reliability", ["quantity", "runs", "rows", "inside the 90% interval", "median width"], rows, record=arguments.record)
     if arguments.plot is not None:
         draw(scores, arguments.plot)
 

@@ -9,8 +9,6 @@ missing. Needs timm and torchvision.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import random
 import statistics
 import sys
@@ -20,13 +18,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
+from _record import parser_of, show
 from rich.progress import track
-from rich.table import Table
 
 from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
 from perfguard.tables import WorkloadRow, model_on_meta, read_table, workload_row
+
+COLUMNS = ("family", "rows", "live", "live + constant", "reserved", "reserved + constant")
+_FAMILIES = 8
 
 
 class Compared(NamedTuple):
@@ -57,8 +57,8 @@ def errors(estimates: Iterable[float], rows: Sequence[Compared]) -> tuple[float,
 
 
 def main() -> None:
-    """Trace the rows and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Trace the rows and show the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("table", type=Path)
     parser.add_argument("--gpu", default="a100-pcie-40gb")
     parser.add_argument("--mode", choices=("train", "infer"), default="train")
@@ -79,30 +79,25 @@ def main() -> None:
     rows = [result for result in results if isinstance(result, Compared)]
     for problem in sorted({result for result in results if isinstance(result, str)}):
         print(f"not traced: {problem}", file=sys.stderr)
-    show(rows, arguments.gpu)
+    show("replay", COLUMNS, by_family(rows), record=arguments.record)
 
 
-def show(rows: Sequence[Compared], gpu: str) -> None:
-    """Print errors by family and of all rows."""
+def by_family(rows: Sequence[Compared]) -> list[list[str]]:
+    """Return the errors of the largest families and of all rows, mean / median, and last the constants."""
     constants = [statistics.median(row.measured - estimate(row) for row in rows) for estimate in (_live, _reserved)]
-    table = Table(title=f"{len(rows)} rows, {gpu}, {datetime.date.today()}")
-    headings = ("family", "rows", "live", "live + constant", "reserved", "reserved + constant")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "family" else "right")
-    by_family: dict[str, list[Compared]] = defaultdict(list)
+    families: dict[str, list[Compared]] = defaultdict(list)
     for row in rows:
-        by_family[row.family].append(row)
-    largest = sorted(by_family, key=lambda name: -len(by_family[name]))[:30]
-    for name, group in [*((name, by_family[name]) for name in largest), ("all", list(rows))]:
+        families[row.family].append(row)
+    largest = sorted(families, key=lambda name: -len(families[name]))[:_FAMILIES]
+    lines = []
+    for name, group in [*((name, families[name]) for name in largest), ("all", list(rows))]:
         cells = []
         for estimate, constant in ((_live, 0.0), (_live, constants[0]), (_reserved, 0.0), (_reserved, constants[1])):
             mean, median = errors((estimate(row) + constant for row in group), group)
             cells.append(f"{mean:.1%} / {median:.1%}")
-        table.add_row(name, str(len(group)), *cells)
-    console = Console(width=130)
-    console.print(table)
-    mib = [constant / 2**20 for constant in constants]
-    console.print(f"mean / median relative error; constants: live {mib[0]:.0f} MiB, reserved {mib[1]:.0f} MiB")
+        lines.append([name, f"{len(group):,}", *cells])
+    live, reserved = (f"{constant / 2**20:,.0f} MiB" for constant in constants)
+    return [*lines, ["constant", "", "", live, "", reserved]]
 
 
 def _live(row: Compared) -> float:

@@ -16,14 +16,12 @@ made here if the cache lacks them). Optuna, its TPE and the plugins are the real
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import hashlib
 import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optuna
-from rich.console import Console
+from _record import parser_of, show
 from rich.progress import track
-from rich.table import Table
 
 from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
@@ -44,7 +41,10 @@ from perfguard_training.cross_validation import FoldPredictions, log_sigmas_of
 from perfguard_training.dataset import Run
 from perfguard_training.leaderboard import predictions
 
-_POLICIES = ("none", "fake", "pruner", "sampler", "oracle")
+_POLICIES = {
+    "none": "none", "fake": "live bytes alone", "pruner": "pruner", "sampler": "sampler", "oracle": "oracle",
+}  # fmt: skip
+COLUMNS = ("space", "policy", "launched, did not fit", "time wasted", "rejected though fitting", "behind the oracle", "near")
 _STEPS = 2000
 _CRASH_SHARE = 0.1
 _NEARLY_SURE = 0.01
@@ -278,10 +278,10 @@ def hash_share(text: str) -> float:
 
 
 def main() -> None:
-    """Run the studies, print the table, draw the best loss against GPU time."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run the studies, show the table, draw the best loss against GPU time."""
+    parser = parser_of(__doc__)
     parser.add_argument("tables", nargs="+", type=Path)
-    parser.add_argument("--predictor", default="guardnet")
+    parser.add_argument("--predictor", default="memory-forest")
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     parser.add_argument("--most-operators", type=int, default=60_000)
     parser.add_argument("--seeds", type=int, default=20)
@@ -301,29 +301,14 @@ def main() -> None:
             pool.map(partial(run_study, trials=arguments.trials), work, chunksize=4), total=len(work)
         ):
             outcomes[name, policy].append(outcome)
-    console = Console(width=150)
-    console.print(f"{arguments.predictor}, {arguments.seeds} seeds, {arguments.trials} launched trials, {datetime.date.today()}")
-    for space in spaces:
-        console.print(_table(space, outcomes))
+    show("search", COLUMNS, [row for space in spaces for row in _rows(space, outcomes)], record=arguments.record)
     if arguments.plot is not None:
         _draw(spaces, outcomes, arguments.plot)
 
 
-def _table(space: Space, outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) -> Table:
-    failing = statistics.fmean(not point.fits for point in space.points.values())
-    table = Table(title=f"{space.name}: {len(space.points)} points, {failing:.0%} do not fit")
-    for heading in (
-        "",
-        "launched, did not fit",
-        "GPU time wasted",
-        "rejected though fitting",
-        "behind the oracle",
-        "near the limit",
-    ):
-        table.add_column(heading, justify="right" if heading else "left")
+def _rows(space: Space, outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) -> Iterator[list[str]]:
     oracle = outcomes[space.name, "oracle"]
-    wasted_without = statistics.fmean(outcome.wasted_s for outcome in outcomes[space.name, "none"])
-    for policy in _POLICIES:
+    for policy, called in _POLICIES.items():
         mine = outcomes[space.name, policy]
         wasted = statistics.fmean(outcome.wasted_s for outcome in mine)
         rejected = sum(outcome.rejected for outcome in mine)
@@ -332,15 +317,15 @@ def _table(space: Space, outcomes: Mapping[tuple[str, str], Sequence[Outcome]]) 
             for own, best in zip(mine, oracle, strict=True)
         ]
         launched = sum(outcome.launched - outcome.crashed for outcome in mine)
-        table.add_row(
-            policy,
+        yield [
+            space.name,
+            called,
             f"{sum(outcome.crashed for outcome in mine) / sum(outcome.launched for outcome in mine):.1%}",
-            f"{wasted / 3600:.2f} h ({1 - wasted / wasted_without:.0%} gone)" if wasted_without else "-",
-            f"{sum(outcome.rejected_though_fitting for outcome in mine) / rejected:.1%} of {rejected}" if rejected else "-",
-            f"{statistics.fmean(behind):.1%} of the range",
+            f"{wasted / 3600:.2f} h",
+            f"{sum(outcome.rejected_though_fitting for outcome in mine) / rejected:.1%} of {rejected:,}" if rejected else "-",
+            f"{statistics.fmean(behind):.1%}",
             f"{sum(outcome.near_limit for outcome in mine) / launched:.1%}",
-        )
-    return table
+        ]
 
 
 def _worst(space: Space) -> float:

@@ -9,8 +9,6 @@ new study would meet them. From run ``--at`` on, each took a multiple of its tim
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import random
 import statistics
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from _record import parser_of, show
 
 from perfguard import MeasurementStore
 from perfguard.learning import LogAssessment, LogSync
@@ -92,8 +91,8 @@ def play(runs: Sequence[Observation], *, factor: float, at: int) -> Played:
 
 
 def main() -> None:
-    """Print a line for each factor."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Show a line for each factor."""
+    parser = parser_of(__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("--orders", type=int, default=5)
     parser.add_argument("--at", type=int, default=30, help="the first run of the slower or faster machine")
@@ -107,9 +106,7 @@ def main() -> None:
         parser.error(f"--at must be at least {AFTER}, but got {at}.")
     if len(runs) < at + 3 * AFTER:
         parser.error(f"{arguments.log} holds {len(runs)} measured runs on the CPU, but {at + 3 * AFTER} are needed.")
-    print(f"{datetime.date.today()}, {len(runs)} runs, {arguments.orders} orders, the machine is another from run {at} on")
-    print("| times | seen after | not seen | others said | error before | until seen | then | width before | then | missed |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    rows = []
     for factor in FACTORS:
         orders = [random.Random(seed).sample(runs, len(runs)) for seed in range(arguments.orders)]
         played = [play(order, factor=factor, at=at) for order in orders]
@@ -118,14 +115,16 @@ def main() -> None:
         columns = (
             f"{factor:g}",
             f"{statistics.median(seen):g} runs" if seen else "-",
-            f"{len(played) - len(seen)} of {len(played)}" if factor != 1 else "-",
+            f"{len(seen)} of {len(played)}" if factor != 1 else "-",
             f"{sum(one.false for one in played)}",
             *(f"{error:.0%}" for error in errors),
-            f"{width_before:.2f}",
-            f"{width_after:.2f}",
+            f"{width_before:.2f}, {width_after:.2f}",
             f"{sum(one.num_missed for one in played) / sum(len(one.scores) for one in played):.0%}",
         )
-        print(f"| {' | '.join(columns)} |", flush=True)
+        rows.append(columns)
+    headings = ["times", "noticed after", "noticed in", "false alarms", "error before", "until noticed", "of the ten runs after",
+                "90% interval, before and after: a factor of", "outside of it, all runs"]  # fmt: skip
+    show("shifts", headings, rows, record=arguments.record)
 
 
 if __name__ == "__main__":

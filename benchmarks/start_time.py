@@ -9,10 +9,7 @@ on the wall. Seconds of the tree are on the wall, as `python -X importtime` give
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -21,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from _record import parser_of, show
 from rich.console import Console
-from rich.table import Table
 from rich.tree import Tree
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +29,17 @@ _PRUNER = """
 import optuna, torch
 from perfguard_optuna import PerfGuardPruner
 PerfGuardPruner("a100", build=lambda params: None, log="{log}")
+"""
+_STARTER = """
+import os, sys
+nowhere = os.open(os.devnull, os.O_WRONLY)
+process = os.fork()
+if not process:
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+_, _, usage = os.wait4(process, 0)
+print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 """
 _TORCHVISION = """
 import torch, torchvision
@@ -54,12 +62,13 @@ class Cost(NamedTuple):
 
 
 def cost_of(words: Sequence[str]) -> Cost:
-    """Run Python with ``words``, whatever its exit status."""
-    with Path(os.devnull).open("w") as nowhere:
-        process = subprocess.Popen([sys.executable, *words], stdout=nowhere, stderr=nowhere)
-        _, _, usage = os.wait4(process.pid, 0)
-        process.returncode = 0  # it is waited for
-    return Cost(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    """Run Python with ``words``, whatever its exit status.
+
+    A bare Python starts it: a process counts the memory that its parent had when it was forked.
+    """
+    done = subprocess.run([sys.executable, "-S", "-c", _STARTER, *words], capture_output=True, text=True, check=True)
+    seconds, kilobytes = map(float, done.stdout.split())
+    return Cost(seconds, int(kilobytes) * 1024)
 
 
 def import_tree(words: Sequence[str], title: str) -> Tree:
@@ -76,9 +85,9 @@ def import_tree(words: Sequence[str], title: str) -> Tree:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each command; the least counts (default: 3)")
-    parser.add_argument("--tree", action="append", default=[], help="help, predict or pruner: show what it imports; repeatable")
+    parser.add_argument("--tree", action="append", default=[], help="a row, for instance help: show what it imports; repeatable")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "net.py"
@@ -93,7 +102,7 @@ def main() -> None:
             "predict": (*_CLI, "predict", f"{MODELS}:resnet", "--gpu", "a100"),
             "predict, torchvision": (*_CLI, "predict", f"{script}:build", "--gpu", "a100"),
             "import optuna, torch": ("-c", "import optuna, torch"),
-            "pruner": ("-c", _PRUNER.format(log=Path(folder) / "log.db")),
+            "first pruner": ("-c", _PRUNER.format(log=Path(folder) / "log.db")),
         }
         if importlib.util.find_spec("torchvision") is None:
             del commands["predict, torchvision"]
@@ -103,17 +112,15 @@ def main() -> None:
                 runs[name].append(cost_of(words))
         trees = [import_tree(commands[name], name) for name in arguments.tree]
     best = {name: min(costs) for name, costs in runs.items()}
-    torch_s, bare_s = best["import torch"].seconds, best["python -c pass"].seconds
-    table = Table(title=f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, best of {arguments.repeats}")
-    for heading in ("command", "processor time", "beyond python", "times import torch", "peak memory"):
-        table.add_column(heading, justify="left" if heading == "command" else "right")
-    for name, (seconds, num_bytes) in best.items():
-        figures = f"{seconds:.2f} s", f"{seconds - bare_s:.2f} s", f"{seconds / torch_s:.2f}", f"{num_bytes / 2**20:.0f} MiB"
-        table.add_row(name, *figures)
+    torch_s = best["import torch"].seconds
+    rows = [
+        [name, f"{cost.seconds:.2f} s", f"{cost.seconds / torch_s:.2f}", f"{cost.peak_bytes / 2**20:.0f} MiB"]
+        for name, cost in best.items()
+    ]
+    beyond_s = best["first pruner"].seconds - best["import optuna, torch"].seconds
+    rows.append(["first pruner, beyond those imports", f"{beyond_s:.2f} s", f"{beyond_s / torch_s:.2f}", "-"])
+    show("starting", ["command", "processor time", "times import torch", "peak memory"], rows, record=arguments.record)
     console = Console()
-    console.print(table)
-    beyond_s = best["pruner"].seconds - best["import optuna, torch"].seconds
-    console.print(f"the first pruner, beyond the imports of Optuna and torch: {beyond_s:.2f} s", highlight=False)
     for tree in trees:
         console.print(tree)
 

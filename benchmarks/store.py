@@ -9,11 +9,7 @@ the graphs decoded for the first time and again.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
-import os
-import platform
 import random
 import statistics
 import tempfile
@@ -23,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from _record import parser_of, show
 from torch import nn
 
 from perfguard import (
@@ -116,20 +111,15 @@ def build(store: MeasurementStore, num_rows: int, known: list[OpGraph], device: 
 
 def main() -> None:
     """Build, time, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--log", help="a path or a URL that does not exist yet; default: an SQLite file that is removed again")
     arguments = parser.parse_args()
     device, known = device_and_graphs()
-    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start"
-    table = Table(title=f"{arguments.rows:,} measurements, {datetime.date.today()}, Python {platform.python_version()}, {load}")
-    table.add_column("what")
-    table.add_column("result", justify="right")
     with tempfile.TemporaryDirectory() as folder:
         location = arguments.log or str(Path(folder) / "log.db")
-        for name, result in measure(location, arguments.rows, device, known):
-            table.add_row(name, result)
-    Console(width=130).print(table)
+        rows = list(measure(location, arguments.rows, device, known))
+    show("store", [f"{arguments.rows:,} measurements", "result"], rows, record=arguments.record)
 
 
 def device_and_graphs() -> tuple[Device, list[OpGraph]]:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import functools
 import importlib.util
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -27,9 +25,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
+from _record import parser_of, show
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 
 from perfguard import TensorSpec, Workload, resolve_device, trace
@@ -43,7 +40,7 @@ MODELS = (
 )  # fmt: skip
 BATCHES = (8, 32, 128)
 SIZE = 224
-TOOLS = ("perfguard", "MemTracker", "torch-kitsune")
+TOOLS = ("PerfGuard", "MemTracker", "torch-kitsune")
 _LIMIT_BYTES = 12 * 2**30
 _TIMEOUT_S = 300
 
@@ -93,7 +90,7 @@ def by_kitsune(model: nn.Module, batch: int) -> int:
     return int(result.total_bytes - result.overhead_bytes)
 
 
-ESTIMATORS = {"perfguard": by_perfguard, "MemTracker": by_mem_tracker, "torch-kitsune": by_kitsune}
+ESTIMATORS = {"PerfGuard": by_perfguard, "MemTracker": by_mem_tracker, "torch-kitsune": by_kitsune}
 
 
 def run_one(tool: str, name: str) -> None:
@@ -123,8 +120,8 @@ def measured(table: Path | None) -> dict[tuple[str, int], float]:
 
 
 def main() -> None:
-    """Run every tool on every model and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Run every tool on every model and show the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--one", nargs=2, metavar=("TOOL", "MODEL"), help=argparse.SUPPRESS)
@@ -136,27 +133,20 @@ def main() -> None:
     tools = [tool for tool in TOOLS if tool != "torch-kitsune" or importlib.util.find_spec("kitsune")]
     context = resolve_device("a100").context_bytes
     results: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    table = Table(
-        title=f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
-    table.add_column("model")
-    for tool in tools:
-        for heading in ("ms, first", "ms, later", "own MiB", "error" if truth else "GiB at 32"):
-            table.add_column(f"{tool} {heading}", justify="right")
-    cases = [(name, tool) for name in arguments.models for tool in tools]
-    rows: dict[str, list[str]] = defaultdict(list)
-    for name, tool in track(cases, transient=True, disable=not sys.stderr.isatty()):
-        found = measure_one(tool, name)
-        for result in found:
-            result["error"] = (
-                abs((result["estimate"] + context) / truth[key] - 1) if (key := (name, result["batch"])) in truth else None
-            )
-        results[tool] += found
-        rows[name] += cells(found, with_error=bool(truth))
-    for name, row in rows.items():
-        table.add_row(name, *row)
-    table.add_row("median", *(cell for tool in tools for cell in cells(results[tool], with_error=bool(truth))), style="bold")
-    Console(width=200).print(table)
+    rows = []
+    for name in track(arguments.models, transient=True, disable=not sys.stderr.isatty()):
+        row = [name]
+        for tool in tools:
+            found = measure_one(tool, name)
+            for result in found:
+                key = name, result["batch"]
+                result["error"] = abs((result["estimate"] + context) / truth[key] - 1) if key in truth else None
+            results[tool] += found
+            row += cells(found)
+        rows.append(row)
+    rows.append(["median", *(cell for tool in tools for cell in cells(results[tool]))])
+    columns = [f"{tool}, {heading}" for tool in tools for heading in ("ms", "own MiB", "error")]
+    show("trace", ["model", *columns], rows, record=arguments.record)
 
 
 def measure_one(tool: str, name: str) -> list[dict[str, Any]]:
@@ -173,20 +163,15 @@ def measure_one(tool: str, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def cells(found: list[dict[str, Any]], *, with_error: bool) -> list[str]:
-    """First call, later calls, own memory, and the error or the estimate at the middle batch."""
+def cells(found: list[dict[str, Any]]) -> list[str]:
+    """Milliseconds of the first batch and of the others, own memory, and the median error."""
     first = [result["seconds"] for result in found if result["batch"] == BATCHES[0]]
     later = [result["seconds"] for result in found if result["batch"] != BATCHES[0]]
     errors = [result["error"] for result in found if result["error"] is not None]
-    middle = [result["estimate"] for result in found if result["batch"] == BATCHES[1]]
-    last = f"{statistics.median(errors):.0%}" if errors else "-"
-    if not with_error:
-        last = f"{statistics.median(middle) / 2**30:.2f}" if middle else "-"
     return [
-        f"{statistics.median(first) * 1e3:.0f}" if first else "-",
-        f"{statistics.median(later) * 1e3:.0f}" if later else "-",
-        f"{max(result['own'] for result in found) / 2**20:.0f}" if found else "-",
-        last,
+        ", ".join(f"{statistics.median(seconds) * 1e3:,.0f}" if seconds else "-" for seconds in (first, later)),
+        f"{max(result['own'] for result in found) / 2**20:,.0f}" if found else "-",
+        f"{statistics.median(errors):.0%}" if errors else "-",
     ]
 
 

@@ -182,7 +182,11 @@ def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None
     # Hatchling leaves out whatever .gitignore names, silently.
     name, files = wheel
     data = {
-        "main": [("perfguard/devices", "*.json"), ("models/perfguard_models/weights", "*.safetensors")],
+        "main": [
+            ("perfguard/devices", "*.json"),
+            ("perfguard/report", "page.*"),
+            ("models/perfguard_models/weights", "*.safetensors"),
+        ],
         "research": [("models/perfguard_papers/weights", "*.safetensors")],
     }[name]
     for folder, pattern in data:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -14,6 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import _record  # noqa: E402
+
+RESULTS = runpy.run_path(str(ROOT / "tools" / "results.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 pytestmark = pytest.mark.timeout(900)  # a page takes half a minute, and ten times as long where the machine is busy
 BLOCK = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -99,6 +105,47 @@ def test_each_decision_is_in_the_list_of_decisions() -> None:
 def test_reference_is_up_to_date() -> None:
     made = runpy.run_path(str(ROOT / "tools" / "reference.py"))["page"]()
     assert made == (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), "run: python tools/reference.py"
+
+
+def test_results_pages_are_what_the_json_gives() -> None:
+    # A number in a results page cannot be typed by hand.
+    assert not list(RESULTS["problems"](RESULTS["PAGES"]))
+
+
+def test_a_typed_number_a_typed_table_and_json_without_a_page_are_found(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "unused.json").write_text("{}")
+    page = RESULTS["filled"]("# Speed\n\n<!-- table: decisions -->\n<!-- end -->\n")
+    (tmp_path / "good.md").write_text(page, encoding="utf-8")
+    (tmp_path / "typed.md").write_text(re.sub(r"\d \|\n", "999 |\n", page, count=1) + "\n| a | b |\n", encoding="utf-8")
+    found = [line for line in RESULTS["problems"](tmp_path) if "shows the table" not in line or "unused" in line]
+    assert [line.partition(" has")[0].partition(" is not")[0] for line in found] == [
+        "typed.md", "typed.md", "No page shows the table unused.",
+    ]  # fmt: skip
+
+
+def test_a_recorded_table_is_read_back_and_says_how_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "/home/me/benchmarks/speed.py",
+        "/home/me/runs.csv.gz",
+        "--cache",
+        "/tmp/c",
+        "--rows",
+        "3",
+        "--record",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    _record.show("speed", ["what", "ms"], [["cold, ± 5%", "1.5"], ["warm", "0.2"]], record=tmp_path)
+    table = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
+    assert table["command"] == "OMP_NUM_THREADS=1 python benchmarks/speed.py runs.csv.gz --rows 3"
+    text = RESULTS["markdown"](table)
+    assert f"{datetime.date.today()}, " in text
+    assert text.endswith("| what | ms |\n| :--- | ---: |\n| cold, ± 5% | 1.5 |\n| warm | 0.2 |\n")
+    assert "warm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("package", ["perfguard", "perfguard_optuna", "perfguard_ray"])

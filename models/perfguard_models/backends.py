@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from perfguard_models.features.graph import FEATURE_VERSION
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.graph_network import GuardNetwork, batches_of
 from perfguard_models.learner import Step, predict_with_spread, share_of
-from perfguard_models.residual import GPInputs, ResidualPrior, as_shipped
+from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, steps_of
@@ -34,33 +34,11 @@ Floats = npt.NDArray[np.float64]
 TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
-UNTRAINED_LOG_SIGMA = {"memory": 0.2, "time": 0.6}
-"""Standard deviation of log(measured / physics) for a run unlike all training rows. The driver's reading is within 10% of replay
-and context on average, but convolution workspaces can double it. A step takes one to four times its roofline."""
-_REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA = 0.055, 100 * 2**20
-"""How far the replay is from the memory of a GPU in PyTorch's default settings: a share of it, and bytes that the driver loads
-beside it. The first is from xMem's 112 training runs in float32: 10 networks on three cards, benchmark mode off."""
 _UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
 """With other switches on, the replay was never compared with measurements."""
-_UNTRAINED_TIME_FACTOR = 2.0
-_BIAS, _LINEAR, _LOCAL, _NOISE = 0.72, 0.25, 0.6, 0.25
-"""Shares of a residual's standard deviation: what a machine and a network have in common, a trend, a region, and noise. Their
-squares add up to one."""
-_KERNELS = 1.0
-"""Standard deviation of the factors of single kinds of kernels, in standard deviations of the residual."""
-_TRUST, _MOST_TRUST = 3.0, 0.5
-"""Standard deviation of the trust in physics over the network, in standard deviations of the residual, and its most."""
 _TRAINED_HALF = "amp-fp16"
 """The half precision of the training rows of compiled steps."""
-_TRUST_IN_MACHINE = 2.0
-"""How far the step time of another machine is from the usual one, in units in which _MOST_TRUST is its standard deviation."""
-_SURER = 2.0
-"""The correction is reduced for a prediction whose sigma is smaller than that of the measured runs by more than this factor."""
-_OF_THE_STEP = 0.9
-"""Networks that were measured twice in the tables, under two names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
-_FARTHEST = 3.0
-_MOST_OF_A_CONSTANT = 4.0
 _EMBEDDED = (
     ("log_reserved", 22.5, 2.0), ("log_roofline", -2.0, 2.0),
     ("log_operators", 6.5, 1.0), ("log_batch", 4.0, 2.0), ("log_parameters", 18.0, 2.0), ("share_activation", 0.5, 0.5),
@@ -76,10 +54,51 @@ _TIME_SHARES = (
 )  # fmt: skip
 """Shares of the roofline, and flags, from which the process computes similarity."""
 _TIME_SHARES_INDEX = [STEP_FEATURES.index(name) for name in _TIME_SHARES]
-_CONVOLVED = [index for index, name in enumerate(_TIME_SHARES) if name.startswith("conv_")]
-_SWITCHES = [_TIME_SHARES.index(name) for name in ("nhwc", "compiled")]
-_APART = 0.15
-"""Length scale of the shares."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicsConfig:
+    """How far measurements are from physics where no training row is like the step. A sigma is the standard deviation of
+    log(measured / physics)."""
+
+    memory_log_sigma: float = 0.2
+    """The driver's reading is within 10% of replay and context on average, but convolution workspaces can double it."""
+    replay_log_sigma: float = 0.055
+    """The same in PyTorch's default settings, in float32: xMem's 112 training runs of 10 networks on three cards."""
+    loaded_bytes: float = 100 * 2**20
+    """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
+    time_log_sigma: float = 0.6
+    """A step takes one to four times its roofline."""
+    time_factor: float = 2.0
+    """The middle of that, as a factor on the roofline."""
+
+    def log_sigma(self, target: str) -> float:
+        """``memory_log_sigma`` or ``time_log_sigma``."""
+        return self.memory_log_sigma if target == "memory" else self.time_log_sigma
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """What the residual process of GPUs assumes. `benchmarks/online.py` shows how it learns."""
+
+    most_trust: float = 0.5
+    """The largest standard deviation of the trust in alternatives. In units of the distance from the prediction."""
+    machine_trust: float = 4.0
+    """Factor on the distance of another machine's step time from the usual one."""
+    most_correction: float = 2.0
+    """A prediction is corrected less if its sigma is smaller than that of the measured runs by more than this factor."""
+    farthest: float = 3.0
+    """The largest distance of physics from a prediction, as a logarithm."""
+    most_gibibytes: float = 4.0
+    """The largest share of a constant gibibyte in the memory of a step."""
+    share_length: float = 0.15
+    """Length scale of the shares of the roofline."""
+
+
+PHYSICS, PROCESS = PhysicsConfig(), ProcessConfig()
+GUESSED_PRIOR = ResidualPrior(bias=0.55, linear=0.0, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
+"""A residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two names, are
+0.1 to 2% apart, where the noise is 3 to 11%."""
 
 
 class RawPrediction(NamedTuple):
@@ -91,7 +110,6 @@ class RawPrediction(NamedTuple):
     log_value: dict[str, Floats]  # shapes: (C,)
     op_time_s: Floats  # shape: (C, N)
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
-    time_shares: torch.Tensor  # shape: (C, f), see `time_shares_of`
     alternatives: dict[str, torch.Tensor]
     """Distances of physics, and for time of machines with a slower host or device, from the value. Shapes: (C, e)"""
     prior: dict[str, ResidualPrior]
@@ -109,8 +127,8 @@ class RawPrediction(NamedTuple):
     def prior_at(self, target: str, row: int) -> ResidualPrior:
         """The prior of one of the graphs."""
         prior, scale = self.prior[target], float(self.prior_scale[target][row])
-        terms = {term: scale * getattr(prior, term) for term in ("bias", "linear", "local", "noise", "trust", "kernels", "kind")}
-        return dataclasses.replace(prior, **terms | {"trust": min(terms["trust"], _MOST_TRUST)})
+        terms = {term: scale * getattr(prior, term) for term in ("bias", "linear", "local", "noise", "trust")}
+        return dataclasses.replace(prior, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
 
 
 class Backend(Protocol):
@@ -132,7 +150,7 @@ class Backend(Protocol):
         """Factor on the intervals of ``target`` that makes them hold."""
 
     def summary(self, device: Device, target: str) -> Summary:
-        """Steps on the device that the weights' ``target`` was fitted to, a reference for online learning. It may be empty."""
+        """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
 
 
 class CpuBackend:
@@ -172,7 +190,6 @@ class CpuBackend:
             log_value={"memory": log_memory.numpy(), "time": log_time.numpy()},
             op_time_s=op_time_s.numpy().reshape(number, -1),
             embedding=dict(zip(TARGETS, embeddings, strict=True)),
-            time_shares=torch.zeros((number, 0), dtype=torch.float64),
             alternatives=dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
             prior=self._priors,
             prior_scale=dict.fromkeys(TARGETS, np.ones(number)),
@@ -213,7 +230,7 @@ class GpuBackend:
         setting, features = Setting.of(skeleton, device), step_features(graphs, device)
         log_step_s, op_time_s = self._clocks(graphs, device)
         value = {"memory": np.zeros(number), "time": log_step_s[0]}
-        sigma = {"memory": np.full(number, UNTRAINED_LOG_SIGMA["memory"]), "time": self._time_sigma(log_step_s, setting, device)}
+        sigma = {"memory": np.full(number, PHYSICS.memory_log_sigma), "time": self._time_sigma(log_step_s, setting, device)}
         known = {"memory": np.ones(number, dtype=np.bool_), "time": np.full(number, setting.timed_as in self._time.card["timed"])}
         shares: dict[str, Floats] = {}
         covered = _covers_memory(skeleton)
@@ -232,9 +249,8 @@ class GpuBackend:
             log_value=value,
             op_time_s=op_time_s,
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
-            time_shares=time_shares_of(features),
             alternatives={},
-            prior=dict.fromkeys(TARGETS, _GUESSED_PRIOR),
+            prior=dict.fromkeys(TARGETS, GUESSED_PRIOR),
             prior_scale=sigma,
             shares=shares,
             known=known,
@@ -243,7 +259,7 @@ class GpuBackend:
         if not covered:
             raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
         alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
-        machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * _TRUST_IN_MACHINE
+        machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * PROCESS.machine_trust
         alternatives["time"] = torch.cat([alternatives["time"], machine], dim=1)
         return raw._replace(alternatives=alternatives)
 
@@ -277,19 +293,11 @@ class GpuBackend:
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
     """Share of the process's correction that applies to a step with this sigma, beside the sigma of the measured runs."""
-    return min(1.0, _SURER * log_sigma / of_the_process)
-
-
-def inputs_of_summary(summary: Summary) -> GPInputs:
-    """Inputs of the residual process for the steps of a summary with at least one step, at a scale of 1."""
-    sums = summary.sums
-    alternatives = torch.from_numpy(physics_of("memory", sums, summary.log_value))
-    return as_shipped(gp_inputs(embedding_of(sums), time_shares_of(sums), alternatives))
+    return min(1.0, PROCESS.most_correction * log_sigma / of_the_process)
 
 
 def gp_inputs(
     x: torch.Tensor,
-    time_shares: torch.Tensor,
     alternatives: torch.Tensor,
     *,
     regime: torch.Tensor | float = 0.0,
@@ -298,7 +306,7 @@ def gp_inputs(
 ) -> GPInputs:
     """Inputs of the residual process for C steps. A single number holds for all of them."""
     columns = (torch.as_tensor(column, dtype=torch.float64).expand(len(x)) for column in (regime, scale, setting, 0.0))
-    return GPInputs(x, time_shares, kernels_of(time_shares), alternatives, *columns)
+    return GPInputs(x, alternatives, *columns)
 
 
 def by_physics(
@@ -316,16 +324,16 @@ def by_physics(
             num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
             value = np.log((np.maximum(num_bytes, 1) + device.context_bytes).astype(np.float64))
         else:
-            bare = batch_roofline_s(graphs, device) * _UNTRAINED_TIME_FACTOR
+            bare = batch_roofline_s(graphs, device) * PHYSICS.time_factor
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
         on_gpu = target == "memory" and device.kind == "cuda"
-        unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else UNTRAINED_LOG_SIGMA[target]
+        unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else PHYSICS.log_sigma(target)
         scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
             op_time_s=op_time_s,
-            prior=raw.prior | {target: _GUESSED_PRIOR},
+            prior=raw.prior | {target: GUESSED_PRIOR},
             prior_scale=raw.prior_scale | {target: scale},
             known=raw.known | {target: raw.known[target] & ~chosen},
         )
@@ -338,8 +346,8 @@ def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) ->
     settings = skeleton.mode, skeleton.precision, skeleton.layout
     switches = _REPLAYED_OPTIONS.issuperset(skeleton.options)
     if settings != ("train", "fp32", "nchw") or not switches or skeleton.unmodelled or "rnn" in skeleton.kinds:
-        return UNTRAINED_LOG_SIGMA["memory"]
-    return np.hypot(_REPLAY_LOG_SIGMA, _LOADED_BYTES_SIGMA / num_bytes)
+        return PHYSICS.memory_log_sigma
+    return np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / num_bytes)
 
 
 def _covers_memory(graph: OpGraph) -> bool:
@@ -348,49 +356,23 @@ def _covers_memory(graph: OpGraph) -> bool:
     return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
 
 
-_GUESSED_PRIOR = ResidualPrior(
-    bias=_BIAS,
-    linear=_LINEAR,
-    local=_LOCAL,
-    length=1.0,
-    noise=_NOISE,
-    trust=_TRUST,
-    kernels=_KERNELS,
-    of_the_step=_OF_THE_STEP,
-    guessed=True,
-)
-"""A residual of standard deviation 1. Most of it is common to the runs of one machine."""
-
-
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """Embedding of C steps from their step features ``sums``, each number roughly within ±1. Shape: (C, len(_EMBEDDED))."""
-    middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
-    return torch.from_numpy((sums[:, _EMBEDDED_INDEX].astype(np.float64) - middles) / widths)
+    """Embedding of C steps from their step features ``sums``: their sizes, and what they spend their time on. Shape: (C, d).
 
-
-def time_shares_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
-    """Shares of time of each of C steps, in units of the length scale. Shape: (C, len(_TIME_SHARES))."""
-    return torch.from_numpy(sums[:, _TIME_SHARES_INDEX].astype(np.float64)) / _APART
-
-
-def kernels_of(time_shares: torch.Tensor) -> torch.Tensor:
-    """The shares of each kind of convolution, in separate columns for each layout and for compiled steps.
-
-    ``time_shares`` is from :func:`time_shares_of`. Shape: (C, 4 * len(_CONVOLVED)); (C, 0) without shares.
+    Distances within both halves count alike, whatever their number of columns.
     """
-    if not time_shares.shape[1]:
-        return time_shares
-    shares, flags = _APART * time_shares[:, _CONVOLVED], time_shares[:, _SWITCHES] > 0
-    return torch.cat(
-        [shares * (flags == torch.tensor(both)).all(1, keepdim=True) for both in itertools.product((False, True), repeat=2)], 1
-    )
+    middles, widths = (np.array([row[part] for row in _EMBEDDED]) for part in (1, 2))
+    sizes = (sums[:, _EMBEDDED_INDEX].astype(np.float64) - middles) / widths
+    shares = sums[:, _TIME_SHARES_INDEX].astype(np.float64) / PROCESS.share_length
+    halves = [half * math.sqrt((sizes.shape[1] + shares.shape[1]) / half.shape[1]) for half in (sizes, shares)]
+    return torch.from_numpy(np.concatenate(halves, axis=1))
 
 
 def physics_of(target: str, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Physics minus ``log_value`` (C,), and for memory the share of a constant gibibyte. Shape: (C, 3) or (C, 1)."""
     by_name = ("log_reserved", "log_live") if target == "memory" else ("log_roofline",)
     physics = sums[:, [STEP_FEATURES.index(name) for name in by_name]].astype(np.float64)
-    columns = [np.clip(physics - log_value[:, None], -_FARTHEST, _FARTHEST)]
+    columns = [np.clip(physics - log_value[:, None], -PROCESS.farthest, PROCESS.farthest)]
     if target == "memory":
-        columns.append(np.minimum(2**30 / np.exp(physics[:, :1]), _MOST_OF_A_CONSTANT))
+        columns.append(np.minimum(2**30 / np.exp(physics[:, :1]), PROCESS.most_gibibytes))
     return np.concatenate(columns, axis=1)

@@ -2,8 +2,8 @@
 
 For CPUs a graph network (`graph_network`). For GPUs, trees for memory (`memory_forest`) and two clocks for time (`two_clocks`).
 They are trained on many measured runs and
-ship with the package. Their residuals on a particular machine (a constant factor, a trend, a region) are small and smooth. A
-process on an embedding of the graph learns them from the first few trials, in closed form, with an uncertainty. Trees learn the
+ship with the package. Their residuals on a particular machine (a slower host, a constant factor, a region) are small and smooth.
+A process on an embedding of the graph learns them from the first few trials, in closed form, with an uncertainty. Trees learn the
 remaining residuals from many runs (`refinement`).
 
     log value = shipped weights + refinement + process, conditioned on the runs of the device
@@ -16,6 +16,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,22 +30,21 @@ from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, StorageKind, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.backends import (
-    UNTRAINED_LOG_SIGMA,
+    PHYSICS,
     Backend,
     CpuBackend,
     GpuBackend,
     RawPrediction,
+    embedding_of,
     gp_inputs,
-    inputs_of_summary,
     physics_of,
     scale_of,
-    time_shares_of,
 )
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.refinement import ResidualForest, ResidualRows, fit_residual_forest, rows_of
-from perfguard_models.residual import Bounds, GPInputs, ResidualAverage, ResidualPrior, condition_average
+from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
 from perfguard_models.torch_isolation import undisturbed
@@ -58,16 +58,37 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _CPU, MEMORY, TIME = "guardnet_cpu", MemoryForest.name, TwoClocks.name
-_OVERHEAD_ROWS = 20
-_OVERHEAD_PRIOR_ROWS = 2.0
-_OVERHEAD_LOG_SIGMA = 0.05
-_OVERHEAD_FEW, _OVERHEAD_MOST_OF_FEW = 3, math.log(3.0)
-_LEAST_LOG_SIGMA = {"memory": 0.005, "time": 0.01}
-"""Least standard deviation of a prediction, as a logarithm, however often its step was read. The driver reports memory in blocks
-of 2 MiB, and clocks vary."""
-_POWER_PRIOR_ROWS = 3.0
-_POWER_LOG_SIGMA = 0.3
-"""Prior standard deviation of log power between workloads on one card. From idle to its limit is a factor of three."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialConfig:
+    """What GuardNet assumes of trials and readings. A sigma is the standard deviation of a logarithm."""
+
+    recent: int = 20
+    """Number of newest trials from which overhead and power are taken."""
+    overhead_log_sigma: float = 0.05
+    """Overhead of a trial beyond its steps, before any trial."""
+    overhead_prior: float = 2.0
+    """Weight of no overhead, in trials."""
+    few: int = 3
+    """With fewer trials, the least overhead counts, and no more than ``most_overhead``."""
+    most_overhead: float = 3.0
+    """As a factor on the time of the steps."""
+    power_log_sigma: float = 0.3
+    """Power between workloads on one card, before any trial. From idle to its limit is a factor of three."""
+    power_prior: float = 3.0
+    """Weight of this prior, in trials."""
+    memory_log_sigma: float = 0.005
+    """The least of a prediction, however often its step was read. The driver reports memory in blocks of 2 MiB."""
+    time_log_sigma: float = 0.01
+    """The same for time: clocks vary."""
+
+    def least_log_sigma(self, target: Target) -> float:
+        """``memory_log_sigma`` or ``time_log_sigma``."""
+        return self.memory_log_sigma if target == "memory" else self.time_log_sigma
+
+
+TRIALS = TrialConfig()
 
 
 @undisturbed
@@ -107,10 +128,9 @@ class GuardNet:
 
     def __init__(self, backends: dict[str, Backend]) -> None:
         self._backends = backends
-        self._posteriors: dict[tuple[str, Target], ResidualAverage] = {}
+        self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
-        self._summaries: dict[tuple[str, Target], GPInputs] = {}
         self._refinement: ResidualForest | None = None
         self._known: WeakKeyDictionary[OpGraph, dict[str, RawPrediction]] = WeakKeyDictionary()
 
@@ -154,7 +174,7 @@ class GuardNet:
         if self._refinement is not None:
             raw = _with_step_features(raw, graphs, device)
         memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
-        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, _OVERHEAD_LOG_SIGMA))
+        overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
         trained = np.logical_and.reduce(list(raw.known.values())) & self._backends[device.kind].trained_on(device)
@@ -239,8 +259,7 @@ class GuardNet:
     def _residual_rows(self, device_id: str, target: Target, rows: Sequence[Observation]) -> ResidualRows:
         raws = [self._raw(row.graph, row.device, with_step_features=True) for row in rows]
         residuals = _residuals_of(rows, raws, target)
-        shipped = self._shipped(rows[0].device, target, residuals.prior)
-        posterior = condition_average(residuals.prior, residuals.at, residuals.y, shipped)
+        posterior = condition(residuals.prior, residuals.at, residuals.y)
         summary = self._backends[rows[0].device.kind].summary(rows[0].device, target)
         sums, values = _features_and_values(target, raws)
         x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value]))
@@ -272,16 +291,6 @@ class GuardNet:
         without = torch.where(without.isnan(), own, without)
         return found._replace(at=found.at._replace(memorised=own - without), y=found.y - without)
 
-    def _shipped(self, device: Device, target: Target, prior: ResidualPrior) -> GPInputs | None:
-        """Inputs of the weights' summary for the device, for a process with this ``prior``; None: there is no summary."""
-        summary, key = self._backends[device.kind].summary(device, target), (device.id, target)
-        if not len(summary.sums):
-            return None
-        if key not in self._summaries:  # needed after every run
-            self._summaries[key] = inputs_of_summary(summary)
-        scale = [scale_of(log_sigma, prior.total) for log_sigma in summary.log_sigma.tolist()]
-        return self._summaries[key]._replace(scale=torch.tensor(scale, dtype=torch.float64))
-
     def _learn(
         self,
         device: Device,
@@ -295,12 +304,11 @@ class GuardNet:
         if known is None or (measured is None and all(is_refuted)):
             self._posteriors.pop(key, None)
             return
-        shipped = self._shipped(device, target, known.prior)
         limits = None
         if bounds is not None:
             limits = Bounds(bounds.at, torch.where(torch.tensor(is_refuted), -math.inf, bounds.y))
         at, y = (GPInputs(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
-        self._posteriors[key] = condition_average(known.prior, at, y, shipped, limits)
+        self._posteriors[key] = condition(known.prior, at, y, limits)
 
     def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
         x, prior, prior_scale = raw.embedding[target], raw.prior[target], raw.prior_scale[target]
@@ -310,15 +318,14 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
-            inputs = gp_inputs(
-                x, raw.time_shares, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton)
-            )
+            inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton))
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             before = torch.from_numpy(prior.total * prior_scale)
-            means, log_sigmas = posterior.at(inputs, times=before / of_the_process / scale)
-            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, UNTRAINED_LOG_SIGMA[target])
+            means, log_sigmas = posterior.at(inputs)
+            log_sigmas = log_sigmas * before / of_the_process / scale
+            means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), _LEAST_LOG_SIGMA[target])
+        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), TRIALS.least_log_sigma(target))
         median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
@@ -374,7 +381,7 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
         return raw
     features = raw.step_features.copy()
     features[:, STEP_FEATURES.index("compiled")] = 1.0
-    return raw._replace(step_features=features, time_shares=time_shares_of(features))
+    return raw._replace(step_features=features, embedding=dict.fromkeys(TARGETS, embedding_of(features)))
 
 
 def _with_step_features(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
@@ -422,7 +429,6 @@ def _residuals_of(
         prior = sorted(priors, key=lambda one: one.total)[len(priors) // 2]
     inputs = gp_inputs(
         torch.cat([raw.embedding[target] for raw in raws]),
-        torch.cat([raw.time_shares for raw in raws]),
         torch.cat([raw.alternatives[target] for raw in raws]),
         regime=torch.tensor([float(row.regime) for row in rows], dtype=torch.float64),
         scale=torch.tensor([scale_of(own.total, prior.total) for own in priors], dtype=torch.float64),
@@ -478,12 +484,12 @@ def _power_of(rows: Sequence[Observation]) -> tuple[float, float] | None:
         if (energy_j := row.measurement.energy_j) is not None
         and 0 < energy_j < math.inf
         and 0 < row.measurement.total_time_s < math.inf
-    ][-_OVERHEAD_ROWS:]
+    ][-TRIALS.recent :]
     if not powers:
         return None
     median, spread = _middle_of(powers)
-    weight = len(powers) / (len(powers) + _POWER_PRIOR_ROWS)
-    return median, math.sqrt(weight * spread**2 + (1 - weight) * _POWER_LOG_SIGMA**2)
+    weight = len(powers) / (len(powers) + TRIALS.power_prior)
+    return median, math.sqrt(weight * spread**2 + (1 - weight) * TRIALS.power_log_sigma**2)
 
 
 def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
@@ -493,22 +499,22 @@ def _overhead_of(rows: Sequence[Observation]) -> tuple[float, float]:
     with at least half as many steps as the longest of them count, because a trial that stops early is mostly setup. Until there
     are three, the least of them counts, and no more than a factor of three. A suspended machine turns minutes into hours.
     """
-    most_steps = max((row.measurement.num_steps for row in rows[-_OVERHEAD_ROWS:]), default=0)
+    most_steps = max((row.measurement.num_steps for row in rows[-TRIALS.recent :]), default=0)
     ratios = [
         math.log(row.measurement.total_time_s / (row.measurement.num_steps * step_time_s))
-        for row in rows[-_OVERHEAD_ROWS:]
+        for row in rows[-TRIALS.recent :]
         if 2 * row.measurement.num_steps >= most_steps
         and (step_time_s := row.measured("time"))
         and row.measurement.num_steps > 0
         and 0 < row.measurement.total_time_s < math.inf
     ]
     if not ratios:
-        return 0.0, _OVERHEAD_LOG_SIGMA
+        return 0.0, TRIALS.overhead_log_sigma
     median, spread = _middle_of(ratios)
-    if len(ratios) < _OVERHEAD_FEW:
-        median = min(*ratios, _OVERHEAD_MOST_OF_FEW, key=abs)
-    weight = len(ratios) / (len(ratios) + _OVERHEAD_PRIOR_ROWS)
-    return weight * median, max(weight * spread + (1 - weight) * _OVERHEAD_LOG_SIGMA, 0.01)
+    if len(ratios) < TRIALS.few:
+        median = min(*ratios, math.log(TRIALS.most_overhead), key=abs)
+    weight = len(ratios) / (len(ratios) + TRIALS.overhead_prior)
+    return weight * median, max(weight * spread + (1 - weight) * TRIALS.overhead_log_sigma, 0.01)
 
 
-__all__ = ["UNTRAINED_LOG_SIGMA", "GuardNet", "load"]
+__all__ = ["GuardNet", "load"]

@@ -2,50 +2,28 @@
 
 Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelihood):
     X  (n, d)  embeddings of the observed graphs      y  (n,)  log(measured / predicted)
-    Z  (n, f)  what the graphs spend their time on    r  (n,)  regimes: runs under equal conditions have equal numbers
-    V  (n, g)  shares of kernels of each kind, that differ by layout and compiling
-    P  (n, e)  distances of alternative predictions from the prediction: physics, the networks alone, the trees alone
+    P  (n, e)  distances of alternative predictions from the prediction: a slower host or device, or physics alone
+    r  (n,)    regimes: runs under equal conditions have equal numbers
     q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
-    K  = bias² (1 - s + s [r = r']) + q q' · (linear² · X Xᵀ / d + trust² · P Pᵀ
-         + local² · exp(-(‖x - x'‖² / d / length² + ‖z - z'‖² / f / reach²) / 2)
-         + kind² · exp(-‖z - z'‖² / f / reach² / 2) + kernels² · V Vᵀ)
+    K  = bias² (1 - s + s [r = r'])
+         + q q' · (trust² · P Pᵀ + linear² · X Xᵀ / d + local² · exp(-‖x - x'‖² / d / length² / 2))
     W  = diag(noise² q² / w). A Student-t likelihood gives each observation its weight w, so one absurd reading moves nothing.
 
-The terms describe how a new setting differs. The term bias² is a constant factor (another machine), and a share s of its
-variance belongs to these conditions alone (another driver). The term linear² is a trend (wider networks are slower). The term
-local² is for neighbours, which are alike in size and composition (the sampler returns to a region). The term kind² is a factor
-of each kind of network, whatever its size. The term kernels² is a factor of each kind of kernel (grouped convolutions in
-channels-last). It moves a network by its share of such kernels. The term trust² moves the
-prediction towards an alternative that is right where the prediction is not (physics far outside of the data).
+The term bias² is a constant factor (another machine), and a share s of its variance belongs to these conditions alone (another
+driver). The term trust² moves the prediction towards an alternative, such as a machine whose host is slower. The term linear² is
+a trend (wider networks are slower). The term local² is for neighbours, which are alike in size and composition (the sampler
+returns to a region).
 
 A share o of the noise's variance belongs to a step and not to its readings. After k readings of a step under these conditions,
-the fraction w = o / (o + (1 - o) / k) of its own deviation is known. If its readings scatter by more than the rest of the noise
-allows, so may the next. For other steps, k readings of one step are worth little more than one. So each counts as if its noise
-were 1 + o (k - 1) times as large. A step that ran out of memory has no reading. It is known to need more than it had, under any
-conditions.
+the fraction o k / (o k + 1 - o) of its own deviation is known. For other steps, k readings of one step are worth little more than
+one. So each counts as if its noise were 1 + o (k - 1) times as large.
 
-Runs of one family of networks must not erase what the predictor knew of the device. So a summary of its training data stands
-before the runs, as measurements with residuals of 0, in a regime of its own. Then a new residual more likely belongs to a kind
-of network than to the machine. The machine's factor can still be learnt. In the other terms, a shipped step and a measured one
-have a share c in common. So K's second term is multiplied by c, and s by three quarters. Where they contradict each other, the
-measurement counts. The predictor may be far surer of a step than of the measured ones: its inference was in the training data,
-and its training was not. Then the measured steps move it less.
-
-The sizes of the terms differ between settings, and five runs do not determine them. So a process with a guessed prior is an
-average over hypotheses (`hypotheses`). The weight of a hypothesis is how well it predicts every run from all others. It is a
-leave-one-out pseudo-likelihood (Geisser and Eddy 1979; Rasmussen and Williams 2006, 5.4.2). Errors have a Laplace distribution
-of unknown width, m is their mean absolute value, and π is the prior plausibility of the hypothesis:
-    p ∝ π m^-n
-Five similar runs can be explained by an absurd factor of the machine as well as by any other term. So on a known GPU, a
-hypothesis is less likely the further it moves the machine as a whole, in standard deviations. Its weight is multiplied by
-exp(-αᵀ M α / 2). Here M is the part of K from the constant factor and the alternatives, and α = (K + W)^-1 y. A few runs can
-outweigh this factor, because drivers do change. Steps that ran out of memory count by how likely that was, given all others.
+A step that ran out of memory has no reading. It is known to need more than it had, under any conditions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,46 +31,15 @@ import torch
 
 from perfguard.predictor import SIGMA_OF_MAD
 
-_DEGREES_OF_FREEDOM = 4.0
-_REWEIGHTINGS = 3
-_SWEEPS, _SWEEP = 6, 0.5
-"""Number of sweeps over the bounds, and the damping of each update. A single bound needs a single sweep."""
-_MOST_UNLIKELY = 15.0
-"""The largest penalty for moving a known machine, in nats. A run that the move explains contributes three or four."""
-_MOST_OF_A_BOUND = 4.0
-"""The largest contribution of one bound, in nats."""
-_OF_THE_REGIME, _OF_THE_REGIME_WHERE_KNOWN = 0.5, 0.2
-"""Share of the constant factor's variance that a change of conditions draws anew. The share is smaller on a GPU that the
-predictor was fitted to."""
-_FROM_SHIPPED = 0.75
-"""Share of a full change of conditions between the predictor's training data and a measured run."""
-_NEARER = 0.5
-"""Factor on the length scale for a setting that is more particular than the prior."""
-_PLAUSIBLE = 0.01
-"""Prior plausibility of a factor for each kind of network. It is low because five runs of a kind can agree by chance."""
-_SAME = 1e-5
-"""Runs that are nearer than that are runs of one step."""
 _JITTER = 1e-9
 _NOTHING_BELOW = -30.0
-_LARGEST_ERROR = 1.0
-_ERROR_BEFORE, _ROWS_BEFORE = 0.3, 2.0
-"""Prior error of a hypothesis, in standard deviations of the residual, and its weight in runs."""
-_SHIPPED = -1.0
-"""The regime of the predictor's training data."""
-_IN_COMMON = 0.9
-"""Correlation between training data and measured runs. Smaller: the shipped knowledge of a GPU is lost sooner. Larger: the
-process adapts to a change more slowly."""
-_JUDGED = 200
-"""Number of newest readings that score the hypotheses."""
-_UNLIKELY = 0.01
+"""Standard deviations below the mean at which a bound says nothing."""
 
 
 class GPInputs(NamedTuple):
     """Inputs of the process for n runs."""
 
     x: torch.Tensor  # shape: (n, d)
-    z: torch.Tensor  # shape: (n, f)
-    kernels: torch.Tensor  # shape: (n, g)
     alternatives: torch.Tensor  # shape: (n, e)
     regime: torch.Tensor  # shape: (n,)
     scale: torch.Tensor  # shape: (n,)
@@ -108,68 +55,34 @@ def joined(parts: list[GPInputs]) -> GPInputs:
     return GPInputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def as_shipped(inputs: GPInputs) -> GPInputs:
-    """Return ``inputs`` in the regime of the predictor's training data."""
-    return inputs._replace(regime=torch.full_like(inputs.regime, _SHIPPED))
-
-
 def under_equal_conditions(x: torch.Tensor) -> GPInputs:
     """Inputs of runs at ``x`` (n, d) in one regime, without other features."""
-    nothing, zero = x.new_zeros((len(x), 0)), x.new_zeros(len(x))
-    return GPInputs(x, nothing, nothing, nothing, zero, x.new_ones(len(x)), zero, zero)
+    zero = x.new_zeros(len(x))
+    return GPInputs(x, x.new_zeros((len(x), 0)), zero, x.new_ones(len(x)), zero, zero)
 
 
-class Pairs(NamedTuple):
-    """Products and distances between m runs and n others. All hypotheses share them. Shapes: (m, n)"""
-
-    changed: torch.Tensor
-    """0: the same conditions; 1: others"""
-    in_common: torch.Tensor
-    """Factor on all terms of the kernel but the constant one."""
-    linear: torch.Tensor
-    kernels: torch.Tensor
-    alternatives: torch.Tensor
-    apart2: torch.Tensor
-    """‖x - x'‖² / d"""
-    apart_in_kind2: torch.Tensor
-    """‖z - z'‖² / f"""
-    same_step: torch.Tensor
-    """Whether both are runs of one step."""
-
-    @property
-    def are_same(self) -> torch.Tensor:
-        """Whether both are runs of one step under the same conditions."""
-        return self.same_step & (self.changed == 0)
+def same_step(a: GPInputs, b: GPInputs) -> torch.Tensor:
+    """Whether a run of ``a`` and one of ``b`` are of one step, under any conditions. Shape: (m, n)."""
+    apart2 = torch.cdist(a.x, b.x).square() + torch.cdist(a.alternatives, b.alternatives).square()
+    return (apart2 < 1e-10) & (a.setting[:, None] == b.setting[None, :])
 
 
-def beside(a: GPInputs, b: GPInputs) -> Pairs:
-    """Compare each run of ``a`` with each run of ``b``."""
-    width, shares = a.x.shape[1], max(a.z.shape[1], 1)
-    one_is_shipped = ((a.regime == _SHIPPED)[:, None] != (b.regime == _SHIPPED)[None, :]).to(a.x.dtype)
-    other_regime = (a.regime[:, None] != b.regime[None, :]).to(a.x.dtype)
-    x2, z2 = torch.cdist(a.x, b.x).square(), torch.cdist(a.z, b.z).square()
-    apart = x2 + z2 + torch.cdist(a.alternatives, b.alternatives).square()
-    return Pairs(
-        other_regime * (1 - (1 - _FROM_SHIPPED) * one_is_shipped),
-        (1 - (1 - _IN_COMMON) * one_is_shipped) * a.scale[:, None] * b.scale[None, :],
-        (a.x @ b.x.T) / width,
-        a.kernels @ b.kernels.T,
-        a.alternatives @ b.alternatives.T,
-        x2 / width,
-        z2 / shares,
-        (apart < _SAME**2) & (a.setting[:, None] == b.setting[None, :]),
-    )
+def same_regime(a: GPInputs, b: GPInputs) -> torch.Tensor:
+    """Whether a run of ``a`` and one of ``b`` are under the same conditions. Shape: (m, n)."""
+    return a.regime[:, None] == b.regime[None, :]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualPrior:
-    """Standard deviations of the kernel's terms, in logarithms, and length scales.
+    """Standard deviations of the kernel's terms, in logarithms, and what else the process assumes.
 
     Attributes:
-        plausible: its prior plausibility among the hypotheses.
+        length: length scale of the term "local", in units of the embedding.
         of_the_regime: share of the constant factor's variance that belongs to one regime. A change of conditions draws it anew.
         of_the_step: share of the noise's variance that belongs to the step. All readings of the step have it in common.
-        guessed: whether the terms' shares are a guess. Then other shares are tried, too.
+        degrees_of_freedom: of the Student-t likelihood, and weight in readings of the prior noise.
+        reweightings: iterations for the weights of the likelihood. 0: a Gaussian likelihood.
+        least_noise: lower limit of the noise that is learnt, as a share of the prior's.
     """
 
     bias: float
@@ -178,122 +91,34 @@ class ResidualPrior:
     length: float
     noise: float
     trust: float = 0.0
-    reach: float = 1.0
-    kernels: float = 0.0
-    kind: float = 0.0
-    plausible: float = 1.0
-    of_the_regime: float = _OF_THE_REGIME
+    of_the_regime: float = 0.5
     of_the_step: float = 0.0
-    guessed: bool = False
+    degrees_of_freedom: float = 4.0
+    reweightings: int = 3
+    least_noise: float = 0.5
 
-    def kernel(self, pairs: Pairs) -> torch.Tensor:
+    def kernel(self, a: GPInputs, b: GPInputs) -> torch.Tensor:
         """Covariance of the residual between m and n runs. Shape: (m, n)."""
-        return self.of_the_machine(pairs) + self.of_networks(pairs)
-
-    def of_networks(self, pairs: Pairs) -> torch.Tensor:
-        """The part of the kernel that differs between networks. Shape: (m, n)."""
-        in_kind2 = pairs.apart_in_kind2 / (2 * self.reach**2)
-        smooth = self.linear**2 * pairs.linear + self.kernels**2 * pairs.kernels
-        smooth = smooth + self.local**2 * torch.exp(-pairs.apart2 / (2 * self.length**2) - in_kind2)
-        if self.kind > 0:
-            smooth = smooth + self.kind**2 * torch.exp(-in_kind2)
-        return pairs.in_common * smooth
-
-    def of_the_machine(self, pairs: Pairs) -> torch.Tensor:
-        """The part of the kernel that all networks share: the constant factor and the alternatives. Shape: (m, n)."""
-        constant = self.bias**2 * (1 - self.of_the_regime * pairs.changed)
-        return constant + pairs.in_common * self.trust**2 * pairs.alternatives
+        width = a.x.shape[1]
+        constant = self.bias**2 * (1 - self.of_the_regime * (~same_regime(a, b)).to(a.x.dtype))
+        smooth = self.trust**2 * (a.alternatives @ b.alternatives.T) + self.linear**2 * (a.x @ b.x.T) / width
+        local = self.local**2 * torch.exp(-torch.cdist(a.x, b.x).square() / (2 * width * self.length**2))
+        return constant + a.scale[:, None] * b.scale[None, :] * (smooth + local)
 
     def variance(self, at: GPInputs) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
-        linear = self.linear**2 * at.x.square().mean(1) + self.kernels**2 * at.kernels.square().sum(1)
-        smooth = linear + self.trust**2 * at.alternatives.square().sum(1) + self.local**2 + self.kind**2
+        smooth = self.trust**2 * at.alternatives.square().sum(1) + self.linear**2 * at.x.square().mean(1) + self.local**2
         return self.bias**2 + at.scale.square() * smooth
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Prior variance of the residual of n runs, noise included. The terms for alternatives and kernels are left out, as for
-        the held-out runs that the prior was fitted to. Shape: (n,)."""
+        """Prior variance of the residual of n runs, noise included. The alternatives are left out, as for the held-out runs that
+        the prior was fitted to. Shape: (n,)."""
         return self.bias**2 + self.linear**2 * x.square().mean(1) + self.local**2 + self.noise**2
 
     @property
     def total(self) -> float:
         """Standard deviation of the residual of a run in the middle of the embedding."""
         return math.sqrt(self.bias**2 + self.linear**2 + self.local**2 + self.noise**2)
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualPosterior:
-    """The process after some observations, n in all."""
-
-    prior: ResidualPrior
-    num_shipped: int
-    """Number of shipped steps. They come first."""
-    num_bounds: int
-    """Number of steps with a bound instead of a reading. They come last."""
-    seen: GPInputs
-    y: torch.Tensor  # shape: (n,)
-    reading_weights: torch.Tensor
-    """Weight of each reading among the readings of its step. Shape: (n,)"""
-    own2: torch.Tensor
-    """Diagonal of W. Shape: (n,)"""
-    cholesky: torch.Tensor  # shape: (n, n)
-    alpha: torch.Tensor  # shape: (n,)
-    precision: torch.Tensor
-    """Diagonal of the inverse of K + W. Shape: (n,)"""
-    noise: float
-    """Noise level, at a scale of 1, after seeing how well the observations agree."""
-    moved2: float
-    """Squared shift of the whole machine, in prior standard deviations."""
-
-    @property
-    def regime(self) -> torch.Tensor:
-        """Regime of the next runs. Shape: ()."""
-        return self.seen.regime.max()
-
-    def at(self, inputs: GPInputs, pairs: Pairs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,).
-
-        Args:
-            inputs: inputs of the measurements.
-            pairs: the inputs compared with the observations, if that is computed already.
-        """
-        pairs = beside(inputs, self.seen) if pairs is None else pairs
-        cross = self.prior.kernel(pairs)  # shape: (m, n)
-        half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
-        mean, variance = cross @ self.alpha, self.prior.variance(inputs) - half.square().sum(0)
-        same = pairs.are_same.to(self.y.dtype)
-        same[:, len(self.y) - self.num_bounds :] = 0
-        same = same * self.reading_weights
-        number = same.sum(1)
-        share = self.prior.of_the_step
-        known_share = number * share / (number * share + 1 - share)
-        own = self.y - self.seen.memorised
-        read = same @ own / number.clamp_min(1)
-        noise2 = self.noise**2 * inputs.scale.square()
-        apart2 = (same @ own.square() - number * read.square()).clamp_min(0)  # readings of one step, from their mean
-        more = (number - 1).clamp_min(0)
-        of_readings2 = (_DEGREES_OF_FREEDOM * (1 - share) * noise2 + apart2) / (_DEGREES_OF_FREEDOM + more)
-        beyond2 = (of_readings2 - (1 - share) * noise2).clamp_min(0) * (1 + 1 / number.clamp_min(1)) * (known_share > 0)
-        smooth2 = variance.clamp_min(0) * (1 - known_share).square()
-        return mean + known_share * (read - mean), (smooth2 + (1 - share * known_share) * noise2 + beyond2).sqrt()
-
-    def left_out(self) -> torch.Tensor:
-        """Leave-one-out residual of each measured run (Rasmussen and Williams 2006, eq. 5.12).
-
-        Returns:
-            Observation minus the prediction from all others. Shape: (n - num_shipped - num_bounds,).
-        """
-        return (self.alpha / self.precision)[self.num_shipped : len(self.y) - self.num_bounds]
-
-    def likelihood_of_bounds(self, least: torch.Tensor) -> float:
-        """Log probability that each bounded step needs at least ``least`` (b,), given all others."""
-        mean, sigma = self.of_bounds()
-        return float(torch.special.log_ndtr((mean - least) / sigma).clamp_min(-_MOST_OF_A_BOUND).sum())
-
-    def of_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of a reading of each bounded step, without its bound. Shapes: (b,), (b,)."""
-        some, noise2 = slice(len(self.y) - self.num_bounds, None), (self.prior.noise * self.seen.scale).square()
-        return _by_others(self.y[some], self.alpha[some], self.precision[some], self.own2[some], noise2[some])
 
 
 class Bounds(NamedTuple):
@@ -304,183 +129,51 @@ class Bounds(NamedTuple):
     """Bounds as residuals; -inf where another run has refuted the bound."""
 
 
-def condition(
-    prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
-) -> ResidualPosterior:
-    """Condition the process on residuals ``y`` (n,) of the runs ``seen``, on a summary, and on bounds of other runs.
-
-    All tensors are in double precision.
-    """
-    posteriors = _read([prior], seen, y, shipped)
-    return (posteriors if bounds is None else _bounded(posteriors, bounds))[0]
-
-
-def _read(priors: Sequence[ResidualPrior], seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None) -> list[ResidualPosterior]:
-    """:func:`condition` for each of ``priors``, without bounds."""
-    num_shipped = 0
-    if shipped is not None:
-        num_shipped = len(shipped.x)
-        seen, y = joined([shipped, seen]), torch.cat([y.new_zeros(num_shipped), y])
-    pairs, none = beside(seen, seen), torch.zeros_like(y)
-    return [_conditioned(prior, seen, pairs, y, none, num_shipped) for prior in priors]
-
-
-def _bounded(posteriors: list[ResidualPosterior], bounds: Bounds) -> list[ResidualPosterior]:
-    """Condition ``posteriors`` on ``bounds``, too. All have the same readings, and no bounds yet."""
-    if not (stands := bounds.least > -math.inf).any():
-        return posteriors
-    out, least = GPInputs(*(column[stands] for column in bounds.at)), bounds.least[stands]
-    before = posteriors[0]
-    to_seen, among = beside(out, before.seen), beside(out, out)
-    readings = [_as_readings_of_all(posterior, out, to_seen, among, least) for posterior in posteriors]
-    seen, none = joined([before.seen, out]), torch.zeros_like(before.y)
-    pairs = beside(seen, seen)
-    return [
-        _conditioned(each.prior, seen, pairs, torch.cat([each.y, read]), torch.cat([none, noise2]), each.num_shipped, len(least))
-        for each, (read, noise2) in zip(posteriors, readings, strict=True)
-    ]
-
-
-def _as_readings_of_all(
-    posterior: ResidualPosterior, out: GPInputs, to_seen: Pairs, among: Pairs, least: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Approximate b lower bounds ``least`` (b,) by Gaussian readings: their values and variances.
-
-    Each reading gives its step the mean and the variance that follow from its bound and from all others. This is expectation
-    propagation (Minka 2001). It updates all bounds at once, and is damped because they are much alike. Where many bounds agree,
-    the result is a third too sure. Shapes: (b,), (b,)
-    """
-    prior = posterior.prior
-    cross = prior.kernel(to_seen)
-    half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
-    mean, covariance = cross @ posterior.alpha, prior.kernel(among) - half.T @ half
-    noise2, alike = (prior.noise * out.scale).square(), 1 + prior.of_the_step * (among.are_same.sum(1) - 1)
-    cavity = mean, (covariance.diagonal() + noise2).sqrt()
-    natural = torch.zeros(2, len(least)).to(mean)  # natural parameters: the precision, and precision times reading
-    for change in [_SWEEP] * _SWEEPS if len(least) > 1 else [1.0]:
-        read, more_noise2 = as_readings(least, *cavity)
-        natural = (1 - change) * natural + change * torch.stack([1 / more_noise2, read / more_noise2])
-        read, more_noise2 = natural[1] / natural[0], 1 / natural[0]
-        own2 = (noise2 + more_noise2) * alike + _JITTER
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance + torch.diag(own2)))
-        cavity = _by_others(read, inverse @ (read - mean), inverse.diagonal(), own2, noise2)
-    return read, more_noise2
-
-
-def _by_others(
-    y: torch.Tensor, alpha: torch.Tensor, precision: torch.Tensor, own2: torch.Tensor, noise2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave-one-out mean and standard deviation of each of ``y`` (Rasmussen and Williams 2006, eq. 5.12).
-
-    The standard deviation is that of a reading with noise ``noise2``. All shapes: (b,).
-    """
-    return y - alpha / precision, (1 / precision - own2 + noise2).clamp_min(_JITTER).sqrt()
-
-
-def _conditioned(
-    prior: ResidualPrior,
-    seen: GPInputs,
-    pairs: Pairs,
-    y: torch.Tensor,  # shape: (n,)
-    more_noise2: torch.Tensor,  # shape: (n,)
-    num_shipped: int,
-    num_bounds: int = 0,
-) -> ResidualPosterior:
-    same, is_read = pairs.are_same, torch.arange(len(y)) < len(y) - num_bounds
-    same = same & (is_read[:, None] == is_read[None, :])
-    alike = 1 + prior.of_the_step * (same.sum(1) - 1)  # for other steps, k readings count as one
-    machine = prior.of_the_machine(pairs)
-    covariance, noise2_of = machine + prior.of_networks(pairs), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
-    weights = torch.ones_like(y)
-    for remaining in reversed(range(_REWEIGHTINGS + 1)):
-        own2 = noise2_of / weights + _JITTER
-        cholesky = torch.linalg.cholesky(covariance + torch.diag(own2))
-        precision = torch.cholesky_inverse(cholesky).diagonal()
-        alpha = torch.cholesky_solve(y[:, None], cholesky)[:, 0]
-        error = own2 * alpha  # what the smooth part leaves over: y - K alpha
-        if remaining:
-            variance = (own2 - own2.square() * precision).clamp_min(0)  # of the smooth part, at the observations themselves
-            weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + error.square() / (noise2_of + variance))
-            weights = torch.where(is_read, weights, weights.clamp_max(1.0))
-    read = slice(num_shipped, len(y) - num_bounds)
-    of_noise = (weights / alike)[read]
-    noise2 = _DEGREES_OF_FREEDOM * prior.noise**2 + (of_noise * (error / seen.scale)[read].square()).sum()
-    noise = max(float((noise2 / (_DEGREES_OF_FREEDOM + of_noise.sum())).sqrt()), 0.5 * prior.noise)
-    reading_weights = _reading_weights(y - seen.memorised, same, (1 - prior.of_the_step) * noise**2 * seen.scale.square())
-    moved2 = float(alpha @ machine @ alpha)
-    return ResidualPosterior(
-        prior, num_shipped, num_bounds, seen, y, reading_weights, own2, cholesky, alpha, precision, noise, moved2
-    )
-
-
-def _reading_weights(own: torch.Tensor, same: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
-    """The weight of each reading among the readings of its step, by its distance from their median.
-
-    If three readings agree and one is absurd, the three count. Shapes: (n,), (n, n), (n,) to (n,).
-    """
-    reading_weights = torch.ones_like(own)
-    several = same.sum(1) > 2  # of two readings, either may be wrong
-    if several.any():
-        readings = torch.where(same[several], own, math.nan)
-        median = readings.nanquantile(0.5, dim=1, keepdim=True)
-        scatter = SIGMA_OF_MAD * (readings - median).abs().nanquantile(0.5, dim=1)
-        apart2 = (own[several] - median[:, 0]).square() / torch.maximum(noise2[several], scatter.square())
-        reading_weights[several] = ((_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + apart2)).clamp_max(1.0)
-    return reading_weights
-
-
-def hypotheses(prior: ResidualPrior, *, knows: bool = False) -> tuple[ResidualPrior, ...]:
-    """The hypotheses on a setting, as priors.
-
-    A setting may be like the prior. If the prior is a guess, a setting may also be more particular. It may be a constant factor
-    and little else. Or there is nothing to learn, because the predictor is right and the rest is scatter.
-
-    On a GPU that the predictor ``knows``, a new residual more likely belongs to a kind of network of any size than to the
-    machine.
-    """
-    if not prior.guessed:
-        return (prior,)
-    particular, alone, total = replace(prior, reach=_NEARER * prior.reach), replace(prior, trust=0.0, kernels=0.0), prior.total
-    if knows:
-        particular = replace(particular, kind=total, plausible=_PLAUSIBLE)
-    found = (
-        prior,
-        particular,
-        replace(alone, bias=0.9 * total, linear=0.1 * total, local=0.05 * total, noise=0.1 * total),
-        replace(alone, bias=0.0, linear=0.0, local=0.0, noise=total),
-    )
-    return tuple(replace(one, of_the_regime=_OF_THE_REGIME_WHERE_KNOWN) for one in found) if knows else found
-
-
 @dataclass(frozen=True, slots=True)
-class ResidualAverage:
-    """Posteriors of several hypotheses. Their weights add up to one."""
+class ResidualPosterior:
+    """The process after some observations, n in all. Made by :func:`condition`."""
 
     prior: ResidualPrior
-    posteriors: Sequence[ResidualPosterior]
-    weights: Sequence[float]
+    seen: GPInputs
+    y: torch.Tensor  # shape: (n,)
+    weights: torch.Tensor
+    """Weight of each reading among the readings of its step. A bound has none. Shape: (n,)"""
+    cholesky: torch.Tensor  # shape: (n, n)
+    alpha: torch.Tensor  # shape: (n,)
+    noise: float
+    """Noise level, at a scale of 1, after seeing how well the observations agree."""
+    num_read: int
+    """Number of readings. They come first; bounds follow."""
     bounds: Bounds | None = None
 
     @property
     def regime(self) -> torch.Tensor:
         """Regime of the next runs. Shape: ()."""
-        return self.posteriors[0].regime
+        return self.seen.regime.max()
 
-    def at(self, inputs: GPInputs, *, times: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the mixture for m new measurements. Shapes: (m,), (m,).
+    def at(self, inputs: GPInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the residual of m new measurements. Shapes: (m,), (m,)."""
+        cross = self.prior.kernel(inputs, self.seen)  # shape: (m, n)
+        half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
+        mean, smooth2 = cross @ self.alpha, (self.prior.variance(inputs) - half.square().sum(0)).clamp_min(0)
+        noise2, share = self.noise**2 * inputs.scale.square(), self.prior.of_the_step
+        own, of_step = self.y - self.seen.memorised, same_step(inputs, self.seen) & same_regime(inputs, self.seen)
+        of_step = of_step * self.weights
+        number = of_step.sum(1)
+        read = of_step @ own / number.clamp_min(_JITTER)
+        known = number * share / (number * share + 1 - share)
+        # The scatter of a step's readings is that of the noise, or larger if theirs is.
+        scatter2, degrees = (of_step @ own.square() - number * read.square()).clamp_min(0), self.prior.degrees_of_freedom
+        of_readings2 = (degrees * (1 - share) * noise2 + scatter2) / (degrees + (number - 1).clamp_min(0))
+        beyond2 = torch.where(known > 0, (1 + 1 / number.clamp_min(1)) * (of_readings2 - (1 - share) * noise2).clamp_min(0), 0.0)
+        return mean + known * (read - mean), (smooth2 * (1 - known).square() + (1 - share * known) * noise2 + beyond2).sqrt()
 
-        Args:
-            inputs: inputs of the measurements.
-            times: factor on the standard deviation of each hypothesis. It is for steps that are harder or easier than those that
-                the process was made for. The distance between hypotheses does not change.
+    def left_out(self) -> torch.Tensor:
+        """Leave-one-out residual of each reading: it minus its prediction from all others. Shape: (num_read,).
+
+        Rasmussen and Williams 2006, eq. 5.12.
         """
-        pairs = beside(inputs, self.posteriors[0].seen)  # all have the same observations
-        found = [posterior.at(inputs, pairs) for posterior in self.posteriors]
-        mean, square = torch.zeros(len(inputs.x)).double(), torch.zeros(len(inputs.x)).double()
-        for weight, (own_mean, own_sigma) in zip(self.weights, found, strict=True):
-            mean = mean + weight * own_mean
-            square = square + weight * ((times * own_sigma).square() + own_mean.square())
-        return mean, (square - mean.square()).clamp_min(0).sqrt()
+        return (self.alpha / torch.cholesky_inverse(self.cholesky).diagonal())[: self.num_read]
 
     def above_bounds(
         self,
@@ -497,60 +190,104 @@ class ResidualAverage:
         """
         if self.bounds is None:
             return mean, sigma
-        least = torch.where(beside(inputs, self.bounds.at).same_step, self.bounds.least, -math.inf).amax(1)
+        least = torch.where(same_step(inputs, self.bounds.at), self.bounds.least, -math.inf).amax(1)
         before = torch.where(least > mean, before.clamp_min(refuted), before)
         mean = torch.maximum(mean, least)
         above = expected_above(least, mean, torch.maximum(sigma, before))
         return above, torch.maximum(sigma, above - mean)
 
-    def left_out(self) -> torch.Tensor:
-        """See :meth:`ResidualPosterior.left_out`."""
-        parts = [weight * posterior.left_out() for weight, posterior in zip(self.weights, self.posteriors, strict=True)]
-        return torch.stack(parts).sum(0)
 
+def condition(prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, bounds: Bounds | None = None) -> ResidualPosterior:
+    """Condition the process on residuals ``y`` (n,) of the runs ``seen``, and on bounds of other runs. In double precision.
 
-def condition_average(
-    prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, shipped: GPInputs | None = None, bounds: Bounds | None = None
-) -> ResidualAverage:
-    """Condition an average over hypotheses on residuals ``y`` (n,) of the runs ``seen``, from the oldest to the newest.
-
-    All tensors are in double precision.
-
-    Args:
-        prior: the prior before any measurement.
-        seen: the runs.
-        y: their residuals.
-        shipped: steps of the predictor's training data. Their residuals are 0.
-        bounds: lower bounds from runs that were out of memory.
+    Without any reading, no alternative is known to be better.
     """
-    begin = max(0, len(y) - _JUDGED)
-    tried, newest = hypotheses(prior, knows=shipped is not None), GPInputs(*(column[begin:] for column in seen))
-    if not len(y):  # no hypothesis and no alternative is known to be better
-        tried = (replace(tried[0], trust=0.0, kernels=0.0),)
-    posteriors = _read(tried, newest, y[begin:], shipped)
-    number, before = len(y) - begin, _ROWS_BEFORE * _ERROR_BEFORE * prior.total
-    errors = [float(each.left_out().abs().clamp_max(_LARGEST_ERROR).sum()) for each in posteriors]
-    scores = [
-        math.log(hypothesis.plausible) - number * math.log((error + before) / (number + _ROWS_BEFORE))
-        for hypothesis, error in zip(tried, errors, strict=True)
-    ]
-    if shipped is not None:
-        scores = [score - min(one.moved2 / 2, _MOST_UNLIKELY) for score, one in zip(scores, posteriors, strict=True)]
-    if bounds is not None:
-        posteriors = _bounded(posteriors if begin == 0 else _read(tried, seen, y, shipped), bounds)
-        least = bounds.least[bounds.least > -math.inf]
-        scores = [score + one.likelihood_of_bounds(least) for score, one in zip(scores, posteriors, strict=True)]
-    shares = [math.exp(score - max(scores)) for score in scores]
-    likely = [index for index, share in enumerate(shares) if share > _UNLIKELY]
-    if begin > 0 and bounds is None:
-        posteriors = _read([tried[index] for index in likely], seen, y, shipped)
-    else:
-        posteriors = [posteriors[index] for index in likely]
-    total = sum(shares[index] for index in likely)
-    return ResidualAverage(prior, posteriors, [shares[index] / total for index in likely], bounds)
+    if not len(y):
+        prior = replace(prior, trust=0.0)
+    posterior = _conditioned(prior, seen, y, torch.zeros_like(y), len(y))
+    if bounds is None or not (stands := bounds.least > -math.inf).any():
+        return replace(posterior, bounds=bounds)
+    out = GPInputs(*(column[stands] for column in bounds.at))
+    readings, noise2 = _as_readings_of_all(posterior, out, bounds.least[stands])
+    found = _conditioned(prior, joined([seen, out]), torch.cat([y, readings]), torch.cat([torch.zeros_like(y), noise2]), len(y))
+    return replace(found, bounds=bounds)
 
 
-def as_readings(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_readings_of_all(posterior: ResidualPosterior, out: GPInputs, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Approximate b lower bounds ``least`` (b,) by Gaussian readings: their values and variances. Shapes: (b,), (b,).
+
+    Each reading gives its step the mean and the variance above its bound, given all readings and the bounds before it. This is
+    assumed-density filtering, one sweep of expectation propagation (Minka 2001). Where many bounds agree, the result is a quarter
+    too sure, and a fifth too far from the prior.
+    """
+    prior = posterior.prior
+    cross = prior.kernel(out, posterior.seen)
+    half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
+    mean, covariance = cross @ posterior.alpha, prior.kernel(out, out) - half.T @ half
+    noise2, alike = (prior.noise * out.scale).square(), _times_counted(prior, out)
+    readings, more_noise2 = torch.zeros_like(least), torch.zeros_like(least)
+    for at, bound in enumerate(least):
+        sigma = (covariance[at, at] + noise2[at]).sqrt()
+        readings[at], more_noise2[at] = as_reading(bound, mean[at], sigma)
+        gain = covariance[:, at] / (covariance[at, at] + (noise2[at] + more_noise2[at]) * alike[at] + _JITTER)
+        mean, covariance = mean + gain * (readings[at] - mean[at]), covariance - torch.outer(gain, covariance[at])
+    return readings, more_noise2
+
+
+def _times_counted(prior: ResidualPrior, seen: GPInputs) -> torch.Tensor:
+    """Factor on the noise of each run, so that k readings of a step count as one for other steps. Shape: (n,)."""
+    return 1 + prior.of_the_step * ((same_step(seen, seen) & same_regime(seen, seen)).sum(1) - 1)
+
+
+def _conditioned(
+    prior: ResidualPrior,
+    seen: GPInputs,
+    y: torch.Tensor,  # shape: (n,)
+    more_noise2: torch.Tensor,  # shape: (n,)
+    num_read: int,
+) -> ResidualPosterior:
+    degrees, is_read = prior.degrees_of_freedom, torch.arange(len(y)) < num_read
+    parts = (GPInputs(*(column[part] for column in seen)) for part in (is_read, ~is_read))
+    alike = torch.cat([_times_counted(prior, part) for part in parts])
+    covariance, noise2 = prior.kernel(seen, seen), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
+    weights = torch.ones_like(y)
+    for remaining in reversed(range(prior.reweightings + 1)):
+        own2 = noise2 / weights + _JITTER
+        cholesky = torch.linalg.cholesky(covariance + torch.diag(own2))
+        alpha = torch.cholesky_solve(y[:, None], cholesky)[:, 0]
+        error2 = (own2 * alpha).square()  # what the smooth part leaves over: y - K alpha
+        if remaining:
+            precision = torch.cholesky_inverse(cholesky).diagonal()
+            variance = (own2 - own2.square() * precision).clamp_min(0)  # of the smooth part, at the observations themselves
+            weights = (degrees + 1) / (degrees + error2 / (noise2 + variance))
+            weights = torch.where(is_read, weights, weights.clamp_max(1.0))
+    read = slice(num_read)
+    counted = (weights / alike)[read]
+    scatter2 = (counted * error2[read] / seen.scale[read].square()).sum()
+    noise = float(((degrees * prior.noise**2 + scatter2) / (degrees + counted.sum())).sqrt())
+    noise = max(noise, prior.least_noise * prior.noise)
+    among = torch.where(is_read, _weights_among_readings(prior, seen, y, (1 - prior.of_the_step) * noise**2), 0.0)
+    return ResidualPosterior(prior, seen, y, among, cholesky, alpha, noise, num_read)
+
+
+def _weights_among_readings(prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, noise2: float) -> torch.Tensor:
+    """The Student-t weight of each reading around the median of its step's readings. Shape: (n,).
+
+    If three readings agree and one is absurd, the three count. Of two readings, either may be wrong.
+    """
+    same, weights = same_step(seen, seen) & same_regime(seen, seen), torch.ones_like(y)
+    if (several := same.sum(1) > 2).any():
+        readings = torch.where(same[several], y - seen.memorised, math.nan)
+        median = readings.nanquantile(0.5, dim=1)
+        scatter = SIGMA_OF_MAD * (readings - median[:, None]).abs().nanquantile(0.5, dim=1)
+        apart2 = ((y - seen.memorised)[several] - median).square() / torch.maximum(
+            noise2 * seen.scale[several].square(), scatter.square()
+        )
+        weights[several] = ((prior.degrees_of_freedom + 1) / (prior.degrees_of_freedom + apart2)).clamp_max(1.0)
+    return weights
+
+
+def as_reading(bound: torch.Tensor, mean: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Readings and variances that are equivalent to a lower ``bound`` on a normal variable.
 
     Conditioned on them, the variable has the mean and variance that it has above the bound. All shapes: (n,).

@@ -1,8 +1,8 @@
-"""A summary of what GuardNet's weights for memory were fitted to, so that what is learnt online does not cost what was known.
+"""A summary of what GuardNet's weights for memory were fitted to, so that a refinement does not cost what was known.
 
-It has some steps of each setting, drawn at random, and the weights' predictions for them. The residual process and the
-refinement take them for runs of which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li
-and Hoiem 2016). No measurement is in it. `perfguard_training.summary` makes it.
+It has some steps of each setting, drawn at random, and the weights' predictions for them. The refinement takes them for runs of
+which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li and Hoiem 2016). No measurement is
+in it. `perfguard_training.summary` makes it.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ _COMMANDS = {
     ),
     "gpus": _Command("_gpus", "add_arguments", "show_gpus", "the GPUs in the catalog"),
     "log": _Command("_log", "add_arguments", "run_log_command", "what the measurement log holds, and out of it and into it"),
+    "report": _Command("_report", "add_arguments", "write_report", "one HTML file on a guarded study, or on the measurement log"),
     "learn": _Command(
         "_learn", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote them if they are better"
     ),

@@ -174,6 +174,11 @@ class LoggedDecision:
     measured_device_id: str | None = None
     """The device that the trial ran on, which need not be the one that was decided for. None: not measured."""
     measured_device_name: str | None = None
+    predicted_step_time_low_s: float | None = None
+    """Lower end of the 90% interval."""
+    predicted_step_time_high_s: float | None = None
+    predicted_total_time_low_s: float | None = None
+    predicted_total_time_high_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +328,9 @@ def _observed() -> Select[Any]:
 
 
 def decision_from_row(row: Row[Any]) -> LoggedDecision:
-    median = row.peak_memory_median_bytes
-    low, high = (None, None) if median is None else Estimate(median, row.peak_memory_log_sigma).interval()
+    memory_low, memory_high = _interval(row.peak_memory_median_bytes, row.peak_memory_log_sigma)
+    step_low, step_high = _interval(row.step_time_median_s, row.step_time_log_sigma)
+    total_low, total_high = _interval(row.total_time_median_s, row.total_time_log_sigma)
     return LoggedDecision(
         decision_id=row.decision_id,
         created_at=_as_time(row.created_at_ns),
@@ -335,9 +341,9 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         params=json.loads(row.params),
         device_id=row.device_id,
         predictor=row.predictor,
-        predicted_peak_memory_bytes=median,
-        predicted_peak_memory_low_bytes=low,
-        predicted_peak_memory_high_bytes=high,
+        predicted_peak_memory_bytes=row.peak_memory_median_bytes,
+        predicted_peak_memory_low_bytes=memory_low,
+        predicted_peak_memory_high_bytes=memory_high,
         predicted_step_time_s=row.step_time_median_s,
         predicted_total_time_s=row.total_time_median_s,
         measured_peak_memory_bytes=row.peak_memory_bytes,
@@ -350,7 +356,15 @@ def decision_from_row(row: Row[Any]) -> LoggedDecision:
         set_aside=row.set_aside,
         measured_device_id=row.measured_device_id,
         measured_device_name=row.measured_device_name,
+        predicted_step_time_low_s=step_low,
+        predicted_step_time_high_s=step_high,
+        predicted_total_time_low_s=total_low,
+        predicted_total_time_high_s=total_high,
     )
+
+
+def _interval(median: float | None, log_sigma: float | None) -> tuple[float, float] | tuple[None, None]:
+    return (None, None) if median is None or log_sigma is None else Estimate(median, log_sigma).interval()
 
 
 def weights_from_row(row: Row[Any]) -> LoggedWeights:

@@ -567,7 +567,7 @@ def test_bound_has_the_scale_of_its_prediction(net: GuardNet) -> None:
     unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
     ran_out_there = replace(ran_out(sure, 2 * net.predict(sure, gpu).peak_memory.median), device=gpu)
     net.fine_tune([*half_as_much_again(net, [*unsure, sure], gpu), ran_out_there])
-    scale = net._posteriors[gpu.id, "memory"].posteriors[0].seen.scale
+    scale = net._posteriors[gpu.id, "memory"].seen.scale
     assert scale[-1] == scale[-2] < 0.5
     assert scale[-3] == 1
 

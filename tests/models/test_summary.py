@@ -118,21 +118,6 @@ def test_summary_round_trips_and_refuses_damage(tmp_path: Path) -> None:
         read_summary(tensors, card, "some weights")
 
 
-def test_perceptrons_do_not_unlearn_convolutions() -> None:
-    """What perceptrons teach of a GPU does not cost what was known of its convolutions."""
-    mindful, forgetful = guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": without_summary()})
-    before = memory_of(mindful, convnets())
-    moved = []
-    for net in (mindful, forgetful):
-        rows = trending(net)
-        net.fine_tune(rows)
-        after = memory_of(net, convnets())
-        moved.append(np.mean(np.abs(np.subtract(after, before))))
-        said, measured = memory_of(net, perceptrons()), [math.log(row.measured("memory") or 0) for row in rows]
-        assert np.mean(np.abs(np.subtract(said, measured))) < 0.03
-    assert moved[0] < 0.6 * moved[1]
-
-
 def test_refinement_nearly_keeps_the_fitted_steps() -> None:
     strayed = []
     for net in (guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": without_summary()})):
