@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv demo test test-slow test-all lint coverage gpu-check clean
+.PHONY: venv demo test test-slow test-all lint docs coverage gpu-check clean
 
 venv: $(INSTALLED)
 
@@ -42,6 +42,12 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# The documentation site, in out/site. A link that leads nowhere and a page that is not in docs/_toc.yml are errors.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs -d out/doctrees . out/site
+	@echo "Open out/site/index.html"
 
 # Leaves .venv alone; remove it by hand to start afresh.
 clean:
