@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: venv demo test test-slow test-all lint coverage gpu-check clean
@@ -29,7 +29,7 @@ test-slow: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTEST) $(ARGS)
 
-# Every model of the coverage list, in some minutes; `make test-slow` takes a sample of 60.
+# Every model of the coverage list, in some minutes; `make test-slow` takes a sample of 30.
 coverage: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_coverage.py --all-models $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -15,6 +16,8 @@ __all__ = ["postgres", "postgres_url"]
 # and child processes read this when they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_numbers = itertools.count()
+
 settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")
 
@@ -26,5 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.mktemp("log") / "perfguard.db"))
+    # Not mktemp, which lists all folders of all tests before it makes another.
+    monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.getbasetemp() / f"log-{next(_numbers)}" / "perfguard.db"))
     monkeypatch.setenv("PERFGUARD_QUIET", "1")

@@ -23,7 +23,7 @@ from tests import zoo
 pytestmark = pytest.mark.slow
 needs_zoo = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 NAMES = (Path(__file__).parent / "timm_models.txt").read_text().split()
-NUM_SAMPLED = 60
+NUM_SAMPLED = 30
 RETIRED = frozenset({
     "convnext_nano_hnf", "convnext_tiny_hnfd", "densenet121d", "densenet264", "densenet264d_iabn", "ese_vovnet99b_iabn",
     "gluon_xception65", "regnety_040s_gn", "semobilevit_s",

@@ -8,12 +8,13 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -49,8 +50,8 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def run_python(*arguments: str, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, printed = run_warm(*arguments, cwd=cwd, timeout_s=800)
+    assert status == 0, printed
 
 
 def test_blocks_are_found_where_they_stand() -> None:
@@ -167,10 +168,10 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     run_python(str(script), cwd=tmp_path)
 
 
+COMMANDS = {shlex.join(command): command for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [pytest.param(command, id=" ".join(command)) for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))],
-)
-def test_a_command_of_the_documentation_runs(arguments: list[str]) -> None:
-    run_python("-m", "perfguard.cli", *arguments, cwd=ROOT)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_documentation_runs(command: str) -> None:
+    run_python("-m", "perfguard.cli", *COMMANDS[command], cwd=ROOT)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from perfguard import trace
+from tests.warm import run_warm
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-QUICKSTART = (str(EXAMPLES / "quickstart.py"), "--trials", "4", "--seed", "51")
+QUICKSTART = (str(EXAMPLES / "quickstart.py"), "--seed", "51")
 """With this seed the first trials are small: without the guard, those of seed 0 take most of a minute."""
 
 
 def run_example(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two threads on two busy cores take thirty times as long as one
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, printed = run_warm(*arguments, cwd=cwd, timeout_s=240)
+    assert status == 0, printed
+    return printed
 
 
 @pytest.mark.slow
 def test_the_quickstart_runs_and_draws(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    text = run_example(*QUICKSTART, "--out", str(out), cwd=tmp_path)
+    text = run_example(*QUICKSTART, "--trials", "4", "--out", str(out), cwd=tmp_path)
     verdicts = [words[1] for line in text.splitlines() if (words := line.split()) and words[0].isdigit()]
     assert verdicts.count("launched") == 4
     assert set(verdicts) <= {"launched", "pruned"}
@@ -40,9 +36,9 @@ def test_the_quickstart_runs_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_runs_without_the_guard(tmp_path: Path) -> None:
-    text = run_example(*QUICKSTART, "--no-guard", cwd=tmp_path)
-    assert text.count("unguarded") == 4
-    assert "4 trials, " in text
+    text = run_example(*QUICKSTART, "--trials", "2", "--no-guard", cwd=tmp_path)
+    assert text.count("unguarded") == 2
+    assert "2 trials, " in text
     assert not list(tmp_path.iterdir())
 
 

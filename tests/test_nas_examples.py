@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.warm import run_warm
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def run_example(name: str, words: list[str], cwd: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *words, "--out", str(cwd)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, printed = run_warm(str(EXAMPLES / name), *words, "--out", str(cwd), cwd=cwd, timeout_s=280)
+    assert status == 0, printed
+    return printed
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import nn
-from torch_geometric.nn import GATConv, GraphSizeNorm
 
 from perfguard.exceptions import PredictorError
 from perfguard.graph import KIND_INDEX, OP_KINDS, TRACED_AS_EAGER, OpGraph, StorageKind, roofline_s
@@ -113,6 +112,8 @@ class EdgeClassifier(nn.Module):
     """
 
     def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN, *, looks_around: bool = True) -> None:
+        from torch_geometric.nn import GATConv, GraphSizeNorm  # for compiled steps alone: it takes as long to import as torch
+
         super().__init__()
         self.looks_around = looks_around
         self.name = nn.Embedding(num_names, 16)

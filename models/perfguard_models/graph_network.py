@@ -8,13 +8,10 @@ zero when training begins.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch_geometric.data import Batch, Data
-from torch_geometric.nn import SAGEConv
-from torch_geometric.utils import scatter
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.features.graph import GRAPH_FEATURES, NODE_FEATURES, graph_features, kinds_of
@@ -25,6 +22,52 @@ if TYPE_CHECKING:
 
 _OPS_AT_ONCE = 8192
 """A limit that keeps data in the CPU's caches."""
+
+
+class Operators(Protocol):
+    """Input of the network: B graphs with N operators in all, for instance a PyG ``Batch`` of examples."""
+
+    x: torch.Tensor  # shape: (N, len(NODE_FEATURES))
+    kind: torch.Tensor  # shape: (N,), indices into OP_KINDS
+    edge_index: torch.Tensor  # shape: (2, num_edges)
+    globals: torch.Tensor  # shape: (B, len(GRAPH_FEATURES))
+    roofline: torch.Tensor  # shape: (N,), seconds
+    log_memory: torch.Tensor  # shape: (B,), log bytes of the replay's peak
+    batch: torch.Tensor | None  # shape: (N,), which graph; None: there is one
+
+
+class OperatorBatch(NamedTuple):
+    """:class:`Operators` as plain tensors."""
+
+    x: torch.Tensor
+    kind: torch.Tensor
+    edge_index: torch.Tensor
+    globals: torch.Tensor
+    roofline: torch.Tensor
+    log_memory: torch.Tensor
+    batch: torch.Tensor
+
+
+class MeanConv(nn.Module):
+    """GraphSAGE's layer with the mean of the neighbours (Hamilton et al. 2017), with the parameters of PyG's ``SAGEConv``.
+
+    It is written out here because importing torch_geometric takes as long as importing torch.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.lin_l = nn.Linear(inputs, outputs)
+        self.lin_r = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,  # shape: (N, inputs)
+        edge_index: torch.Tensor,  # shape: (2, num_edges)
+    ) -> torch.Tensor:  # shape: (N, outputs)
+        source, sink = edge_index
+        mean = _sums(x[source], sink, len(x)) / _counts(sink, len(x), x.dtype)
+        out: torch.Tensor = self.lin_l(mean) + self.lin_r(x)
+        return out
 
 
 class Correction(NamedTuple):
@@ -64,8 +107,8 @@ class GuardNetwork(nn.Module):
         self.kind = nn.Embedding(len(OP_KINDS), hidden)
         self.encode_op = nn.Linear(num_node_features, hidden)
         self.encode_graph = nn.Linear(num_graph_features, hidden)
-        self.along = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
-        self.against = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(layers))
+        self.along = nn.ModuleList(MeanConv(hidden, hidden) for _ in range(layers))
+        self.against = nn.ModuleList(MeanConv(hidden, hidden) for _ in range(layers))
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
         self.op_time = nn.Linear(hidden, 1)
         self.memory_readout = _readout(4 * hidden, hidden, width, dropout)
@@ -76,9 +119,9 @@ class GuardNetwork(nn.Module):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
 
-    def forward(self, data: Data | Batch) -> Correction:
+    def forward(self, data: Operators) -> Correction:
         num_graphs = data.globals.shape[0]
-        batch = data.batch if isinstance(data, Batch) else torch.zeros(len(data.x), dtype=torch.long)
+        batch = torch.zeros(len(data.x), dtype=torch.long) if data.batch is None else data.batch
         of_node, of_graph = self._columns
         context = self.encode_graph(data.globals[:, :of_graph])  # shape: (B, hidden)
         state = torch.relu(self.encode_op(data.x[:, :of_node]) + self.kind(data.kind) + context[batch])
@@ -88,14 +131,13 @@ class GuardNetwork(nn.Module):
             state = state + self.dropout(torch.relu(message))
 
         def total(values: torch.Tensor) -> torch.Tensor:
-            summed: torch.Tensor = scatter(values, batch, dim=0, dim_size=num_graphs, reduce="sum")
-            return summed
+            return _sums(values, batch, num_graphs)
 
         share = data.x[:, [NODE_FEATURES.index("roofline_share")]]
         kept = data.x[:, [NODE_FEATURES.index("kept_share")]]
         live = data.x[:, [NODE_FEATURES.index("live_share")]]
-        heaviest = scatter(state * live, batch, dim=0, dim_size=num_graphs, reduce="max")
-        mean = scatter(state, batch, dim=0, dim_size=num_graphs, reduce="mean")
+        heaviest = _largest(state * live, batch, num_graphs)
+        mean = total(state) / _counts(batch, num_graphs, state.dtype)
         memory_embedding = self.memory_readout(torch.cat([total(state * kept), heaviest, mean, context], dim=1))
         time_embedding = self.time_readout(torch.cat([total(state * share), mean, context], dim=1))
 
@@ -113,7 +155,7 @@ class GuardNetwork(nn.Module):
         )
 
     @staticmethod
-    def _sizes(data: Data | Batch, mean_op: torch.Tensor, log_memory: torch.Tensor, log_time: torch.Tensor) -> torch.Tensor:
+    def _sizes(data: Operators, mean_op: torch.Tensor, log_memory: torch.Tensor, log_time: torch.Tensor) -> torch.Tensor:
         """Quantities that a study varies (size, depth, batch, channels), each roughly within ±1. Shape: (B, 9)."""
 
         def column(name: str) -> torch.Tensor:
@@ -139,25 +181,40 @@ class GuardNetwork(nn.Module):
         )
 
 
-def batches_of(graphs: GraphBatch, device: Device) -> Iterator[Batch]:
+def batches_of(graphs: GraphBatch, device: Device) -> Iterator[OperatorBatch]:
     """Yield what the network reads of ``graphs`` on ``device``, some of them at once."""
     num_ops = len(graphs.skeleton.ops)
     kinds, edges = kinds_of(graphs.skeleton), torch.from_numpy(graphs.skeleton.edges)
     features = [torch.from_numpy(values) for values in graph_features(graphs, device)]
-    for x, columns, roofline, log_memory, log_time in zip(
+    for x, columns, roofline, log_memory, _ in zip(
         *(values.split(max(_OPS_AT_ONCE // max(num_ops, 1), 1)) for values in features), strict=True
     ):
         number = len(x)
-        yield Batch(
+        yield OperatorBatch(
             x=x.flatten(0, 1),
             kind=kinds.repeat(number),
             edge_index=(edges[:, None, :] + num_ops * torch.arange(number)[None, :, None]).flatten(1),
             globals=columns,
             roofline=roofline.flatten(),
             log_memory=log_memory,
-            log_time=log_time,
             batch=torch.arange(number).repeat_interleave(num_ops),
         )
+
+
+def _sums(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Sum of the rows of ``values`` with the same ``index``. Shapes: (N, ...), (N,) → (size, ...)."""
+    return values.new_zeros(size, *values.shape[1:]).index_add(0, index, values)
+
+
+def _counts(index: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Number of rows with each index, at least 1. Shapes: (N,) → (size, 1)."""
+    return torch.bincount(index, minlength=size).clamp(min=1).to(dtype)[:, None]
+
+
+def _largest(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Largest of the rows of ``values`` with the same ``index``, 0 where there is none. Shapes: (N, d), (N,) → (size, d)."""
+    at = index[:, None].expand_as(values)
+    return values.new_zeros(size, values.shape[1]).scatter_reduce(0, at, values, reduce="amax", include_self=False)
 
 
 def _readout(inputs: int, hidden: int, width: int, dropout: float) -> nn.Sequential:

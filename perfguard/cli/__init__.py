@@ -6,16 +6,14 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint, entry_points
-from typing import get_args
+from types import ModuleType
+from typing import NamedTuple
 
-from perfguard.cli._collect import add_arguments as add_collect_arguments
-from perfguard.cli._learn import add_learn_arguments, add_weights_arguments
-from perfguard.cli._log import add_arguments as add_log_arguments
-from perfguard.cli._report import add_arguments as add_report_arguments
+from perfguard import __version__
+from perfguard.cli._compiler import compiler_deferred
 from perfguard.exceptions import ConfigurationError, PerfGuardError
-from perfguard.predictor import DEFAULT_PREDICTOR
-from perfguard.workload import Mode, Precision
 
 __all__ = ["COMMANDS_GROUP", "main"]
 
@@ -26,22 +24,49 @@ _ELSEWHERE = {
     "leaderboard": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
 }
 """Our own commands that are no part of the main distribution, and how to install them."""
-_RUN_BY = {
-    "predict": ("_predict", "show_prediction"),
-    "rank": ("_rank", "show_ranking"),
-    "evaluate": ("_evaluate", "evaluate_table"),
-    "collect": ("_collect", "collect_rows"),
-    "gpus": ("_gpus", "show_gpus"),
-    "log": ("_log", "run_log_command"),
-    "report": ("_report", "write_report"),
-    "learn": ("_learn", "learn"),
-    "weights": ("_learn", "run_weights_command"),
+
+
+class _Command(NamedTuple):
+    """A command. Its module is imported when it is called: its imports are no other command's."""
+
+    module: str
+    add_arguments: str
+    """Name of the function of the module that adds the command's words to a parser."""
+    run: str
+    """Name of the function of the module that runs it."""
+    help: str
+    predicts: bool = False
+    """Whether it predicts and does nothing else, so that PyTorch's compiler need not be loaded."""
+
+
+_COMMANDS = {
+    "predict": _Command("_predict", "add_arguments", "show_prediction", "memory and time of one workload on a device", True),
+    "check": _Command("_check", "add_arguments", "check", "whether a workload fits its limits, as an exit status", True),
+    "rank": _Command("_rank", "add_arguments", "show_ranking", "GPUs by how fast, how cheap, and whether it fits", True),
+    "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "hold a predictor against a table of measured runs"),
+    "collect": _Command(
+        "_collect", "add_arguments", "collect_rows", "rows of one's own: networks run and measured on this machine"
+    ),
+    "gpus": _Command("_gpus", "add_arguments", "show_gpus", "the GPUs in the catalog"),
+    "log": _Command("_log", "add_arguments", "run_log_command", "what the measurement log holds, and out of it and into it"),
+    "report": _Command("_report", "add_arguments", "write_report", "one HTML file on a guarded study, or on the measurement log"),
+    "learn": _Command(
+        "_learn", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote them if they are better"
+    ),
+    "weights": _Command(
+        "_learn",
+        "add_weights_arguments",
+        "run_weights_command",
+        "generations of weights in the log, and back to an older one",
+    ),
 }
-"""The module and the function that run a command. A module is imported when its command runs: some load torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for an error that PerfGuard explains, 130 after Ctrl-C."""
+    """Run one command, and return the exit status.
+
+    It is 0, 1 for an error that PerfGuard explains, 2 for wrong usage and 130 after Ctrl-C. `perfguard check` has its own.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     installed = {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
     try:
@@ -50,67 +75,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if words and words[0] in _ELSEWHERE:
             raise ConfigurationError(f"`perfguard {words[0]}` is not installed. It comes with {_ELSEWHERE[words[0]]}.")
-        arguments = _parser(installed.values()).parse_args(words)
+        arguments = _parser(words, installed.values()).parse_args(words)
         arguments.own_process = argv is None
-        module, function = _RUN_BY[arguments.command]
-        getattr(importlib.import_module(f"perfguard.cli.{module}"), function)(arguments)
+        command = _COMMANDS[arguments.command]
+        run = getattr(_module(command), command.run)
+        with compiler_deferred() if arguments.own_process and command.predicts else nullcontext():
+            status: int | None = run(arguments)
     except PerfGuardError as error:
         print(f"perfguard: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
-def _parser(installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
+def _module(command: _Command) -> ModuleType:
+    return importlib.import_module(f"perfguard.cli.{command.module}")
+
+
+def _parser(words: Sequence[str], installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
+    """The parser of the command's line. Only the command that ``words`` name gets its arguments."""
     parser = argparse.ArgumentParser(prog="perfguard", description="Know before a trial starts what it will cost.")
+    parser.add_argument("--version", action="version", version=f"perfguard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    predict = commands.add_parser("predict", help="memory and time of one workload on a device")
-    _add_subject(predict)
-    predict.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
-    predict.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
-    predict.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
-    predict.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
-    predict.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
-    predict.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
-    predict.add_argument("--json", action="store_true", help="data on standard output")
-
-    rank = commands.add_parser("rank", help="GPUs by how fast, how cheap, and whether it fits")
-    _add_subject(rank)
-    rank.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
-    rank.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
-    rank.add_argument("--json", action="store_true", help="data on standard output")
-
-    evaluate = commands.add_parser("evaluate", help="hold a predictor against a table of measured runs")
-    evaluate.add_argument("table", metavar="TABLE", help="a table of measured runs, CSV, compressed or not")
-    evaluate.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
-    evaluate.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
-    evaluate.add_argument("--json", metavar="FILE.json", help="write the report as data")
-
-    add_collect_arguments(commands.add_parser("collect", help="rows of one's own: networks run and measured on this machine"))
-
-    gpus = commands.add_parser("gpus", help="the GPUs in the catalog")
-    gpus.add_argument("--json", action="store_true", help="data on standard output")
-
-    add_log_arguments(commands.add_parser("log", help="what the measurement log holds, and out of it and into it"))
-    add_report_arguments(commands.add_parser("report", help="one HTML file on a guarded study, or on the measurement log"))
-    add_learn_arguments(
-        commands.add_parser("learn", help="fine-tune the weights on the log, and promote them if they are better")
-    )
-    add_weights_arguments(commands.add_parser("weights", help="the generations of weights in the log, and back to an older one"))
-
+    for name, command in _COMMANDS.items():
+        added = commands.add_parser(name, help=command.help)
+        if name in words:
+            getattr(_module(command), command.add_arguments)(added)
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser
-
-
-def _add_subject(command: argparse.ArgumentParser) -> None:
-    """The words that name a network and how it is run."""
-    command.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="a function build(params) -> Workload, or a model")
-    command.add_argument("--batch-size", type=int, help="of an ONNX file; given to build as params['batch_size']")
-    command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
-    command.add_argument("--dim", action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable")
-    command.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own; an ONNX file is run forward")
-    command.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's or the file's own")
-    command.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")

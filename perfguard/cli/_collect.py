@@ -39,16 +39,16 @@ def collect_rows(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for arguments or a device that cannot be right.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from perfguard.collect import collect, collecting_device
-
     for name in ("minutes", "rows"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise ConfigurationError(f"--{name} must be positive, but is {value!r}.")
     limit = None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit, what="--memory-limit")
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from perfguard.collect import collect, collecting_device
+
     console = Console(stderr=True)
     columns = TextColumn("{task.completed} rows"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:

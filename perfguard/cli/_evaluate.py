@@ -9,19 +9,26 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
+from perfguard.exceptions import ConfigurationError, TableError
+from perfguard.predictor import DEFAULT_PREDICTOR, load_predictor
 
-from perfguard.exceptions import ConfigurationError
-from perfguard.predictor import load_predictor
-from perfguard.tables import Evaluated, evaluate, predicted_columns, read_table, report
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from perfguard.tables import Evaluated
 
 _WIDTH = 160
 """Width of a table that is not printed to a terminal. Its columns need no line breaks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard evaluate`` takes."""
+    parser.add_argument("table", metavar="TABLE", help="a table of measured runs, CSV, compressed or not")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
+    parser.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
+    parser.add_argument("--json", metavar="FILE.json", help="write the report as data")
 
 
 def evaluate_table(arguments: argparse.Namespace) -> None:
@@ -30,6 +37,13 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for a table or a predictor that cannot be right.
     """
+    if not Path(arguments.table).is_file():
+        raise TableError(f"{arguments.table} cannot be read as a CSV table: there is no such file.")
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from perfguard.tables import evaluate, read_table, report
+
     columns, rows = read_table(arguments.table)
     for path in filter(None, (arguments.out, arguments.json)):
         _write(path, "")  # a wrong path is better known before an hour of work
@@ -55,6 +69,8 @@ def evaluate_table(arguments: argparse.Namespace) -> None:
 def _write_predictions(
     path: str, columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]
 ) -> None:
+    from perfguard.tables import predicted_columns
+
     added = predicted_columns(columns)
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
@@ -73,6 +89,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=f"{predictor}: mean / median / 90th percentile of the relative error, coverage of the 90% interval")
     for heading in ("source", "mode", "gpu", "rows", "memory", "time", "GPU utilisation", "OOM caught", "fitting pruned"):
         table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")

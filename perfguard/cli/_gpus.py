@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from perfguard.devices import Device, catalog
 from perfguard.devices._catalog import aliases
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _RATES = ("fp32", "tf32", "fp16")
 _FULL_WIDTH = 240
 _LEAST_FULL_WIDTH = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard gpus`` takes."""
+    parser.add_argument("--json", action="store_true", help="data on standard output")
 
 
 def show_gpus(arguments: argparse.Namespace) -> None:
@@ -22,6 +28,8 @@ def show_gpus(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({"devices": [asdict(device) for device in catalog().values()], "aliases": dict(aliases())}, indent=2))
         return
+    from rich.console import Console
+
     console = Console()
     if not console.is_terminal:  # a pipe or a file has no width; rich would cut the text at 80 columns
         console = Console(width=_FULL_WIDTH)
@@ -32,6 +40,8 @@ def show_gpus(arguments: argparse.Namespace) -> None:
 
 def _table(*, full: bool) -> Table:
     """The catalog; without names and sources where the terminal is too narrow for them (``full=False``)."""
+    from rich.table import Table
+
     headings = ("memory\nGiB", "bandwidth\nGB/s", *(f"{rate}\nTFLOP/s" for rate in _RATES), "SMs")
     table = Table()
     table.add_column("id", no_wrap=True)

@@ -144,11 +144,11 @@ def open_log(location: str | None, *, must_exist: bool) -> MeasurementStore:
     Raises:
         LogError: if it cannot be opened; with ``must_exist`` also if it would be a new one.
     """
-    from perfguard.store import MeasurementStore
-
     location = location or os.environ.get("PERFGUARD_LOG")
     if must_exist and location is not None and "://" not in location and not Path(location).exists():
         raise LogError(f"There is no measurement log at {location}.")
+    from perfguard.store import MeasurementStore
+
     return MeasurementStore.default() if location is None else MeasurementStore(location)
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from perfguard._predict import graph_of, most_energy
+from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
+from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
-from perfguard.exceptions import BuildError, ConfigurationError
-from perfguard.graph import OpGraph, bytes_by_module, cost_by_operator
-from perfguard.measure import Measurement
+from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_joules, format_seconds
-from perfguard.workload import Build, Workload, build_workload, is_missing_parameter
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from perfguard.graph import OpGraph
+    from perfguard.measure import Measurement
 
 _MOST_KINDS = 6
 _MOST_ROWS = 15
@@ -32,16 +29,16 @@ MIG_QUANTILE = 0.95
 """A MIG instance fits if this quantile of the peak memory does."""
 
 
-class Subject(NamedTuple):
-    """Input of a command: an ONNX file or the workload that a function builds."""
-
-    network: str | Workload
-    steps: int | None
-    options: Mapping[str, Any]
-
-    def graph_on(self, device: Device) -> OpGraph:
-        """The operators of the network as ``device`` runs them."""
-        return graph_of(self.network, device, **self.options)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard predict`` takes."""
+    add_subject_arguments(parser)
+    parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
+    parser.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
+    parser.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
+    parser.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
+    parser.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
+    parser.add_argument("--json", action="store_true", help="data on standard output")
 
 
 def show_prediction(arguments: argparse.Namespace) -> None:
@@ -50,15 +47,16 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
     """
+    check_subject(arguments)
     whole = resolve_device(arguments.gpu)
-    subject = subject_of(arguments)
-    if arguments.measure and (whole.kind != "cpu" or not isinstance(subject.network, str)):
+    device = _part_of(whole, arguments)
+    if arguments.measure and (whole.kind != "cpu" or not is_onnx(arguments)):
         raise ConfigurationError(
             "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
             "Modules are measured where they run, see perfguard.measure.Run."
         )
+    subject = subject_of(arguments)
     predictor = load_predictor()
-    device = _part_of(whole, arguments)
     graph = subject.graph_on(device)
     prediction = predictor.predict(graph, device, steps=subject.steps)
     mig = None
@@ -115,95 +113,6 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
     }
 
 
-def subject_of(arguments: argparse.Namespace) -> Subject:
-    """The network or workload that a command's arguments name."""
-    _check_batch_size(arguments.batch_size)
-    if not arguments.source.lower().endswith(".onnx"):
-        if arguments.dim:
-            raise ConfigurationError("--dim is for ONNX files; give hyperparameters with --set.")
-        workload = _workload(arguments)
-        return Subject(workload, workload.steps, {})
-    if arguments.set:
-        raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
-    options = {
-        "mode": arguments.mode,
-        "precision": arguments.precision,
-        "batch_size": arguments.batch_size,
-        "dims": dict(map(_dimension, arguments.dim)),
-    }
-    return Subject(arguments.source, arguments.steps, options)
-
-
-def _dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
-    """Parse "batch=8" or "input=8x3x224x224"."""
-    name, separator, value = text.rpartition("=")
-    parts = value.lower().split("x")
-    if not separator or not name or not all(part.isdecimal() for part in parts):
-        raise ConfigurationError(f"--dim must look like NAME=8 or INPUT=8x3x224x224, but got {text!r}.")
-    sizes = tuple(map(int, parts))
-    return name, sizes[0] if len(sizes) == 1 else sizes
-
-
-def _check_batch_size(batch_size: int | None) -> None:
-    if batch_size is not None and batch_size < 1:
-        raise ConfigurationError(f"--batch-size must be at least 1, but got {batch_size}.")
-
-
-def _workload(arguments: argparse.Namespace) -> Workload:
-    build = _load_build(arguments.source)
-    params = dict(map(_parameter, arguments.set))
-    if arguments.batch_size is not None:
-        params["batch_size"] = arguments.batch_size
-    try:
-        workload = build_workload(build, params)
-    except KeyError as error:
-        if not is_missing_parameter(error, params):
-            raise
-        raise BuildError(f"build needs the hyperparameter {error.args[0]!r}: add --set {error.args[0]}=VALUE.") from error
-    changes = {name: value for name in ("mode", "precision", "steps") if (value := getattr(arguments, name)) is not None}
-    return dataclasses.replace(workload, **changes)
-
-
-def _load_build(source: str) -> Build:
-    path_text, separator, name = source.rpartition(":")
-    path = Path(path_text)
-    if not separator or path.suffix != ".py":
-        raise ConfigurationError(
-            f"Expected FILE.py:BUILD, for instance examples/models.py:resnet, or FILE.onnx, but got {source!r}."
-        )
-    if not path.is_file():
-        raise ConfigurationError(f"There is no file {path_text!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise BuildError(f"{path_text} cannot be imported: {type(error).__name__}: {error}") from error
-    build = getattr(module, name, None)
-    if not callable(build):
-        here = ", ".join(sorted(key for key, value in vars(module).items() if _is_own_function(value, module.__name__))) or "none"
-        raise ConfigurationError(f"{path_text} has no function {name!r}. Its functions: {here}.")
-    return build  # type: ignore[no-any-return]
-
-
-def _is_own_function(value: Any, module_name: str) -> bool:
-    return callable(value) and not isinstance(value, type) and getattr(value, "__module__", None) == module_name
-
-
-def _parameter(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise ConfigurationError(f"--set must look like NAME=VALUE, but got {text!r}.")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value  # a plain word, for instance optimizer=adam
-
-
 def _estimate(value: Estimate | None) -> dict[str, float] | None:
     if value is None:
         return None
@@ -212,6 +121,8 @@ def _estimate(value: Estimate | None) -> dict[str, float] | None:
 
 
 def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None) -> dict[str, Any]:
+    from perfguard._predict import most_energy
+
     return {
         "gpu": device.id,
         "predictor": prediction.predictor,
@@ -241,6 +152,9 @@ def _print(
     mig: Mapping[str, Any] | None,
     measured: Measurement | None,
 ) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     memory_low, memory_high = prediction.peak_memory.interval()
     time_low, time_high = prediction.step_time.interval()
@@ -277,6 +191,8 @@ def _print(
 
 
 def _add_utilisation(table: Table, prediction: Prediction, device: Device) -> None:
+    from perfguard._predict import most_energy
+
     for title, share in (("GPU busy", prediction.gpu_util), ("multiprocessors active", prediction.sm_active)):
         if share is not None:
             table.add_row(title, f"{share:.0%}")
@@ -298,6 +214,11 @@ def _in_words(mig: Mapping[str, Any]) -> str:
 
 
 def _explain(graph: OpGraph, device: Device) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from perfguard.graph import bytes_by_module, cost_by_operator
+
     console = Console()
     live = format_bytes(graph.peak_live_bytes)
     if device.kind == "cuda":
@@ -323,6 +244,8 @@ def _explain(graph: OpGraph, device: Device) -> None:
 
 
 def _shares(title: str, parts: Mapping[str, float], text: Any, *, most: int = _MOST_KINDS) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, show_header=False)
     total = sum(parts.values()) or 1
     for name, value in sorted(parts.items(), key=lambda item: -item[1])[:most]:

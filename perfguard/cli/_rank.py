@@ -9,18 +9,18 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from perfguard.cli._predict import Subject, subject_of
+from perfguard.cli._subject import Subject, check_subject, subject_of
+from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, catalog, resolve_device
 from perfguard.exceptions import ConfigurationError, TableError, UnknownDeviceError
-from perfguard.graph import OpGraph
-from perfguard.graph._target import Target, target_of
 from perfguard.predictor import Prediction, load_predictor
 from perfguard.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
+    from perfguard.graph._target import Target
 
 _COLUMNS = ("gpu", "price_per_hour")
 _LARGEST_TABLE_BYTES = 2**20
@@ -53,12 +53,21 @@ class Ranked(NamedTuple):
         return None if self.price_per_hour is None else _SECONDS_PER_HOUR * self.throughput_per_s / self.price_per_hour
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The words that ``perfguard rank`` takes."""
+    add_subject_arguments(parser)
+    parser.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
+    parser.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
+    parser.add_argument("--json", action="store_true", help="data on standard output")
+
+
 def show_ranking(arguments: argparse.Namespace) -> None:
     """Predict on every GPU and print those that fit first, the fastest first.
 
     Raises:
         PerfGuardError: for a file, a GPU or a price table that cannot be right.
     """
+    check_subject(arguments)
     prices = None if arguments.price_table is None else read_prices(Path(arguments.price_table))
     devices = _devices(arguments.gpus, prices)
     rows = rank(subject_of(arguments), devices, samples=arguments.batch_size or 1, prices=prices or {})
@@ -73,6 +82,8 @@ def show_ranking(arguments: argparse.Namespace) -> None:
 
 def rank(subject: Subject, devices: Sequence[Device], *, samples: int, prices: Mapping[str, float]) -> list[Ranked]:
     """``subject`` on each of ``devices``: those that fit first, then by time."""
+    from perfguard.graph._target import target_of
+
     predictor = load_predictor()
     graphs: dict[Target, OpGraph] = {}
     rows = []
@@ -165,6 +176,9 @@ def _as_json(row: Ranked) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Ranked], *, has_batch: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from perfguard import MeasurementStore, Workload
 from perfguard.measure import _run
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import BARE_A100, PretendedGpuProbe, ReplayPredictor
+from tests.warm import processes
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
 
@@ -73,14 +72,12 @@ def work(storage: str, log: str, study_name: str) -> None:
 
 
 def run_processes(storage: str, log: str, study_names: list[str]) -> None:
-    program = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import work; work(*sys.argv[1:])"
-    running = [
-        subprocess.Popen([sys.executable, "-c", program, storage, log, name], stderr=subprocess.PIPE, text=True)
-        for name in study_names
-    ]
+    running = [processes().Process(target=work, args=(storage, log, name)) for name in study_names]
     for process in running:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
+        process.start()
+    for process in running:
+        process.join(240)
+        assert process.exitcode == 0, "its traceback stands above"
 
 
 def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched: int) -> None:

@@ -50,6 +50,7 @@ SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
 FITS = {(8, 8), (16, 8)}
 """Two of forty points: 95% does not fit."""
 NUM_TRIALS = 5
+SEARCHES = [*((name, "guarded study") for name in SAMPLERS), *((name, "plain study") for name in ("tpe", "nsga-ii", "grid"))]
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,7 @@ def most_repeated(study: optuna.Study) -> int:
     return max(Counter(tuple(sorted(trial.params.items())) for trial in rejected if trial.params).values())
 
 
-@pytest.mark.parametrize("way", ["guarded study", "plain study"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("name", "way"), SEARCHES)
 def test_study_launches_its_trials_where_little_fits(name: str, way: str) -> None:
     """A sampler that knows nothing of constraints proposes what was rejected, again and again."""
     started_at = time.monotonic()
@@ -117,8 +117,7 @@ def test_study_launches_its_trials_where_little_fits(name: str, way: str) -> Non
     assert time.monotonic() - started_at < 120
 
 
-@pytest.mark.parametrize("way", ["guarded study", "plain study"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("name", "way"), SEARCHES)
 def test_study_ends_where_nothing_fits(name: str, way: str) -> None:
     started_at = time.monotonic()
     with pytest.warns(NothingFeasibleWarning, match="Nothing fits"):

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, MultiObjectiveSamplerTestCase, RelativeSamplerTestCase
 from torch import nn
@@ -37,16 +38,6 @@ def guarded(make_inner: Callable[[], BaseSampler]) -> Callable[[], BaseSampler]:
     return make
 
 
-class _TPE:
-    @pytest.fixture
-    def sampler(self) -> Callable[[], BaseSampler]:
-        return guarded(TPESampler)
-
-
-class TestTPE(_TPE, BasicSamplerTestCase, MultiObjectiveSamplerTestCase):
-    pass
-
-
 class _MultivariateTPE:
     @pytest.fixture
     def sampler(self) -> Callable[[], BaseSampler]:
@@ -65,7 +56,15 @@ class _GP:
 
 @pytest.mark.slow
 class TestGP(_GP, BasicSamplerTestCase, RelativeSamplerTestCase, MultiObjectiveSamplerTestCase):
-    pass
+    # A proposal takes a quarter of a second. TestMultivariateTPE has every pair of distributions.
+    @pytest.mark.parametrize("x_distribution", [IntDistribution(1, 100, log=True)])
+    @pytest.mark.parametrize("y_distribution", [FloatDistribution(-10, 10, step=0.5)])
+    def test_sample_relative_numerical(self, sampler: Any, x_distribution: Any, y_distribution: Any) -> None:
+        super().test_sample_relative_numerical(sampler, x_distribution, y_distribution)
+
+    @pytest.mark.parametrize("x_distribution", [FloatDistribution(1e-7, 1.0, log=True)])
+    def test_sample_relative_mixed(self, sampler: Any, x_distribution: Any) -> None:
+        super().test_sample_relative_mixed(sampler, x_distribution)
 
 
 class _NSGAII:

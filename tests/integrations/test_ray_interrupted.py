@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from perfguard import MeasurementStore
 from perfguard.store import LoggedDecision
+from tests import warm
 
 pytest.importorskip("ray")
 PATIENCE_S = 900.0
@@ -20,17 +21,28 @@ PATIENCE_S = 900.0
 SCRIPT = Path(__file__).with_name("ray_interrupted.py")
 
 
-def begin(what: str, folder: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": paths, "TUNE_GLOBAL_CHECKPOINT_S": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(SCRIPT), what, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, sys.path)]))  # of Ray's workers
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "1")
+    monkeypatch.setenv("COLUMNS", "120")
 
 
-def wait_for(names: list[str], folder: Path, process: subprocess.Popen[str], *, timeout_s: float = PATIENCE_S) -> None:
+def begin(what: str, folder: Path) -> BaseProcess:
+    return warm.begin(str(SCRIPT), what, str(folder), cwd=folder, printed=folder / what)
+
+
+def console_of(process: BaseProcess, what: str, folder: Path) -> str:
+    """What it printed until it ended."""
+    process.join(PATIENCE_S)
+    assert process.exitcode is not None, "it did not end in time"
+    return (folder / what).read_text()
+
+
+def wait_for(names: list[str], folder: Path, process: BaseProcess, *, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not all((folder / name).exists() for name in names):
-        assert process.poll() is None, process.communicate()[0]
+        assert process.is_alive(), (folder / "start").read_text()
         assert time.monotonic() < deadline, "the trials did not start in time"
         time.sleep(0.1)
 
@@ -49,8 +61,9 @@ def test_interrupted_run_is_resumed_into_the_same_rows(ending: str, tmp_path: Pa
     process = begin("start", tmp_path)
     wait_for(["half-8", "half-16"], tmp_path, process)
     time.sleep(3)  # Tune saves its state each second
-    process.send_signal(signal.Signals[ending])
-    console, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.pid is not None
+    os.kill(process.pid, signal.Signals[ending])
+    console = console_of(process, "start", tmp_path)
     assert "measure()" not in console, "it was there"
     assert "PerfGuard turned down width=4096" in console
     before = rows_of(tmp_path)
@@ -62,8 +75,8 @@ def test_interrupted_run_is_resumed_into_the_same_rows(ending: str, tmp_path: Pa
 
     (tmp_path / "go").touch()
     process = begin("resume", tmp_path)
-    console, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, console
+    console = console_of(process, "resume", tmp_path)
+    assert process.exitcode == 0, console
     after = rows_of(tmp_path)
     assert {width: row.status for width, row in after.items()} == {8: "ok", 4096: None, 16: "ok", 24: "ok"}
     assert {width: row.decision_id for width, row in after.items()} == {width: row.decision_id for width, row in before.items()}

@@ -339,22 +339,6 @@ def test_num_samples_counts_the_trials_that_run(tmp_path: Path) -> None:
     assert perfguard_ray.summarize(search).num_measured == 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("local_ray")
-def test_hyperopt_run_learns_from_rejections(tmp_path: Path) -> None:
-    searcher = HyperOptSearch(random_state_seed=1, n_initial_points=3)
-    search = guarded(searcher)
-    results = make_tuner(search, tmp_path, {"width": WIDTHS, "lr": tune.loguniform(1e-4, 1e-1)}, 8, max_concurrent_trials=2).fit()
-    assert results.num_errors == 0
-    assert len(results) == 8
-    assert set(widths_of(results)) <= {SMALL, 16}
-    actions = [row.action for row in search.ledger.guard.log.decisions()]
-    assert (actions.count("launch"), actions.count("prune")) == (8, search.ledger.num_rejected)
-    outcomes = [trial["result"] for trial in searcher._hpopt_trials.trials]
-    assert [outcome["status"] for outcome in outcomes] == ["ok"] * len(actions), "each proposal has a score"
-    assert search.ledger.num_rejected > 0
-
-
 def build_rounded(config: Mapping[str, Any]) -> Workload:
     return build({"width": round(config["width"])})
 
@@ -493,17 +477,15 @@ class CutOff(tune.Callback):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-@pytest.mark.parametrize("kind", ["searcher", "generator"])
-@pytest.mark.filterwarnings("ignore:.* points were left out")
-def test_interrupted_run_is_restored_and_finished(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_is_restored_and_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a searcher; test_ray_interrupted.py has that of Tune's own search."""
     monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "1")
     log = MeasurementStore(str(tmp_path / "log.db"))
     flag = tmp_path / "flag"
     flag.touch()
     widths = [LARGE, SMALL, 2048, 16, LARGE, 32]
-    search: Any = guarded(ListSearcher(widths), log=log, study="run") if kind == "searcher" else guarded_generator(log=log)
-    space = {} if kind == "searcher" else {"width": tune.grid_search(widths)}
-    tuner = make_tuner(search, tmp_path, space, 3 if kind == "searcher" else 1, callbacks=[CutOff(flag)])
+    search = guarded(ListSearcher(widths), log=log, study="run")
+    tuner = make_tuner(search, tmp_path, {}, 3, callbacks=[CutOff(flag)])
     with pytest.raises(RuntimeError, match="the driver is gone"):
         tuner.fit()
     assert sum(row.status == "ok" for row in log.decisions("run")) < 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,18 @@ def measurement(seconds: float) -> Measurement:
     return Measurement("ok", A100.id, A100.name, 700 * 2**20, seconds, 30 * seconds, 30, "nvml", "torch")
 
 
-@pytest.fixture
-def shared(local_ray: None, tmp_path: Path) -> Iterator[SharedPredictor]:
-    """A service that has learnt nothing yet."""
-    predictor = SharedPredictor(log=str(tmp_path / "log.db"))
+@contextmanager
+def service_of(log: Path, name: str) -> Iterator[SharedPredictor]:
+    predictor = SharedPredictor(log=str(log), name=name)
     yield predictor
     predictor.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(ray_on_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPredictor]:
+    """A service that learns nothing, for all tests: its process takes seconds to start."""
+    with service_of(tmp_path_factory.mktemp("service") / "log.db", "shared") as predictor:
+        yield predictor
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
@@ -47,7 +54,8 @@ def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
 
 @pytest.mark.slow
 def test_service_answers_as_the_predictor(shared: SharedPredictor) -> None:
-    graphs = [trace(workload(width)) for width in (8, 64)]
+    graphs = [trace(workload(width)) for width in (24, 40)]  # of which no other test asks
+    before = shared.status()["predictions"]
     here = load_predictor()
     assert shared.name == here.name
     for graph in graphs:
@@ -58,22 +66,24 @@ def test_service_answers_as_the_predictor(shared: SharedPredictor) -> None:
         assert answer.total_time.median == pytest.approx(expected.total_time.median)
     questions = [(graph, A100, 10) for graph in graphs * 20]
     assert len(shared.predict_many(questions)) == 40
-    assert shared.status()["predictions"] == 2, "equal questions are answered once"
+    assert shared.status()["predictions"] == before + 2, "equal questions are answered once"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was not trained on such steps")
-def test_service_learns_across_runs(shared: SharedPredictor) -> None:
-    teacher, pupil = (Guard("a100", predictor=shared, log=shared.log) for _ in range(2))
-    copy = pickle.loads(pickle.dumps(shared))
-    before = pupil.check(workload(64)).prediction
-    assert before is not None
-    for width in (16, 32, 64, 128):
-        teacher.learn(teacher.decide(lambda width=width: workload(width)), measurement(2 * before.step_time.median))  # type: ignore[misc]
-    wait_until(lambda: shared.status()["observations"] == 4)
-    for predictor in (pupil.predictor, copy):
-        after = predictor.predict(pupil.trace(workload(64)), A100)
-        assert after.step_time.median == pytest.approx(2 * before.step_time.median, rel=0.2)
+@pytest.mark.usefixtures("local_ray")
+def test_service_learns_across_runs(tmp_path: Path) -> None:
+    with service_of(tmp_path / "log.db", "learning") as learning:
+        teacher, pupil = (Guard("a100", predictor=learning, log=learning.log) for _ in range(2))
+        copy = pickle.loads(pickle.dumps(learning))
+        before = pupil.check(workload(64)).prediction
+        assert before is not None
+        for width in (16, 32, 64, 128):
+            teacher.learn(teacher.decide(lambda width=width: workload(width)), measurement(2 * before.step_time.median))  # type: ignore[misc]
+        wait_until(lambda: learning.status()["observations"] == 4)
+        for predictor in (pupil.predictor, copy):
+            after = predictor.predict(pupil.trace(workload(64)), A100)
+            assert after.step_time.median == pytest.approx(2 * before.step_time.median, rel=0.2)
 
 
 @pytest.mark.slow

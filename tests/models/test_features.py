@@ -22,7 +22,7 @@ from perfguard_models.trained import FEATURE_SETS
 from tests.models import oracle
 
 DEVICES = ("a100", "rtx3090", "t4", "cpu")
-MANY = 64
+MANY = 24
 
 
 def convolutions(a: int = 16, b: int = 30) -> nn.Module:
@@ -96,7 +96,7 @@ def test_step_features_have_the_oracle_names() -> None:
 def test_batch_of_one_equals_oracle(network: str, precision: Any) -> None:
     make, sample = NETWORKS[network]
     model, cache = make(), TraceCache()
-    for batch in (8, 64, 32, 16, 48):
+    for batch in (8, 64, 32):
         for optimizer in (torch.optim.SGD, torch.optim.AdamW):
             workload = Workload(
                 model, (batch, *sample), loss=lambda output: output.float().sum(), optimizer=optimizer, precision=precision
@@ -122,7 +122,7 @@ def many_graphs(network: str, mode: Any) -> list[OpGraph]:
     ("network", "mode"),
     [("convolutions", "train"), ("sequences", "infer"), ("a perceptron", "train"), ("one and three", "infer")],
 )
-def test_batch_of_64_equals_oracle(network: str, mode: str) -> None:
+def test_batch_of_many_equals_oracle(network: str, mode: str) -> None:
     assert_equal_to_oracle(GraphBatch.of(many_graphs(network, mode)))
 
 

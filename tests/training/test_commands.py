@@ -72,11 +72,12 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(table_of_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     words = ["train", str(table_of_runs), "--predictor", "two-clocks", "--out", str(folder), "--cache", str(folder / "cache")]
-    settings = ["--set", "epochs=20", "--set", "networks=1", "--set", "hidden=16", "--jobs", "1"]
+    settings = ["--set", "epochs=12", "--set", "networks=1", "--set", "hidden=16", "--jobs", "1"]
     assert main([*words, *settings]) == 0
     return folder / "two-clocks"
 
 
+@pytest.mark.slow
 def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -> None:
     card = json.loads(weights.with_suffix(".json").read_text())
     # Of the A100 there is a row, but without a time.

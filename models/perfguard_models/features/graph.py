@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch_geometric.data import Data
 
 from perfguard.graph import KIND_INDEX, GraphBatch, OpGraph, Phase, StorageKind, batch_roofline_s, channel_padding, summed_by
 from perfguard_models.features.convolutions import HALF_DTYPES, convolutions_in
 from perfguard_models.features.exact import Floats, log, log1p, sum_where
 
 if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
     from perfguard.devices import Device
 
 FEATURE_VERSION = 2
@@ -62,6 +63,8 @@ def featurize(graph: OpGraph, device: Device) -> Data:
         Data with the columns of :class:`GraphFeatures`, ``x`` and ``roofline`` without the dimension C, ``kind`` (N,) indices
         into OP_KINDS, and ``edge_index`` (2, num_edges).
     """
+    from torch_geometric.data import Data  # for training alone: it takes as long to import as torch
+
     features = graph_features(graph.as_batch(), device)
     columns = {name: torch.from_numpy(values) for name, values in features._asdict().items()}
     columns |= {"x": columns["x"][0], "roofline": columns["roofline"][0]}

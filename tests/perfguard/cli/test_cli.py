@@ -11,7 +11,7 @@ import pytest
 
 from perfguard import Workload, trace
 from perfguard.cli import main
-from perfguard.cli._predict import _load_build
+from perfguard.cli._subject import load_build
 from perfguard.devices import catalog
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,7 +105,7 @@ def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["gpu"] == "a100-pcie-40gb"
     assert document["capacity_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
     assert sum(document["time_by_kind_s"].values()) == pytest.approx(document["step_time_s"]["median"], rel=1e-3)
-    graph = trace(_load_build(f"{MODELS}:resnet")({"batch_size": 64}), target="cuda")
+    graph = trace(load_build(f"{MODELS}:resnet")({"batch_size": 64}), target="cuda")
     assert sum(document["bytes_at_peak"].values()) == graph.peak_live_bytes
 
 
@@ -156,14 +156,15 @@ def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
             ["{script}:bulid"],
-            "has no function 'bulid'. Its functions: build, large, needs_width, picky, raises, returns_a_model.",
+            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, picky, raises, "
+            "returns_a_model.",
         ),
         (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
         (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
         (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
         (["{script}:needs_width"], "needs the hyperparameter 'width': add --set width=VALUE"),
         (["{script}:build", "--batch-size", "0"], "--batch-size must be at least 1, but got 0"),
-        (["{script}:build", "--steps", "0"], "steps must be at least 1 or None, but got 0"),
+        (["{script}:build", "--steps", "0"], "--steps must be at least 1, but got 0"),
         (["{script}:build", "--set", "width"], "--set must look like NAME=VALUE, but got 'width'"),
         (["{script}:build", "--set", "=3"], "--set must look like NAME=VALUE, but got '=3'"),
         (["{broken}:build"], "cannot be imported: SyntaxError"),
@@ -204,7 +205,7 @@ def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: st
     def interrupted(_: Any) -> Workload:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("perfguard.cli._predict._load_build", lambda _: interrupted)
+    monkeypatch.setattr("perfguard.cli._subject.load_build", lambda _: interrupted)
     assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130
 
 

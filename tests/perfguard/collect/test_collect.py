@@ -69,6 +69,7 @@ def test_a_compiled_step_is_a_row_too(worker: Worker) -> None:
         assert float(row["step_time_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> None:
     path, summary = table
     columns, rows = read_table(path)
@@ -89,6 +90,7 @@ def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> 
     assert all(result.device is not None and result.device.memory_bytes == 64 * MiB for result in results)
 
 
+@pytest.mark.slow
 def test_collecting_goes_on_where_it_was(table: tuple[Path, CollectReport], tmp_path: Path) -> None:
     path = tmp_path / "rows.csv.gz"
     path.write_bytes(table[0].read_bytes())

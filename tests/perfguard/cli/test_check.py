@@ -1,0 +1,275 @@
+"""`perfguard check` and the GitHub Action: exit statuses that a script can rely on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perfguard.cli import main
+from perfguard.cli._matrix import combinations
+from perfguard.cli._subject import ReadParams
+from perfguard.exceptions import ConfigurationError
+from perfguard.graph import trace
+from perfguard.guard import Guard
+from perfguard.verdict import Verdict
+from perfguard.workload import build_workload
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+from torch import nn
+from perfguard import Workload
+
+def build(params):
+    width = params.get("width", 64)
+    size = params.get("batch_size", 32), width
+    return Workload(nn.Linear(width, width), inputs=size, loss=lambda output: params.get("scale", 1.0) * output.mean())
+
+def needs_width(params):
+    return Workload(nn.Linear(params["width"], 8), inputs=(4, params["width"]), loss=lambda output: output.mean())
+
+def takes_all(params):
+    return Workload(nn.Linear(8, 8), inputs=(4, 8), loss=lambda output: output.mean(), steps=dict(params)["number"])
+
+def cannot_be_traced(params):
+    return Workload(nn.Linear(8, 8), inputs=(4, 7), loss=lambda output: output.mean())
+
+def fails(params):
+    raise ZeroDivisionError("a mistake in build")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "checked_script", raising=False)
+    path = tmp_path / "checked_script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str], script: str) -> Callable[..., tuple[int, str, str]]:
+    """Run the command on a function of the script: its exit status, what it printed, and its errors."""
+
+    def run(function: str, *words: str, gpu: str = "a100") -> tuple[int, str, str]:
+        status = main(["check", f"{script}:{function}", *(["--gpu", gpu] if gpu else []), *words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+Check = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        ([], 0, "fits: NVIDIA A100 PCIe 40 GB: needs "),
+        (["--max-memory", "10GiB"], 0, "the budget is 10.0 GiB"),
+        (["--max-memory", "600MiB"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: needs "),
+        (["--max-memory", "0.02"], 1, "does not fit"),
+        (["--max-step-time", "1min"], 0, "takes "),
+        (["--max-step-time", "1us"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: takes "),
+        (["--steps", "1000", "--max-trial-time", "1h"], 0, "the budget is 1.00 h"),
+        (["--steps", "100000000", "--max-trial-time", "1min"], 1, "does not fit"),
+        (["--batch-size", "1000000000000"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: needs at least"),
+        (["--batch-size", str(2**60)], 1, "does not fit: NVIDIA A100 PCIe 40 GB: needs at least"),
+    ],
+)
+def test_exit_status_says_whether_it_fits(check: Check, words: list[str], status: int, line: str) -> None:
+    ended, out, err = check("build", *words)
+    assert (ended, err) == (status, "")
+    assert line in out
+    assert out.count("\n") == 1  # one line for people
+
+
+def test_doubtful_workload_cannot_be_told(check: Check) -> None:
+    # Between risk and 1 - risk a script must not read a yes or a no.
+    data = json.loads(check("build", "--json")[1])
+    (limit,) = data["limits"]
+    status, out, _ = check("build", "--max-memory", f"{limit['median'] / 2**20:.0f}MiB", "--json")
+    doubtful = json.loads(out)
+    assert (status, doubtful["exit_status"], doubtful["result"]) == (3, 3, "cannot tell")
+    assert 0.05 < doubtful["p_exceeded"] < 0.95
+    limits = f"{limit['low'] / 2**20:.0f}MiB", f"{limit['high'] / 2**20 + 1:.0f}MiB"
+    assert [check("build", "--max-memory", text, "--risk", "0.06")[0] for text in limits] == [1, 0]
+
+
+def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(compile(SCRIPT, script, "exec"), namespace)
+    for text in ("600MiB", "1GiB", "10GiB"):
+        guard = Guard("a100", memory_budget=text, step_time_budget="1s", log=False)
+        workload = build_workload(namespace["build"], {})
+        prediction = guard.predictor.predict(trace(workload, target=guard.device), guard.device)
+        verdict = Verdict.of(prediction, guard.budget.limits(prediction, guard.device), accepted=0.05)
+        status, out, _ = check("build", "--max-memory", text, "--max-step-time", "1s", "--json")
+        assert (status == 0) == (verdict.action == "launch")
+        if status != 1 or "at least" not in out:
+            assert json.loads(out)["p_exceeded"] == pytest.approx(verdict.p_violation)
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "message"),
+    [
+        ("build", ["--max-memory", "40"], "--max-memory=40.0 is 40 bytes. Write '40GiB'"),
+        ("build", ["--max-memory", "80GiB"], "80.0 GiB is more than NVIDIA A100 PCIe 40 GB has"),
+        ("build", ["--max-step-time", "soon"], "--max-step-time must look like"),
+        ("build", ["--max-trial-time", "1h"], "--max-trial-time needs the number of steps of a trial. Give --steps"),
+        (
+            "build",
+            ["--steps", "9", "--max-step-time", "2h", "--max-trial-time", "1h"],
+            "--max-step-time (2.00 h) is more than --max-t",
+        ),
+        ("build", ["--risk", "2"], "risk must lie in (0, 1)"),
+        ("build", ["--set", "widht=3"], "--set widht has no effect: build never reads params['widht'] (did you mean 'width'?)"),
+        ("needs_width", ["--set", "width=8", "--batch-size", "4"], "--batch-size has no effect"),
+        ("needs_width", ["--set", "widht=8"], "add --set width=VALUE instead of --set widht, which build never reads"),
+        ("missing", [], "has no function 'missing'"),
+        ("build", ["--matrix", "width"], "--matrix must look like NAME=16..512:x2"),
+        ("build", ["--matrix", "widht=3,4"], "did you mean 'width'?"),
+        ("build", ["--set", "width=3", "--matrix", "width=4,5"], "'width' is in --matrix and given beside it"),
+        ("build", ["--matrix", "gpu=t4"], "'gpu' is in --matrix and given beside it"),
+    ],
+)
+def test_wrong_usage_is_explained(check: Check, function: str, words: list[str], message: str) -> None:
+    status, out, err = check(function, *words)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("command", ["predict", "rank"])
+def test_unknown_name_is_an_error_in_other_commands_too(command: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, f"{script}:build", "--gpus" if command == "rank" else "--gpu", "a100", "--set", "widht=3"]) == 1
+    assert "--set widht has no effect" in capsys.readouterr().err
+
+
+def test_names_read_late_or_all_at_once_are_known(check: Check) -> None:
+    assert check("build", "--set", "scale=3")[0] == 0  # the loss reads it, while the step is traced
+    assert check("build", "--set", "scale=3", "--matrix", "width=32,64,128")[0] == 0
+    assert check("takes_all", "--set", "number=3")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [("cannot_be_traced", "The step cannot be traced"), ("fails", "raised ZeroDivisionError")]
+)
+def test_failed_prediction_cannot_be_told(check: Check, function: str, message: str) -> None:
+    # Python would end with 1, which is the status of what does not fit.
+    status, out, _ = check(function, "--json")
+    assert status == 3
+    assert json.loads(out)["result"] == "cannot tell"
+    assert message in json.loads(out)["reason"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda params: params["width"], lambda params: params.get("width"), lambda params: "width" in params,
+        lambda params: {**params}, lambda params: {"depth": 1} | params, lambda params: params | {"depth": 1},
+        lambda params: SimpleNamespace(**params), lambda params: params.copy(),
+        lambda params: list(params.values()), dict, json.dumps, copy.deepcopy, "{width}".format_map,
+    ],
+)  # fmt: skip
+def test_each_way_to_read_a_name_is_noticed(read: Callable[[ReadParams], object]) -> None:
+    # A name that was read in a way that goes unnoticed would be refused, and a right command with it.
+    params = ReadParams({"width": 3})
+    assert params.unread() == ["width"]
+    read(params)
+    assert params.unread() == []
+
+
+def test_matrix_checks_every_combination(check: Check) -> None:
+    words = ["--max-memory", "0.5", "--matrix", "batch_size=64..4194304:x256", "gpu=t4,a100"]
+    status, out, _ = check("build", *words, "--json", gpu="")
+    document = json.loads(out)
+    assert status == document["exit_status"] == 0
+    found = [(row["settings"]["batch_size"], row["gpu"]) for row in document["results"]]
+    assert found == list(itertools.product((64, 16384, 4194304), ("t4", "a100-pcie-40gb")))
+    status, out, _ = check("build", *words, "--set", "width=1024", gpu="")
+    assert status == 1
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["fits"] * 4 + ["does not fit"] * 2
+
+
+def test_ranges_of_a_matrix() -> None:
+    def values(axis: str) -> list[Any]:
+        return [row["n"] for row in combinations([f"n={axis}"])]
+
+    assert values("16..512:x2") == [16, 32, 64, 128, 256, 512]
+    assert values("1..10:x3") == [1, 3, 9]
+    assert values("2..5") == [2, 3, 4, 5]
+    assert values("-4..9:+4") == [-4, 0, 4, 8]
+    assert values("10..30:10") == [10, 20, 30]
+    assert values("3,adam,0.5,3,True") == [3, "adam", 0.5, True]
+    for wrong in ("512..16:x2", "0..8:x2", "1..8:x1", "1..8:+0", "1..1000000000"):
+        with pytest.raises(ConfigurationError, match="--matrix"):
+            values(wrong)
+
+
+def run_action(folder: Path, inputs: dict[str, str]) -> tuple[int, str, str]:
+    """Run the steps of the action with ``inputs``, as GitHub does: the exit status, the outputs, and the summary."""
+    yaml: Any = pytest.importorskip("yaml")
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    missing = {name for name, given in action["inputs"].items() if given.get("required")} - set(inputs)
+    assert not missing
+    given = {name: str(inputs.get(name, declared.get("default", ""))) for name, declared in action["inputs"].items()}
+    assert set(inputs) <= set(given)
+    outputs, summary = folder / "outputs", folder / "summary"
+    for file in (outputs, summary):
+        file.write_text("")
+    (folder / "perfguard").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m perfguard.cli "$@"\n')
+    (folder / "perfguard").chmod(0o755)
+    always = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "GITHUB_OUTPUT": str(outputs),
+        "GITHUB_STEP_SUMMARY": str(summary),
+    }
+    status = 0
+    for step in action["runs"]["steps"]:
+        assert step["shell"] == "bash"
+        own = {
+            name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: given[found[1]], text)
+            for name, text in step["env"].items()
+        }
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        status = subprocess.run(command, env=always | own, cwd=folder, timeout=120, check=False).returncode
+        if status:
+            break
+    return status, outputs.read_text(), summary.read_text()
+
+
+def test_action_needs_no_shell_expansion_of_inputs() -> None:
+    # An input in the text of a script would be run as code: a pull request could name a file `$(...)`.
+    yaml: Any = pytest.importorskip("yaml")
+    steps = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]
+    assert not [step["name"] for step in steps if "${{" in step["run"]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "status", "result"),
+    [
+        ({"gpu": "a100", "set": "width=64\nscale=2"}, 0, "fits"),
+        ({"matrix": "gpu=a100,t4\nbatch_size=4294967296", "set": "width=1024"}, 1, "does not fit"),
+        ({"gpu": "a100", "cannot-tell": "pass", "source": "cannot_be_traced"}, 0, "cannot tell"),
+        ({"gpu": "a100", "set": "widht=64"}, 2, ""),
+    ],
+)
+@pytest.mark.slow
+def test_steps_of_the_action(tmp_path: Path, script: str, inputs: dict[str, str], status: int, result: str) -> None:
+    source = f"{script}:{inputs.get('source', 'build')}"
+    ended, outputs, summary = run_action(tmp_path, {**inputs, "source": source, "package": ""})
+    assert ended == status
+    assert outputs == (f"result={result}\n" if result else "")
+    assert summary.startswith(result)
