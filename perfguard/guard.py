@@ -280,12 +280,12 @@ class Guard(Judge):
             time_left_s=time_left_s,
         )
 
-    def preview(self, workload: Workload, *, threshold: float) -> Verdict:
+    def preview(self, workload: Workload, *, threshold: float | None = None) -> Verdict:
         """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
 
         Args:
             workload: what the trial would run.
-            threshold: the accepted chance of breaking a limit, in (0, 1).
+            threshold: the accepted chance of breaking a limit, in (0, 1). None: what the risk budget has left.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
