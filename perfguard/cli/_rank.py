@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perfguard.graph._target import Target
 
 _LIKELY_TO_FIT = 0.95
-_WIDTH = 160
+_WIDTH = 140
 
 
 class Ranked(NamedTuple):
@@ -167,8 +167,7 @@ def _print(rows: Sequence[Ranked], *, by: str, has_batch: bool) -> None:
         f"{unit}/s",
         "peak memory",
         "fits",
-        *((f"{unit} per unit of price",) if priced else ()),
-        *(("trial cost (90%)",) if costed else ()),
+        *(("trial cost (90%)",) if costed else (f"{unit} per unit of price",) if priced else ()),
     ):
         table.add_column(heading, justify="left" if heading == "gpu" else "right", no_wrap=True)
     for row in rows:
@@ -181,8 +180,7 @@ def _print(rows: Sequence[Ranked], *, by: str, has_batch: bool) -> None:
             f"{row.throughput_per_s:,.0f}",
             format_bytes(row.prediction.peak_memory.median),
             "yes" if row.fits else f"no ({row.prediction.p_oom(row.device.memory_bytes):.0%} out of memory)",
-            *(("-" if value is None else f"{value:,.0f}",) if priced else ()),
-            *((_in_words(row.cost),) if costed else ()),
+            *((_in_words(row.cost),) if costed else ("-" if value is None else f"{value:,.0f}",) if priced else ()),
         )
     console.print(table)
     fitting = [row for row in rows if row.fits]
