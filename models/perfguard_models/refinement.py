@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,17 +30,27 @@ from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.trees import Forest, forest_of_bagging
 
 FORMAT = 2
-FEWEST_ROWS = 30
-"""With fewer runs no trees are fitted."""
-_TREES = 100
-_LEAF = 2
-_SHARE_OF_COLUMNS = 0.3
-_ROWS_FOR_HALF = 300
-"""With this many runs, half of the trees' prediction is applied. Fitted to 100 runs, the whole of it is worse than none."""
-_WEIGHT_OF_SUMMARY = 0.5
-"""Sample weight of a step of the summary; a measured run has 1. The residual of a summary step is 0."""
 _LARGEST_BYTES = 64 * 2**20
 _PHYSICS_COLUMNS = {"memory": 3, "time": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefinementConfig:
+    """Settings of the trees."""
+
+    fewest_rows: int = 30
+    """With fewer runs no trees are fitted."""
+    trees: int = 100
+    min_samples_leaf: int = 2
+    max_features: float = 0.3
+    """Share of the columns that each split may use."""
+    rows_for_half: int = 300
+    """With this many runs, half of the trees' prediction is applied. Fitted to 100 runs, the whole of it is worse than none."""
+    summary_weight: float = 0.5
+    """Sample weight of a step of the summary; a measured run has 1. The residual of a summary step is 0."""
+
+
+CONFIG = RefinementConfig()
 
 
 class ResidualRows(NamedTuple):
@@ -141,20 +152,27 @@ def rows_of(
     return np.concatenate([sums, physics, log_value[:, None]], axis=1).astype(np.float32)
 
 
-def fit_residual_forest(made_for: str, rows: Mapping[Target, ResidualRows], *, seed: int = 0) -> ResidualForest | None:
-    """Fit trees to ``rows`` by target, on one core; None if each target has fewer than FEWEST_ROWS runs."""
+def fit_residual_forest(
+    made_for: str, rows: Mapping[Target, ResidualRows], *, seed: int = 0, config: RefinementConfig = CONFIG
+) -> ResidualForest | None:
+    """Fit trees to ``rows`` by target, on one core; None if each target has too few runs."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     parts: dict[str, _Part] = {}
     for target, own in rows.items():
         is_measured = np.array([decision_id != "" for decision_id in own.decision_ids])
-        if is_measured.sum() < FEWEST_ROWS:
+        if is_measured.sum() < config.fewest_rows:
             continue
         model = ExtraTreesRegressor(
-            _TREES, min_samples_leaf=_LEAF, max_features=_SHARE_OF_COLUMNS, bootstrap=True, oob_score=True, random_state=seed
+            config.trees,
+            min_samples_leaf=config.min_samples_leaf,
+            max_features=config.max_features,
+            bootstrap=True,
+            oob_score=True,
+            random_state=seed,
         )
-        share = is_measured.sum() / (is_measured.sum() + _ROWS_FOR_HALF)
-        model.fit(own.x, share * own.y, sample_weight=np.where(is_measured, 1.0, _WEIGHT_OF_SUMMARY))
+        share = is_measured.sum() / (is_measured.sum() + config.rows_for_half)
+        model.fit(own.x, share * own.y, sample_weight=np.where(is_measured, 1.0, config.summary_weight))
         out_of_bag = np.nan_to_num(np.asarray(model.oob_prediction_, dtype=np.float64))
         shift = float(np.abs(out_of_bag[~is_measured]).mean()) if not is_measured.all() else 0.0
         held_out = {key: predicted for key, predicted in zip(own.decision_ids, out_of_bag.tolist(), strict=True) if key}

@@ -28,7 +28,7 @@ from torch_geometric.loader import DataLoader
 from perfguard.predictor import SIGMA_OF_MAD, Observation
 from perfguard_models.features.graph import FEATURE_VERSION, featurize
 from perfguard_models.graph_network import GuardNetwork
-from perfguard_models.residual import ResidualPrior, condition_average, under_equal_conditions
+from perfguard_models.residual import ResidualPrior, condition, under_equal_conditions
 from perfguard_models.weight_files import write_pair
 from perfguard_training.calibration import quantile_scale
 from perfguard_training.cpu_corpus import STUDY, read_corpus
@@ -177,7 +177,7 @@ def interval_scale(residuals: Sequence[Residuals], target: str, prior: ResidualP
             mean, deviation = 0.0, float(prior.before(x[index : index + 1]).sqrt())
             if index:
                 start = max(0, index - _FEW_RUNS)
-                posterior = condition_average(prior, under_equal_conditions(x[start:index]), y[start:index])
+                posterior = condition(prior, under_equal_conditions(x[start:index]), y[start:index])
                 means, deviations = posterior.at(under_equal_conditions(x[index : index + 1]))
                 mean, deviation = float(means), float(deviations)
             scores.append(abs(float(y[index]) - mean) / deviation)

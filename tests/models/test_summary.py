@@ -21,10 +21,10 @@ from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation
 from perfguard.workload import TensorSpec, Workload
-from perfguard_models import guardnet, refinement
+from perfguard_models import guardnet
 from perfguard_models.backends import GpuBackend, physics_of
 from perfguard_models.guardnet import GuardNet
-from perfguard_models.refinement import rows_of
+from perfguard_models.refinement import RefinementConfig, fit_residual_forest, rows_of
 from perfguard_models.summary import NAME, Summary, read_summary
 from perfguard_models.trained import FittedModel, read_trained
 from perfguard_training.dataset import Run
@@ -139,7 +139,8 @@ def test_refinement_nearly_keeps_the_fitted_steps() -> None:
 
 
 def test_step_learnt_by_trees_is_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refinement, "_ROWS_FOR_HALF", 1)  # as if there were hundreds
+    as_of_hundreds = functools.partial(fit_residual_forest, config=RefinementConfig(rows_for_half=1))
+    monkeypatch.setattr(guardnet, "fit_residual_forest", as_of_hundreds)
     net = guardnet.load()
     scatter = np.random.default_rng(0).normal(0, 0.1, len(perceptrons())).tolist()
     rows = []
