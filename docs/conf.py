@@ -4,7 +4,7 @@ project = html_title = "PerfGuard"
 html_theme = "furo"
 extensions = ["myst_parser", "sphinx_external_toc"]
 # The source folder is the repository, so that a link to any of these pages works here as it does on a code host.
-include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "models/*/cards/*"]
+include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "optunahub/README.md", "models/*/cards/*"]
 exclude_patterns = [".*", "out", "build", "tests"]  # not walked through
 external_toc_path = "docs/_toc.yml"
 myst_heading_anchors = 4  # the anchors that code hosts make
