@@ -2,6 +2,7 @@
 
 project = html_title = "PerfGuard"
 html_theme = "furo"
+html_show_copyright = False
 extensions = ["myst_parser", "sphinx_external_toc"]
 # The source folder is the repository, so that a link to any of these pages works here as it does on a code host.
 include_patterns = ["docs/**", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "optunahub/README.md", "models/*/cards/*"]
