@@ -21,7 +21,7 @@ from _record import parser_of, show
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfguard import Run, resolve_device
-from perfguard.quantities import parse_bytes, parse_seconds
+from perfguard.quantities import parse_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -59,9 +59,8 @@ class _OverTime(Exception):
     pass
 
 
-def breaks_budget(params: Mapping[str, Any]) -> bool:
+def breaks_budget(params: Mapping[str, Any], budget_s: float) -> bool:
     """Run a configuration and see; stopped when its time budget is over."""
-    budget_s = parse_seconds(quickstart.TIME_BUDGET)
     with Run(resolve_device("cpu")) as run, _stopped_after(budget_s):
         quickstart.train(params)
     measurement = run.measurement
@@ -90,8 +89,9 @@ def _stopped_after(seconds: float) -> Iterator[None]:
 def study_of(seed: int, trials: int) -> Outcome:
     """Run the demo's study with ``seed``, then its pruned trials."""
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    budget_s = quickstart.time_budget_s()
     pruner = PerfGuardPruner(
-        gpu="cpu", build=quickstart.build, memory_budget=quickstart.MEMORY_BUDGET, time_budget=quickstart.TIME_BUDGET, log=False
+        gpu="cpu", build=quickstart.build, memory_budget=quickstart.MEMORY_BUDGET, time_budget=budget_s, log=False
     )
     decisions: list[float] = []
     judge = pruner.guard.judge
@@ -110,7 +110,7 @@ def study_of(seed: int, trials: int) -> Outcome:
     summary = summarize(study)
     records = [record_of(trial) for trial in study.trials if trial.state.is_finished()]
     pruned = [trial for trial in study.get_trials() if record_of(trial).verdict == "prune"]
-    truths = [breaks_budget(trial.params) for trial in pruned]
+    truths = [breaks_budget(trial.params, budget_s) for trial in pruned]
     return Outcome(
         seed=seed,
         launched=summary.num_launched,

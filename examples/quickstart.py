@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,19 @@ from rich.progress import Progress
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfguard import Measurement, Run, TensorSpec, Workload, resolve_device
-from perfguard.quantities import format_bytes, format_seconds, parse_bytes, parse_seconds
+from perfguard.quantities import format_bytes, format_seconds, parse_bytes
+from perfguard.report import write_report
 from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summarize
 from perfguard_optuna.visualization.matplotlib import plot_budget, plot_savings
 
 MEMORY_BUDGET = "128MiB"
-TIME_BUDGET = "10s"
-EPOCHS = 5
+MIDDLE = {"batch_size": 256, "width": 40, "depth": 4, "kernel": 3, "optimizer": "adam", "lr": 1e-3}
+"""A configuration in the middle of the search space. The time budget is MOST_TIMES its time on this machine."""
+MOST_TIMES = 3.5
+EPOCHS = 3
 SIZE = 12
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
@@ -121,6 +127,17 @@ def train(params: Mapping[str, Any]) -> float:
     return float((predictions == labels_v).float().mean())
 
 
+def time_budget_s() -> float:
+    """The time budget of a trial, in seconds: about a third of the search space takes longer, on a machine of any speed."""
+    ends: list[float] = []
+    handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    train(MIDDLE)
+    train(MIDDLE)
+    handle.remove()
+    steps_s = [end - start for start, end in pairwise(ends)]
+    return MOST_TIMES * (build(MIDDLE).steps or 0) * statistics.quantiles(steps_s, n=4)[0]  # other programs slow down some steps
+
+
 def objective(trial: optuna.Trial) -> float:
     """An ordinary Optuna objective: nothing in it knows of PerfGuard."""
     return train(suggest(trial))
@@ -131,14 +148,20 @@ def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = arguments.log or arguments.out / f"log-{datetime.datetime.now():%Y%m%d-%H%M%S}.db"
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
-    pruner = PerfGuardPruner(gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=TIME_BUDGET, log=str(log))
+    budget_s = arguments.time_budget or time_budget_s()
+    pruner = PerfGuardPruner(gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=budget_s, log=str(log))
+    console.print(f"budgets of a trial: {MEMORY_BUDGET} and {format_seconds(budget_s)}")
     with progress_bar(console, arguments.trials) as advance:
         study.optimize(objective, n_trials=arguments.trials, callbacks=[TrialPrinter(console), advance], pruner=pruner)
     console.print(summarize(study).table())
     pictures = draw(study, arguments.out)
     console.print(f"best accuracy {study.best_value:.4f} with {study.best_params}")
+    report = arguments.out / "report.html"
+    write_report(study, report)
     console.print(f"predicted against measured, and what was saved: {pictures}")
     console.print(f"verdicts and measurements: {log}")
+    console.print(f"the report, for a browser: {report}")
+    console.print(f"the same study without PerfGuard: python examples/quickstart.py --no-guard --time-budget {budget_s:.3g}")
 
 
 def draw(study: optuna.Study, folder: Path) -> str:
@@ -159,7 +182,7 @@ def run_unguarded(arguments: argparse.Namespace, console: Console) -> None:
     """The same study without PerfGuard; what it costs is measured, nothing is prevented."""
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
     device = resolve_device("cpu")
-    limits = parse_bytes(MEMORY_BUDGET), parse_seconds(TIME_BUDGET)
+    limits = parse_bytes(MEMORY_BUDGET), arguments.time_budget or time_budget_s()
     broken: list[Measurement] = []
     spent_s = 0.0
 
@@ -204,6 +227,7 @@ def main() -> None:
     parser.add_argument("--no-guard", action="store_true", help="run the same study without PerfGuard")
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="of a trial; default: by the speed of this machine")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and the log")
     parser.add_argument("--log", default=None, help="measurement log to use and extend; default: a new one in the folder")
     arguments = parser.parse_args()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from perfguard.verdict import Decision, Verdict
     from perfguard.workload import TensorSpec, Workload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Budget": "budget",

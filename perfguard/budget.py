@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from perfguard._logging import log_once
 from perfguard.exceptions import ConfigurationError
-from perfguard.predictor import Estimate, Prediction
-from perfguard.quantities import format_bytes, format_quantity, format_seconds, parse_bytes, parse_joules, parse_seconds
+from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction
+from perfguard.quantities import (
+    format_bytes,
+    format_quantity,
+    format_seconds,
+    parse_bytes,
+    parse_dollars,
+    parse_joules,
+    parse_seconds,
+)
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.workload import Workload
 
-Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy"]
+Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
 NOUNS: Mapping[Quantity, str] = {
     "memory": "peak memory",
     "time": "trial time",
@@ -25,6 +34,7 @@ NOUNS: Mapping[Quantity, str] = {
     "step_time": "step time",
     "latency": "latency",
     "energy": "energy",
+    "cost": "trial cost",
 }
 """Names of the quantities in messages."""
 _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
@@ -34,9 +44,10 @@ _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "step_time": ("takes", " a step"),
     "latency": ("takes", " a batch"),
     "energy": ("uses", " a batch"),
+    "cost": ("costs", ""),
 }
 """The verb before the number, and what follows it."""
-_CLAUSE = re.compile(r"\b((?:needs|takes|uses) (?:(?!the budget is).)*), the budget is ([0-9.]+ \w+)")
+_CLAUSE = re.compile(r"\b((?:needs|takes|uses|costs) (?:(?!the budget is).)*), the budget is (\$[0-9.]+|[0-9.]+ \w+)")
 """A limit's sentence within a reason, and the budget that it names."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
@@ -50,9 +61,9 @@ class Limit:
     """One predicted quantity beside the limit that it must stay under."""
 
     quantity: Quantity
-    """"memory", "time" (of the trial), "epoch_time", "step_time", and of a batch of inference "latency" and "energy"."""
+    """"memory", "time" and "cost" of the trial, "epoch_time", "step_time", and of a batch of inference "latency" and "energy"."""
     limit: float
-    """Bytes, seconds or joules."""
+    """Bytes, seconds, joules or dollars."""
     estimate: Estimate
 
     @property
@@ -99,6 +110,10 @@ class Budget:
     """Time of one batch of inference."""
     energy_j: float | None = None
     """Energy of one batch of inference."""
+    cost: float | None = None
+    """Cost of the whole trial, in the currency of the price."""
+    price_per_hour: float | None = None
+    """Price of an hour on the device. None: it is looked up, see :meth:`priced_on`."""
 
     @staticmethod
     def parse(
@@ -108,8 +123,11 @@ class Budget:
         epoch_time: int | float | str | None = None,
         latency: int | float | str | None = None,
         energy: int | float | str | None = None,
+        cost: int | float | str | None = None,
+        price_per_hour: int | float | str | None = None,
     ) -> Budget:
-        """Return a budget from what people write: bytes, "38GiB" or a fraction of the device; seconds or "2h"; joules or "5J".
+        """Return a budget from what people write: bytes, "38GiB" or a fraction of the device; seconds or "2h"; joules or "5J";
+        dollars or "$2".
 
         Raises:
             ConfigurationError: If a limit is not positive or cannot be read. If a number below 1 MiB has no unit. If limits
@@ -127,7 +145,11 @@ class Budget:
             step_time_s=None if step_time is None else parse_seconds(step_time, what="step_time_budget"),
             latency_s=None if latency is None else parse_seconds(latency, what="latency_budget"),
             energy_j=None if energy is None else parse_joules(energy, what="energy_budget"),
+            cost=None if cost is None else parse_dollars(cost, what="cost_budget"),
+            price_per_hour=None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour"),
         )
+        if cost is None and price_per_hour is not None:
+            raise ConfigurationError("price_per_hour has no effect without cost_budget. Give both, or leave it out.")
         budget._check_times()
         return budget
 
@@ -162,6 +184,42 @@ class Budget:
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
 
+    def priced_on(self, device: Device) -> Budget:
+        """Return the budget with the price of an hour on ``device``, if it limits the cost. A price that was looked up is logged.
+
+        Raises:
+            ConfigurationError: if there is no price.
+            TableError: for a table in PERFGUARD_PRICES that cannot be used.
+        """
+        from perfguard.devices import price_of
+
+        if self.cost is None or self.price_per_hour is not None:
+            return self
+        price = price_of(device)
+        if price is None:
+            raise ConfigurationError(
+                f"cost_budget needs the price of an hour on {device.name}, and no price of {device.id} is known. Name a CSV "
+                "table with the columns gpu and price_per_hour in PERFGUARD_PRICES, or give Guard(price_per_hour=...)."
+            )
+        log_once(f"price of {device.id}", f"The price of {device.name} is {price}.")
+        return replace(self, price_per_hour=price.per_hour)
+
+    def cost_of(self, seconds: float) -> float | None:
+        """Return what ``seconds`` on the device cost. None: there is no price."""
+        return None if self.price_per_hour is None else self.price_per_hour * seconds / SECONDS_PER_HOUR
+
+    @property
+    def paid_time_s(self) -> float | None:
+        """Seconds that the cost budget pays for. None: the cost has no limit, or there is no price."""
+        if self.cost is None or self.price_per_hour is None:
+            return None
+        return SECONDS_PER_HOUR * self.cost / self.price_per_hour
+
+    @property
+    def longest_trial_s(self) -> float | None:
+        """Seconds that a trial may take by its time budget and its cost budget. None: neither limits it."""
+        return min((seconds for seconds in (self.trial_time_s, self.paid_time_s) if seconds is not None), default=None)
+
     def capacity_bytes(self, device: Device) -> int:
         """The memory that a trial may use on ``device``."""
         if self.memory_fraction is not None:
@@ -178,6 +236,7 @@ class Budget:
             "step_time": self.step_time_s,
             "latency": self.latency_s,
             "energy": self.energy_j,
+            "cost": self.cost,
         }
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
@@ -193,6 +252,8 @@ class Budget:
         if (self.trial_time_s is not None or ends) and workload.steps is None:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
             yield name, f"{name} needs the number of steps of a trial. Give Workload(..., steps=...)."
+        if self.cost is not None and workload.steps is None:
+            yield "cost_budget", "cost_budget needs the number of steps of a trial. Give Workload(..., steps=...)."
         if self.epoch_time_s is not None and infers:
             yield "epoch_time_budget", "epoch_time_budget limits training, but the workload has mode='infer'. Leave it out."
         elif self.epoch_time_s is not None and workload.steps_per_epoch is None:
@@ -248,6 +309,10 @@ class Budget:
             yield Limit("latency", self.latency_s, prediction.step_time)
         if self.energy_j is not None and infers and prediction.energy is not None:
             yield Limit("energy", self.energy_j, prediction.energy)
+        if self.cost is not None and self.price_per_hour is not None:
+            cost = prediction.cost(self.price_per_hour)
+            if cost is not None:
+                yield Limit("cost", self.cost, cost)
 
 
 def quantity_of(sentence: str) -> Quantity:
@@ -259,7 +324,7 @@ def quantity_of(sentence: str) -> Quantity:
 
 
 def limits_in(sentence: str) -> dict[Quantity, float]:
-    """Return the limits that a verdict's sentence names, in bytes, seconds or joules, to the three digits that it has.
+    """Return the limits that a verdict's sentence names, in its unit, to the three digits that it has.
 
     Example:
         >>> limits_in("needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 2.00 GiB")
@@ -268,7 +333,7 @@ def limits_in(sentence: str) -> dict[Quantity, float]:
     found: dict[Quantity, float] = {}
     for clause, amount in _CLAUSE.findall(sentence):
         quantity = quantity_of(clause)
-        parse = {"memory": parse_bytes, "energy": parse_joules}.get(quantity, parse_seconds)
+        parse = {"memory": parse_bytes, "energy": parse_joules, "cost": parse_dollars}.get(quantity, parse_seconds)
         try:
             found[quantity] = parse(amount, what="the budget")
         except ConfigurationError:  # a size that nobody has as a budget

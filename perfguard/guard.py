@@ -30,7 +30,7 @@ from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
 from perfguard.physics import LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable
-from perfguard.quantities import format_seconds
+from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload
 from perfguard.verdict import EVEN_CHANCE, Action, Decision, Verdict
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
         step_time_budget: int | float | str | None
         latency_budget: int | float | str | None
         energy_budget: int | float | str | None
+        cost_budget: int | float | str | None
+        price_per_hour: int | float | str | None
         risk: float
         on_violation: OnViolation
         remedies: Sequence[Remedy]
@@ -95,6 +97,9 @@ class Guard(Judge):
         step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
         energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
+        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and a price.
+        price_per_hour: dollars of an hour on the device, for ``cost_budget``. None: what the table that the environment variable
+            PERFGUARD_PRICES names has, else a list price. See :func:`perfguard.devices.price_of`.
         risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
             the limit are lost. Near 1, none is lost, but some crash.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
@@ -120,6 +125,8 @@ class Guard(Judge):
         step_time_budget: int | float | str | None = None,
         latency_budget: int | float | str | None = None,
         energy_budget: int | float | str | None = None,
+        cost_budget: int | float | str | None = None,
+        price_per_hour: int | float | str | None = None,
         risk: float = DEFAULT_RISK,
         on_violation: OnViolation = "prune",
         remedies: Sequence[Remedy] = ("accumulation",),
@@ -132,7 +139,16 @@ class Guard(Judge):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
         self.on_violation = on_violation
         self.remedies = check_remedies(remedies)
-        budget = Budget.parse(memory_budget, time_budget, step_time_budget, epoch_time_budget, latency_budget, energy_budget)
+        budget = Budget.parse(
+            memory_budget,
+            time_budget,
+            step_time_budget,
+            epoch_time_budget,
+            latency_budget,
+            energy_budget,
+            cost_budget,
+            price_per_hour,
+        )
         super().__init__(gpu, budget, risk=risk, predictor=predictor)
         self.strict = bool(strict)
         if self.budget.energy_j is not None and self.device.kind == "cpu":
@@ -425,7 +441,7 @@ class Guard(Judge):
         return Decision(decision_id, verdict, steps)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
-        """Return why ``run`` will almost surely exceed its time budget at the pace measured so far. None: it may hold the budget.
+        """Return why ``run`` will almost surely exceed its time or cost budget at the pace measured so far. None: it may hold it.
 
         The result is also None for a run on another device than the guarded one.
         """
@@ -434,20 +450,21 @@ class Guard(Judge):
 
     def _broken_by_pace(self, decision: Decision, run: Run, time_left_s: float | None) -> str | None:
         ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
-        limits_s = [limit for limit in (self.budget.trial_time_s, ends_s) if limit is not None]
-        if limits_s and run.elapsed_s > min(limits_s):
-            return f"it has taken {format_seconds(run.elapsed_s)} already, the budget is {format_seconds(min(limits_s))}"
-        if not limits_s or decision.steps is None:
+        limits_s = [limit for limit in (self.budget.longest_trial_s, ends_s) if limit is not None]
+        if not limits_s:
+            return None
+        limit_s = min(limits_s)
+        cost = self.budget.cost if limit_s == self.budget.paid_time_s else None
+        limit = format_seconds(limit_s) + ("" if cost is None else f" ({format_dollars(cost)})")
+        if run.elapsed_s > limit_s:
+            return f"it has taken {format_seconds(run.elapsed_s)} already, the budget is {limit}"
+        if decision.steps is None:
             return None
         total = total_time_at_pace(run.step_durations_s, elapsed_s=run.elapsed_s, steps=decision.steps)
-        limit_s = min(limits_s)
         if total is None or total.p_exceeds(limit_s) < 1 - self.risk:
             return None
         low, high = map(format_seconds, total.interval())
-        return (
-            f"at the measured pace it takes {format_seconds(total.median)} ({low} to {high}), "
-            f"the budget is {format_seconds(limit_s)}"
-        )
+        return f"at the measured pace it takes {format_seconds(total.median)} ({low} to {high}), the budget is {limit}"
 
     def learn(self, decision: Decision, measurement: Measurement) -> None:
         """Log what a launched trial cost, and update the predictor from all runs that the log holds for this device.

@@ -29,7 +29,8 @@ class Judge:
         predictor: its name, or the object itself.
 
     Raises:
-        ConfigurationError: if the device cannot have the memory of the budget, or an argument cannot be right.
+        ConfigurationError: if the device cannot have the memory of the budget, if it has no price but the budget limits the cost,
+            or if an argument cannot be right.
     """
 
     def __init__(self, gpu: str | Device, budget: Budget, *, risk: float, predictor: str | Predictor) -> None:
@@ -37,9 +38,9 @@ class Judge:
         from perfguard.graph import TraceCache
 
         self.risk = check_risk(risk)
-        self.budget = budget
         self.device = resolve_device(gpu)
-        self.budget.check_device(self.device)
+        budget.check_device(self.device)
+        self.budget = budget.priced_on(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
 

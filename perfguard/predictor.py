@@ -33,6 +33,7 @@ SIGMA_OF_MAD = 1.4826
 """The standard deviation of a normal variable, as a multiple of its median absolute deviation (MAD)."""
 MOST_WIDENED = math.log(10.0)
 """Limit of the widening: no end of an interval moves by more than a factor of ten. See `widened_log_sigma`."""
+SECONDS_PER_HOUR = 3600
 _NORMAL = NormalDist()
 
 
@@ -136,6 +137,10 @@ class Prediction:
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""
         return self.peak_memory.p_exceeds(capacity_bytes)
+
+    def cost(self, price_per_hour: float) -> Estimate | None:
+        """Return the cost of the whole trial, in the currency of ``price_per_hour``. None: ``total_time`` is not known."""
+        return None if self.total_time is None else self.total_time.scaled(price_per_hour / SECONDS_PER_HOUR)
 
     def widened(self, factors: Mapping[Target, float]) -> Prediction:
         """Return the prediction with wider or narrower intervals.

@@ -1,4 +1,4 @@
-"""Bytes, seconds and joules: from what people write, and back into what people read."""
+"""Bytes, seconds, joules and dollars: from what people write, and back into what people read."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ _SECOND_UNITS = {
     "d": 86400.0,
 }
 _JOULE_UNITS = {"": 1.0, "uj": 1e-6, "mj": 1e-3, "j": 1.0, "kj": 1e3, "wh": 3600.0, "kwh": 3.6e6}
+_DOLLAR_UNITS = {"": 1.0, "usd": 1.0}
 _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -91,6 +92,16 @@ def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
     return _parse_amount(value, _JOULE_UNITS, what=what, unit="joules", example='for instance 5, "250mJ" or "2Wh"')
 
 
+def parse_dollars(value: int | float | str, *, what: str = "cost") -> float:
+    """Dollars from a number or a text such as ``"$2"``, ``"0.50"``, ``"3 USD"``.
+
+    Raises:
+        ConfigurationError: for anything that is not a positive, finite amount.
+    """
+    amount = value.strip().removeprefix("$") if isinstance(value, str) else value
+    return _parse_amount(amount, _DOLLAR_UNITS, what=what, unit="dollars", example='for instance 2 or "$2.50"')
+
+
 def _parse_amount(value: int | float | str, units: dict[str, float], *, what: str, unit: str, example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigurationError(f"{what} must be {unit} or a text, {example}, but got {value!r}.")
@@ -130,9 +141,18 @@ def format_joules(joules: float) -> str:
     return f"{_three_digits(joules * 1e3)} mJ"
 
 
+def format_dollars(dollars: float) -> str:
+    """``$0.0123``, ``$4.56``, ``$1234``: three significant digits."""
+    magnitude = abs(dollars)
+    if magnitude == 0 or magnitude >= 1:
+        return f"${_three_digits(dollars)}"
+    return f"${dollars:.{2 - math.floor(math.log10(magnitude))}f}"
+
+
 def format_quantity(quantity: str, value: float) -> str:
-    """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, all others in seconds."""
-    return {"memory": format_bytes, "energy": format_joules}.get(quantity, format_seconds)(value)
+    """``value`` of a quantity that a budget can limit, in words: memory in bytes, energy in joules, cost in dollars, others in
+    seconds."""
+    return {"memory": format_bytes, "energy": format_joules, "cost": format_dollars}.get(quantity, format_seconds)(value)
 
 
 def _three_digits(value: float) -> str:

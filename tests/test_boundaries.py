@@ -1,4 +1,4 @@
-"""Imports point one way and are light, and the wheels hold what they must."""
+"""Imports point one way and are light."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import graphlib
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,50 +153,3 @@ except ImportError as error:
     )
     assert done.returncode == 0, done.stderr
     assert f"pip install 'perfguard[{extra}]'" in done.stdout
-
-
-@pytest.fixture(scope="module", params=["main", "research"])
-def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, int]]:
-    """Which distribution, and the files in a freshly built wheel of it with their sizes in bytes."""
-    folder = tmp_path_factory.mktemp("wheel")
-    project = ROOT if request.param == "main" else ROOT / "models"
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", "--outdir", str(folder)]
-    done = subprocess.run([*command, str(project)], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = folder.glob("perfguard*.whl")
-    with zipfile.ZipFile(path) as archive:
-        return request.param, {item.filename: item.file_size for item in archive.infolist()}
-
-
-@pytest.mark.slow
-def test_wheel_has_only_its_packages_at_the_top(wheel: tuple[str, dict[str, int]]) -> None:
-    name, files = wheel
-    top = {file.partition("/")[0] for file in files}
-    expected = {Path(package).name for package in (MAIN if name == "main" else RESEARCH)}
-    assert {folder for folder in top if not folder.endswith(".dist-info")} == expected
-
-
-@pytest.mark.slow
-def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None:
-    # Hatchling leaves out whatever .gitignore names, silently.
-    name, files = wheel
-    data = {
-        "main": [
-            ("perfguard/devices", "*.json"),
-            ("perfguard/report", "page.*"),
-            ("models/perfguard_models/weights", "*.safetensors"),
-        ],
-        "research": [("models/perfguard_papers/weights", "*.safetensors")],
-    }[name]
-    for folder, pattern in data:
-        paths = list((ROOT / folder).glob(pattern))
-        assert paths, f"no {pattern} in {folder}"
-        assert {str(path.relative_to(ROOT)).removeprefix("models/") for path in paths} <= set(files)
-
-
-@pytest.mark.slow
-def test_main_wheel_ships_default_weights_only(wheel: tuple[str, dict[str, int]]) -> None:
-    # Everyone who installs PerfGuard downloads them.
-    name, files = wheel
-    num_bytes = sum(size for file, size in files.items() if file.endswith(".safetensors"))
-    assert num_bytes < (5.5e6 if name == "main" else 5e6)

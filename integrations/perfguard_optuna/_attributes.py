@@ -6,7 +6,8 @@
     perfguard:p_violation                chance to break the worst limit, to four digits
     perfguard:repair:<field>             what a repaired trial changed: micro_batch_size, accumulation, precision, checkpointing
     perfguard:<quantity>:predicted_<unit>, :low_<unit>, :high_<unit>, :limit_<unit>     memory in whole bytes; time, epoch_time,
-                                         step_time and latency in seconds (s), energy in joules (j), to six digits
+                                         step_time and latency in seconds (s), energy in joules (j), cost in dollars or the
+                                         currency of the user's prices (dollars), to six digits
     perfguard:memory:capacity_bytes      the device's own memory, of which a budget may be a part
     perfguard:<quantity>:measured_<unit> what it cost in the end
     perfguard:status                     ok, oom, timeout, failed or interrupted
@@ -37,7 +38,7 @@ from perfguard.verdict import Verdict
 
 SCHEMA_VERSION = 2
 PREFIX = "perfguard"
-_UNITS = {"memory": "bytes", "energy": "j"}
+_UNITS = {"memory": "bytes", "energy": "j", "cost": "dollars"}
 
 
 def attributes_of(verdict: Verdict, capacity_bytes: int) -> dict[str, Any]:
@@ -109,12 +110,13 @@ def established_constraints(study: optuna.Study, names: Sequence[str]) -> Sequen
     return [key.removeprefix(prefix) for key in completed[0].constraints if key.startswith(prefix)]
 
 
-def measured_attributes_of(measurement: Measurement) -> dict[str, Any]:
-    """The user attributes that carry ``measurement``."""
+def measured_attributes_of(measurement: Measurement, cost: float | None = None) -> dict[str, Any]:
+    """The user attributes that carry ``measurement``, and what the run cost. A cost of None: no budget limits it."""
     measured = {
         "memory": measurement.peak_memory_bytes,
         "step_time": measurement.step_time_s,
         "time": measurement.total_time_s,
+        "cost": cost,
     }
     attributes: dict[str, Any] = {f"{PREFIX}:status": measurement.status}
     for quantity, value in measured.items():

@@ -444,7 +444,8 @@ class OptunaGuard(Guard):
             self.write(study, launched.trial, {f"{PREFIX}:not_measured": elsewhere})
         else:
             happened = partial(self._what_happened, study, launched, measurement)
-            self.write(study, launched.trial, measured_attributes_of(measurement), happened)
+            cost = self.budget.cost_of(measurement.total_time_s)
+            self.write(study, launched.trial, measured_attributes_of(measurement, cost), happened)
         if measurement.status == "oom":
             free_memory()
         if launched.ignored_repair:
@@ -478,7 +479,8 @@ class OptunaGuard(Guard):
 
     def _excess_of(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
         names = established_constraints(study, self.limited_quantities)
-        return {quantity if quantity in names else names[0]: excess} if names else {}
+        wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
+        return {next((name for name in wanted if name in names), names[0]): excess} if names else {}
 
     def finish_abandoned(self, study: optuna.Study) -> None:
         """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""

@@ -67,7 +67,7 @@ class PerfGuardCallback(Callback):
             result[f"{PREFIX}not_measured"] = not_measured
             return
         guard = self.ledger.guard
-        if breaks_budget(entry, guard.budget.trial_time_s, guard.risk):
+        if breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
             entry.stopped = True
             # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
             trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}

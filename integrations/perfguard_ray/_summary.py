@@ -48,7 +48,7 @@ def rows_of(ledger: Ledger) -> Sequence[tuple[LoggedDecision, TrialRecord]]:
     budget, device = ledger.guard.budget, ledger.guard.device
     own: Mapping[str, float | None] = {
         "memory": budget.capacity_bytes(device),
-        "time": budget.trial_time_s,
+        "time": budget.longest_trial_s,
         "step_time": budget.step_time_s,
     }
     limits = {quantity: limit for quantity, limit in own.items() if limit is not None}

@@ -352,7 +352,11 @@ def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tupl
 
 
 def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:
-    """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs."""
+    """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
+
+    Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
+    Published folds must be the same everywhere.
+    """
     names = sorted(sizes)
     random.Random(seed).shuffle(names)
     load, part_of = [0] * number, {}

@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ from perfguard.cli._matrix import combinations, words_of
 from perfguard.cli._subject import Subject, check_subject, is_onnx, load_build, parameter, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, resolve_device
-from perfguard.exceptions import ConfigurationError, PerfGuardError
+from perfguard.exceptions import ConfigurationError, PerfGuardError, TableError
 from perfguard.predictor import Prediction, load_predictor
 from perfguard.verdict import Verdict, check_risk
 
@@ -28,6 +29,7 @@ WRONG_USAGE = 2
 _DEFAULT_RISK = 0.05
 _OPTIONS = (
     ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"), ("memory_budget", "--max-memory"),
+    ("cost_budget", "--max-cost"),
 )  # fmt: skip
 """Names of the budgets in messages of the core, and the options that set them here."""
 
@@ -52,7 +54,7 @@ class Checked:
         return " ".join(f"{self.result}: {where}: {self.reason}".split())
 
     def as_json(self) -> dict[str, Any]:
-        """The result as data, in bytes and seconds."""
+        """The result as data, in bytes, seconds and dollars."""
         prediction = self.prediction
         return {
             "result": self.result,
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory, or a share of the device's (default: all of it)")
     parser.add_argument("--max-step-time", metavar="250ms", help="time of one step, or of one batch of inference")
     parser.add_argument("--max-trial-time", metavar="2h", help="time of all steps; needs --steps or Workload(steps=...)")
+    parser.add_argument("--max-cost", metavar="$2", help="cost of all steps; needs their number and a price (PERFGUARD_PRICES)")
     parser.add_argument(
         "--risk",
         type=float,
@@ -102,7 +105,7 @@ def check(arguments: argparse.Namespace) -> int:
         check_subject(arguments)
         budget, risk = _budget(arguments), check_risk(arguments.risk)
         results = list(_checked(arguments, _cells(arguments, budget), budget, risk))
-    except ConfigurationError as error:
+    except (ConfigurationError, TableError) as error:
         print(f"perfguard: {error}", file=sys.stderr)
         return WRONG_USAGE
     except Exception as error:  # Python's own exit status would be that of what does not fit
@@ -132,8 +135,17 @@ def _budget(arguments: argparse.Namespace) -> Budget:
         memory = None if memory is None else float(memory)  # a share of the device
     except ValueError:
         pass  # it has a unit
+    with _options_named():
+        return Budget.parse(
+            memory=memory, time=arguments.max_trial_time, step_time=arguments.max_step_time, cost=arguments.max_cost
+        )
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors of the core name our options in the place of its budgets."""
     try:
-        return Budget.parse(memory=memory, time=arguments.max_trial_time, step_time=arguments.max_step_time)
+        yield
     except ConfigurationError as error:
         message = str(error)
         for name, option in _OPTIONS:
@@ -154,7 +166,9 @@ def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str
         gpu = str(settings.get("gpu", arguments.gpu))
         if gpu not in devices:
             devices[gpu] = resolve_device(gpu)
-            budget.check_device(devices[gpu])
+            with _options_named():
+                budget.check_device(devices[gpu])
+                budget.priced_on(devices[gpu])
         cells.append((settings, devices[gpu]))
     return cells
 
@@ -170,7 +184,7 @@ def _checked(
     predictor, traces = load_predictor(), TraceCache()
     knows_names = False
     for settings, device in _with_progress(cells):
-        make_subject = functools.partial(_subject, arguments, build, settings, needs_steps=budget.trial_time_s is not None)
+        make_subject = functools.partial(_subject, arguments, build, settings, needs_steps=_needs_steps(budget))
         judge = SubjectJudge(device, budget, risk=risk, predictor=predictor)
         try:
             # A reused trace reads nothing. All cells have the same names, so the first trace shows which are read.
@@ -192,14 +206,21 @@ def _with_progress(cells: list[tuple[dict[str, Any], Device]]) -> Iterable[tuple
     return track(cells, "checking", console=Console(stderr=True), transient=True)
 
 
-def _subject(arguments: argparse.Namespace, build: Build | None, settings: Mapping[str, Any], *, needs_steps: bool) -> Subject:
+def _subject(arguments: argparse.Namespace, build: Build | None, settings: Mapping[str, Any], *, needs_steps: str) -> Subject:
     hyperparameters = {name: value for name, value in settings.items() if name != "gpu"}
     subject = subject_of(arguments, build=build, settings=hyperparameters)
     if needs_steps and subject.steps is None:
         raise ConfigurationError(
-            "--max-trial-time needs the number of steps of a trial. Give --steps, or Workload(..., steps=...)."
+            f"{needs_steps} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...)."
         )
     return subject
+
+
+def _needs_steps(budget: Budget) -> str:
+    """The option that limits the whole trial. Empty: none does."""
+    if budget.trial_time_s is not None:
+        return "--max-trial-time"
+    return "" if budget.cost is None else "--max-cost"
 
 
 def _as_checked(verdict: Verdict, risk: float, device: Device, settings: Mapping[str, Any]) -> Checked:

@@ -12,10 +12,10 @@ from perfguard.budget import NOUNS, Budget, Limit
 from perfguard.cli._explain import as_json, operator_times_s, print_account, print_details
 from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
-from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
+from perfguard.devices import Device, mig_instance, mig_profile, mps_share, price_of, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_joules, format_seconds
+from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,6 +147,7 @@ def _estimate(value: Estimate | None) -> dict[str, float] | None:
 def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None) -> dict[str, Any]:
     from perfguard._predict import most_energy
 
+    price = price_of(device)
     return {
         "gpu": device.id,
         "predictor": prediction.predictor,
@@ -154,6 +155,9 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "peak_memory_bytes": _estimate(prediction.peak_memory),
         "step_time_s": _estimate(prediction.step_time),
         "total_time_s": _estimate(prediction.total_time),
+        "cost": _estimate(None if price is None else prediction.cost(price.per_hour)),
+        "price_per_hour": price and price.per_hour,
+        "price_source": price and price.source,
         "capacity_bytes": device.memory_bytes,
         "p_oom": prediction.p_oom(device.memory_bytes),
         "throughput_per_s": None if batch_size is None else batch_size / prediction.step_time.median,
@@ -200,6 +204,11 @@ def _print(
         table.add_row("latency, measured", f"{format_seconds(measured.step_time_s)}  ({runs})")
     if prediction.total_time is not None:
         table.add_row("trial time", format_seconds(prediction.total_time.median))
+        price = price_of(device)
+        cost = None if price is None else prediction.cost(price.per_hour)
+        if cost is not None:
+            low, high = map(format_dollars, cost.interval())
+            table.add_row("trial cost", f"{format_dollars(cost.median)}  (90%: {low} to {high}) at {price}")
     if batch_size is not None:
         table.add_row("throughput", f"{batch_size / prediction.step_time.median:,.0f} samples/s")
     _add_utilisation(table, prediction, device)

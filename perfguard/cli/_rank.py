@@ -1,30 +1,27 @@
-"""``perfguard rank``: one network on many GPUs, the fastest first, with what it costs there."""
+"""``perfguard rank``: one network on many GPUs, the fastest or the cheapest first."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from perfguard.cli._predict import _estimate
 from perfguard.cli._subject import Subject, check_subject, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
-from perfguard.devices import Device, catalog, resolve_device
-from perfguard.exceptions import ConfigurationError, TableError, UnknownDeviceError
-from perfguard.predictor import Prediction, load_predictor
-from perfguard.quantities import format_bytes, format_seconds
+from perfguard.devices import Device, Price, catalog, price_of, resolve_device
+from perfguard.devices._prices import Provider, own_prices
+from perfguard.exceptions import ConfigurationError, TableError
+from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction, load_predictor
+from perfguard.quantities import format_bytes, format_dollars, format_seconds
 
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
     from perfguard.graph._target import Target
 
-_COLUMNS = ("gpu", "price_per_hour")
-_LARGEST_TABLE_BYTES = 2**20
-_SECONDS_PER_HOUR = 3600
 _LIKELY_TO_FIT = 0.95
 _WIDTH = 140
 
@@ -36,7 +33,7 @@ class Ranked(NamedTuple):
     prediction: Prediction
     samples: int
     """Samples in one step or batch; 1 if the batch size is not known."""
-    price_per_hour: float | None
+    price: Price | None
 
     @property
     def fits(self) -> bool:
@@ -49,38 +46,67 @@ class Ranked(NamedTuple):
 
     @property
     def throughput_per_price(self) -> float | None:
-        """Samples for one unit of the price table's currency."""
-        return None if self.price_per_hour is None else _SECONDS_PER_HOUR * self.throughput_per_s / self.price_per_hour
+        """Samples for one dollar, or one unit of the price table's currency."""
+        return None if self.price is None else SECONDS_PER_HOUR * self.throughput_per_s / self.price.per_hour
+
+    @property
+    def cost(self) -> Estimate | None:
+        """Cost of the whole trial. None: the price or the number of steps is not known."""
+        return None if self.price is None else self.prediction.cost(self.price.per_hour)
+
+    @property
+    def rank_by_cost(self) -> float:
+        """A number that grows with the cost of the trial, or of a step where the number of steps is not known."""
+        if self.price is None:
+            return math.inf
+        return (self.prediction.total_time or self.prediction.step_time).median * self.price.per_hour
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard rank`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
-    parser.add_argument("--price-table", metavar="PRICES.csv", help="columns gpu and price_per_hour, in any currency")
+    parser.add_argument("--by", choices=("time", "cost"), default="time", help="the order: fastest or cheapest first")
+    parser.add_argument(
+        "--price-table",
+        metavar="PRICES.csv",
+        help="columns gpu and price_per_hour, in any currency (default: PERFGUARD_PRICES, else list prices)",
+    )
+    parser.add_argument(
+        "--provider", choices=get_args(Provider), help="kind of provider for list prices (default: the cheapest of all)"
+    )
     parser.add_argument("--json", action="store_true", help="data on standard output")
 
 
 def show_ranking(arguments: argparse.Namespace) -> None:
-    """Predict on every GPU and print those that fit first, the fastest first.
+    """Predict on every GPU and print those that fit first, then by time or by cost.
 
     Raises:
         PerfGuardError: for a file, a GPU or a price table that cannot be right.
     """
     check_subject(arguments)
-    prices = None if arguments.price_table is None else read_prices(Path(arguments.price_table))
-    devices = _devices(arguments.gpus, prices)
-    rows = rank(subject_of(arguments), devices, samples=arguments.batch_size or 1, prices=prices or {})
+    own = own_prices(arguments.price_table)
+    if own is not None and arguments.provider is not None:
+        raise ConfigurationError("--provider picks list prices, and you have a table of your own. Leave one of the two out.")
+    devices = _devices(arguments.gpus, own)
+    prices = {device.id: price_of(device, own, provider=arguments.provider) for device in devices}
+    rows = rank(subject_of(arguments), devices, samples=arguments.batch_size or 1, prices=prices)
+    if arguments.by == "cost":
+        if not any(prices.values()):
+            raise ConfigurationError(
+                "No price of these GPUs is known. Give --price-table with the columns gpu and price_per_hour."
+            )
+        rows.sort(key=lambda row: (not row.fits, row.rank_by_cost))
     if arguments.json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
         return
-    _print(rows, has_batch=arguments.batch_size is not None)
-    unpriced = [row.device.id for row in rows if prices is not None and row.price_per_hour is None]
-    if unpriced:
-        print(f"no price in {arguments.price_table}: {', '.join(unpriced)}", file=sys.stderr)
+    _print(rows, by=arguments.by, has_batch=arguments.batch_size is not None)
+    unpriced = [row.device.id for row in rows if row.price is None]
+    if unpriced and own is not None:
+        print(f"no price in your table: {', '.join(unpriced)}", file=sys.stderr)
 
 
-def rank(subject: Subject, devices: Sequence[Device], *, samples: int, prices: Mapping[str, float]) -> list[Ranked]:
+def rank(subject: Subject, devices: Sequence[Device], *, samples: int, prices: Mapping[str, Price | None]) -> list[Ranked]:
     """``subject`` on each of ``devices``: those that fit first, then by time."""
     from perfguard.graph._target import target_of
 
@@ -108,83 +134,32 @@ def _devices(names: str, prices: Mapping[str, float] | None) -> list[Device]:
     return list({device.id: device for device in devices}.values())
 
 
-def read_prices(path: Path) -> dict[str, float]:
-    """Return prices per hour by catalog id, from a CSV with the columns ``gpu`` and ``price_per_hour``.
-
-    ``gpu`` is any name that the catalog knows. Other columns and empty lines are ignored.
-
-    Raises:
-        TableError: For a missing file or column. For a row with an unknown GPU, with a price that is no positive number, or with
-            a GPU that has a price already. The message names the line.
-    """
-    try:
-        if path.stat().st_size > _LARGEST_TABLE_BYTES:
-            raise TableError(f"{path} is larger than 1 MiB; a price table has a line for each GPU.")
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"The price table {path} cannot be read: {error}") from error
-    prices: dict[str, float] = {}
-    for line, gpu, price in _price_rows(path, text):
-        where = f"{path}, line {line}"
-        try:
-            device = resolve_device(gpu)
-        except UnknownDeviceError as error:
-            raise TableError(f"{where}: {error}") from None
-        if device.id in prices:
-            raise TableError(f"{where}: {device.id} has a price already. Keep one row for each GPU.")
-        prices[device.id] = _price(price, where)
-    if not prices:
-        raise TableError(f"{path} has no rows. It needs lines such as a100-pcie-40gb,2.40 below the header {','.join(_COLUMNS)}.")
-    return prices
-
-
-def _price_rows(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
-    try:
-        reader = csv.DictReader(text.splitlines(), strict=True, skipinitialspace=True)
-        missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise TableError(f"{path} has no column {missing[0]!r}. Its first line must name the columns {', '.join(_COLUMNS)}.")
-        for row in reader:
-            yield reader.line_num, (row["gpu"] or "").strip(), (row["price_per_hour"] or "").strip()
-    except csv.Error as error:
-        raise TableError(f"{path} is no CSV table: {error}") from error
-
-
-def _price(text: str, where: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = math.nan
-    if not (math.isfinite(price) and price > 0):
-        raise TableError(f"{where}: price_per_hour must be a positive number, for instance 2.40, but got {text!r}.")
-    return price
-
-
 def _as_json(row: Ranked) -> dict[str, Any]:
-    time_low, time_high = row.prediction.step_time.interval()
     return {
         "gpu": row.device.id,
         "fits": row.fits,
         "p_oom": row.prediction.p_oom(row.device.memory_bytes),
-        "step_time_s": {"median": row.prediction.step_time.median, "low": time_low, "high": time_high},
+        "step_time_s": _estimate(row.prediction.step_time),
         "peak_memory_bytes": row.prediction.peak_memory.median,
         "throughput_per_s": row.throughput_per_s,
-        "price_per_hour": row.price_per_hour,
+        "price_per_hour": row.price and row.price.per_hour,
+        "price_source": row.price and row.price.source,
+        "cost": _estimate(row.cost),
         "throughput_per_price": row.throughput_per_price,
         "trained_on_device": row.prediction.trained_on_device,
     }
 
 
-def _print(rows: Sequence[Ranked], *, has_batch: bool) -> None:
+def _print(rows: Sequence[Ranked], *, by: str, has_batch: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    priced = any(row.price_per_hour is not None for row in rows)
+    priced, costed = any(row.price for row in rows), any(row.cost for row in rows)
     unit = "samples" if has_batch else "batches"
-    table = Table(title="fastest first; those that may not fit last")
+    table = Table(title=f"{'fastest' if by == 'time' else 'cheapest'} first; those that may not fit last")
     for heading in (
         "gpu",
         "time",
@@ -192,7 +167,7 @@ def _print(rows: Sequence[Ranked], *, has_batch: bool) -> None:
         f"{unit}/s",
         "peak memory",
         "fits",
-        *((f"{unit} per unit of price",) if priced else ()),
+        *(("trial cost (90%)",) if costed else (f"{unit} per unit of price",) if priced else ()),
     ):
         table.add_column(heading, justify="left" if heading == "gpu" else "right", no_wrap=True)
     for row in rows:
@@ -205,16 +180,23 @@ def _print(rows: Sequence[Ranked], *, has_batch: bool) -> None:
             f"{row.throughput_per_s:,.0f}",
             format_bytes(row.prediction.peak_memory.median),
             "yes" if row.fits else f"no ({row.prediction.p_oom(row.device.memory_bytes):.0%} out of memory)",
-            *(("-" if value is None else f"{value:,.0f}",) if priced else ()),
+            *((_in_words(row.cost),) if costed else ("-" if value is None else f"{value:,.0f}",) if priced else ()),
         )
     console.print(table)
     fitting = [row for row in rows if row.fits]
     if fitting:
-        console.print(f"fastest: {fitting[0].device.id}", highlight=False)
-        cheapest = max(
-            (row for row in fitting if row.price_per_hour), key=lambda row: row.throughput_per_price or 0, default=None
-        )
-        if cheapest is not None:
-            console.print(f"cheapest per {unit[: -1 if has_batch else -2]}: {cheapest.device.id}", highlight=False)
+        fastest = min(fitting, key=lambda row: row.prediction.step_time.median)
+        console.print(f"fastest: {fastest.device.id}", highlight=False)
+        cheapest = min((row for row in fitting if row.price), key=lambda row: row.rank_by_cost, default=None)
+        if cheapest is not None and cheapest.price is not None:
+            unit_of_cost = "trial" if costed else unit[: -1 if has_batch else -2]
+            console.print(f"cheapest per {unit_of_cost}: {cheapest.device.id} ({cheapest.price})", highlight=False)
     if any(not row.prediction.trained_on_device for row in rows):
         console.print("* never trained on: physics with wider intervals", highlight=False)
+
+
+def _in_words(cost: Estimate | None) -> str:
+    if cost is None:
+        return "-"
+    low, high = map(format_dollars, cost.interval())
+    return f"{format_dollars(cost.median)} ({low} to {high})"

@@ -59,7 +59,8 @@ class ReportTrial:
 
     def measured(self, quantity: Quantity) -> float | None:
         """The measured value that a prediction can be compared with. None: there is none, or the trial did not end well."""
-        is_complete = self.is_measured and self.record.status in (None, "ok") and (self.is_whole or quantity != "time")
+        is_whole = self.is_whole or quantity not in ("time", "cost")
+        is_complete = self.is_measured and self.record.status in (None, "ok") and is_whole
         return self.record.measured.get(quantity) if is_complete else None
 
     def is_inside(self, quantity: Quantity) -> bool | None:

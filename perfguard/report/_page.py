@@ -24,7 +24,7 @@ from perfguard.exceptions import ConfigurationError
 from perfguard.report._advice import advice_of, honest_notes, times_in_words
 from perfguard.report._border import Axis, Border, axes_of, fit_border, number_in_words
 from perfguard.report._chart_data import border_sentence, chart_json, comparison_sentence, in_words, learning_rows
-from perfguard.report._data import OUTCOMES, TIMES, Report, ReportTrial
+from perfguard.report._data import OUTCOMES, Report, ReportTrial
 from perfguard.summary import time_in_words
 
 _LONGEST = 400
@@ -131,7 +131,7 @@ def _verdicts(report: Report, shown: Report) -> str:
     if not shown.trials:
         return "<p>No trial has finished yet.</p>"
     several = len({trial.study for trial in shown.trials}) > 1
-    quantities = [quantity for quantity in shown.quantities if quantity in ("memory", *TIMES, "energy")]
+    quantities = shown.quantities
     heads = [("Trial", "number"), *([("Study", "")] if several else []), ("Outcome", ""), ("Reason", "reason")]
     for quantity in quantities:
         noun = NOUNS[quantity].capitalize()

@@ -151,9 +151,13 @@ def slowly(step: Any, num_steps: int, seconds: float) -> None:
         step()
 
 
-def test_pace_over_budget_stops_trial() -> None:
+@pytest.mark.parametrize(
+    ("budget", "quantity", "limit"),
+    [({"time_budget": "1s"}, "time", "1.00 s"), ({"cost_budget": 2, "price_per_hour": 7200}, "cost", "1.00 s ($2.00)")],
+)
+def test_pace_over_budget_stops_trial(budget: Any, quantity: str, limit: str) -> None:
     """The predictor says 40 steps of 10 ms; they take 30 ms, so that after 25 of them the budget of a second is out of reach."""
-    guard = make_guard(time_budget="1s")
+    guard = make_guard(**budget)
     steps = []
 
     def objective(trial: optuna.Trial) -> float:
@@ -168,8 +172,9 @@ def test_pace_over_budget_stops_trial() -> None:
     (trial,) = study.trials
     assert trial.state == PRUNED
     assert 20 <= len(steps) < 40
-    assert "the budget is 1.00 s" in trial.user_attrs["perfguard:stopped"]
-    assert trial.constraints["perfguard:time"] > 0
+    assert trial.user_attrs["perfguard:stopped"].endswith(f"the budget is {limit}")
+    assert trial.constraints[f"perfguard:{quantity}"] > 0
+    assert record_of(trial).measured[quantity] > 0
 
 
 def test_should_prune_looks_at_the_pace_too() -> None:

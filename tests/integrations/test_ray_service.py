@@ -88,8 +88,9 @@ def test_service_learns_across_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_service_of_another_version_is_not_asked(shared: SharedPredictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = perfguard.__version__
     monkeypatch.setattr(perfguard, "__version__", "99.0")
-    with pytest.warns(ServiceWarning, match="it belongs to PerfGuard 0.1.0, this is 99.0. Install one version everywhere"):
+    with pytest.warns(ServiceWarning, match=f"it belongs to PerfGuard {version}, this is 99.0. Install one version everywhere"):
         newer = SharedPredictor(log=shared.log, name=shared.service_name)
     assert newer.predict(trace(workload(8)), A100).peak_memory.median > 0
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from perfguard.budget import NOUNS, Budget, Limit, Quantity, limits_in
-from perfguard.devices import Device, resolve_device
+from perfguard.devices import Device, price_of, resolve_device
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
 
@@ -67,6 +67,8 @@ def test_times_are_read_in_seconds() -> None:
         ({"memory": "half"}, "memory_budget must look like"),
         ({"time": -1}, "time_budget must be positive and finite"),
         ({"step_time": "fast"}, "step_time_budget must look like"),
+        ({"cost": "free"}, "cost_budget must look like"),
+        ({"cost": 1, "price_per_hour": 0}, "price_per_hour must be positive and finite"),
     ],
 )
 def test_a_budget_that_cannot_be_right_is_named(budget: dict[str, int | float | str], message: str) -> None:
@@ -135,6 +137,38 @@ def test_each_budget_limits_what_it_is_about(device: Device) -> None:
     assert quantities(budget, device) == ["memory", "step_time"]  # an epoch of unknown length
     assert quantities(budget, device, infers=True, steps_per_epoch=100) == ["memory", "step_time", "latency", "energy"]
     assert budget.quantities == ("memory", "epoch_time", "step_time", "latency", "energy")
+
+
+def test_cost_is_time_at_a_price(device: Device) -> None:
+    """500 s at $7.20 an hour are a dollar, as unsure as the time is; without a number of steps there is no cost."""
+    budget = Budget.parse(cost="$0.90", price_per_hour=7.2).priced_on(device)
+    (limit,) = (limit for limit in budget.limits(PREDICTION, device) if limit.quantity == "cost")
+    assert limit.estimate.median == pytest.approx(1.0)
+    assert limit.estimate.log_sigma == PREDICTION.total_time.log_sigma  # type: ignore[union-attr]
+    assert limit.sentence == "costs $1.00 ($0.663 to $1.51), the budget is $0.900"
+    assert quantities(budget, device) == ["memory", "cost"]
+    assert [limit.quantity for limit in budget.limits(replace(PREDICTION, total_time=None), device)] == ["memory"]
+    assert budget.cost_of(500.0) == pytest.approx(1.0)
+
+
+def test_cost_budget_pays_for_a_time(device: Device) -> None:
+    paid = Budget.parse(cost=1, price_per_hour=2)
+    assert paid.longest_trial_s == 1800.0
+    assert Budget.parse(time="1min", cost=1, price_per_hour=2).longest_trial_s == 60.0
+    assert Budget().longest_trial_s is None
+    listed = Budget.parse(cost=1).priced_on(device)
+    price = price_of(device)
+    assert price is not None
+    assert listed.price_per_hour == price.per_hour
+
+
+def test_cost_without_a_price_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"cost_budget needs the price .* no price of rtx3090 is known.*PERFGUARD_PRICES"
+    ):
+        Budget.parse(cost=1).priced_on(resolve_device("rtx3090"))
+    with pytest.raises(ConfigurationError, match="price_per_hour has no effect without cost_budget"):
+        Budget.parse(price_per_hour=1)
 
 
 def test_energy_that_nobody_predicts_is_not_limited(device: Device) -> None:

@@ -120,6 +120,8 @@ def test_guard_prunes_above_the_risk_threshold(median_gib: float, risk: float, a
         ({"time_budget": "55s"}, "prune", ["memory", "time"]),
         ({"step_time_budget": "600ms"}, "launch", ["memory", "step_time"]),
         ({"step_time_budget": "500ms"}, "prune", ["memory", "step_time"]),
+        ({"cost_budget": "$0.06", "price_per_hour": 3.6}, "launch", ["memory", "cost"]),
+        ({"cost_budget": 0.055, "price_per_hour": "3.60"}, "prune", ["memory", "cost"]),
         ({"time_budget": "55s", "step_time_budget": "600ms"}, "prune", ["memory", "time", "step_time"]),
     ],
 )
@@ -138,6 +140,7 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
         ({"memory_budget": "4GiB"}, "needs 8.00 GiB (6.79 GiB to 9.43 GiB), the budget is 4.00 GiB"),
         ({"time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
         ({"step_time_budget": 0.1}, "takes 500 ms a step (424 ms to 589 ms), the budget is 100 ms"),
+        ({"cost_budget": 1, "price_per_hour": 360}, "costs $5.00 ($4.24 to $5.89), the budget is $1.00"),
         ({"memory_budget": "7GiB", "time_budget": 10}, "takes 50.0 s (42.4 s to 58.9 s), the budget is 10.0 s"),
     ],
 )
@@ -145,10 +148,11 @@ def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, 
     assert check(Oracle(), log, **options).reason == sentence
 
 
-def test_guard_does_not_prune_unknown_length_for_time(log: MeasurementStore) -> None:
+@pytest.mark.parametrize("budget", [{"time_budget": "1s"}, {"cost_budget": 1, "price_per_hour": 360}])
+def test_guard_does_not_prune_unknown_length(budget: Any, log: MeasurementStore) -> None:
     endless = Workload(WORKLOAD.model, WORKLOAD.inputs, loss=WORKLOAD.loss)
-    with pytest.warns(UnguardedTrialWarning, match="time_budget needs the number of steps of a trial. Give Workload"):
-        assert Guard(DEVICE, predictor=Oracle(), log=log, time_budget="1s").check(endless).action == "launch"
+    with pytest.warns(UnguardedTrialWarning, match=f"{min(budget)} needs the number of steps of a trial. Give Workload"):
+        assert Guard(DEVICE, predictor=Oracle(), log=log, **budget).check(endless).action == "launch"
 
 
 medians = st.floats(0.5, 20).map(lambda gib: gib * GIB)
@@ -284,6 +288,7 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"memory_budget": 0.025}, r"memory budget of 256 MiB can never be held"),
         ({"time_budget": 0}, "time_budget must be positive"),
         ({"step_time_budget": -1}, "step_time_budget must be positive"),
+        ({"cost_budget": "$2"}, "cost_budget needs the price of an hour on Toy 10G, and no price of toy is known"),
         ({"gpu": "a1000000"}, "gpu must be a name from the catalog, 'auto' or 'cpu', but got 'a1000000'"),
     ],
 )

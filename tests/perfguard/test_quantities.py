@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfguard.exceptions import ConfigurationError
-from perfguard.quantities import format_bytes, format_joules, format_seconds, parse_bytes, parse_joules, parse_seconds
+from perfguard.quantities import (
+    format_bytes,
+    format_dollars,
+    format_joules,
+    format_seconds,
+    parse_bytes,
+    parse_dollars,
+    parse_joules,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +130,14 @@ def test_joules_are_read_as_people_write_them(written: int | str, joules: float)
 
 def test_joules_are_written_in_three_digits() -> None:
     assert [format_joules(joules) for joules in (0.0123, 4.56, 2100)] == ["12.3 mJ", "4.56 J", "2.10 kJ"]
+
+
+def test_dollars_are_written_and_read() -> None:
+    assert [parse_dollars(written) for written in (2, "2.50", " $0.5 ", "3 USD")] == [2.0, 2.5, 0.5, 3.0]
+    amounts = [0.00725, 0.5, 1.2, 12.34, 1234.4]
+    assert [format_dollars(amount) for amount in amounts] == ["$0.00725", "$0.500", "$1.20", "$12.3", "$1234"]
+    with pytest.raises(ConfigurationError, match="cost must"):
+        parse_dollars("2 EUR")
 
 
 @pytest.mark.parametrize("wrong", [0, "3 calories", None, True])

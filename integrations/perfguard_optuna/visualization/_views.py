@@ -34,6 +34,7 @@ GROUP_COLORS: Mapping[Group, str] = {
 
 _MEMORY_UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
 _ENERGY_UNITS = (("mJ", 1e-3), ("J", 1.0), ("kJ", 1e3))
+_COST_UNITS = (("$", 1.0),)
 _TIME_UNITS = (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0))
 MOST_BUDGET_LINES = 3
 """Budgets that get a line each; more, as where the study's remaining time is the budget, are one band."""
@@ -168,9 +169,9 @@ def _bounds(points: Sequence[Point], limits: Sequence[float]) -> tuple[float, fl
 
 
 def _measured(trial: FrozenTrial, record: TrialRecord, quantity: Quantity) -> float | None:
-    """The measured value; None also for the time of a stopped trial, which does not show the whole."""
+    """The measured value; None also for the time and the cost of a stopped trial, which do not show the whole."""
     measured = record.measured.get(quantity)
-    is_whole = quantity != "time" or trial.state == TrialState.COMPLETE or record.breaks(quantity)
+    is_whole = quantity not in ("time", "cost") or trial.state == TrialState.COMPLETE or record.breaks(quantity)
     return measured if is_whole and _usable(measured) else None
 
 
@@ -201,7 +202,7 @@ def _why_nothing(finished: Sequence[tuple[FrozenTrial, TrialRecord]], quantity: 
     judged = {name for _, record in finished for name in record.predicted}
     if not judged or quantity is None:
         return "no trial was judged by PerfGuard:\nrun the study with a PerfGuardPruner"
-    hint = "\nSay Workload(steps=...)." if quantity == "time" else ""
+    hint = "\nSay Workload(steps=...)." if quantity in ("time", "cost") else ""
     return f"{NOUNS[quantity]} was not predicted, only {', '.join(NOUNS[name] for name in NOUNS if name in judged)}{hint}"
 
 
@@ -403,7 +404,7 @@ def tick_text(value: float) -> str:
 
 def _unit_of(quantity: Quantity, values: Sequence[float]) -> tuple[str, float]:
     """The largest unit that leaves most of ``values`` at one or more, and what it is worth."""
-    units = {"memory": _MEMORY_UNITS, "energy": _ENERGY_UNITS}.get(quantity, _TIME_UNITS)
+    units = {"memory": _MEMORY_UNITS, "energy": _ENERGY_UNITS, "cost": _COST_UNITS}.get(quantity, _TIME_UNITS)
     middle = statistics.median(values)
     return next(((name, size) for name, size in reversed(units) if middle >= size), units[0])
 

@@ -84,6 +84,8 @@ Check = Callable[..., tuple[int, str, str]]
         (["--max-step-time", "1us"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: takes "),
         (["--steps", "1000", "--max-trial-time", "1h"], 0, "the budget is 1.00 h"),
         (["--steps", "100000000", "--max-trial-time", "1min"], 1, "does not fit"),
+        (["--steps", "1000", "--max-cost", "$2"], 0, "the budget is $2.00"),
+        (["--steps", "1000000000", "--max-cost", "0.5"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: costs $"),
         (["--batch-size", "1000000000000"], 1, "does not fit: NVIDIA A100 PCIe 40 GB: needs at least"),
         (["--batch-size", str(2**60)], 1, "does not fit: NVIDIA A100 PCIe 40 GB: needs at least"),
     ],
@@ -128,6 +130,8 @@ def test_verdict_is_that_of_the_guard(check: Check, script: str) -> None:
         ("build", ["--max-memory", "80GiB"], "80.0 GiB is more than NVIDIA A100 PCIe 40 GB has"),
         ("build", ["--max-step-time", "soon"], "--max-step-time must look like"),
         ("build", ["--max-trial-time", "1h"], "--max-trial-time needs the number of steps of a trial. Give --steps"),
+        ("build", ["--max-cost", "$1"], "--max-cost needs the number of steps of a trial. Give --steps"),
+        ("build", ["--max-cost", "free"], "--max-cost must look like"),
         (
             "build",
             ["--steps", "9", "--max-step-time", "2h", "--max-trial-time", "1h"],

@@ -1,0 +1,12 @@
+"""PerfGuardSampler on OptunaHub: all of it is in the distribution perfguard, which this module imports."""
+
+try:
+    from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, summarize
+except ModuleNotFoundError as error:
+    if error.name != "perfguard_optuna":
+        raise
+    raise ModuleNotFoundError(
+        "samplers/perfguard needs PerfGuard: pip install 'perfguard[optuna]>=0.2'.", name=error.name
+    ) from error
+
+__all__ = ["PerfGuardPruner", "PerfGuardSampler", "create_study", "summarize"]
