@@ -43,7 +43,7 @@ from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, read_trained, write_trained
-from perfguard_models.two_clocks import TwoClocks
+from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_training.dataset import Run, dataset_of, graphs_of
 from perfguard_training.leaderboard import predictions
 from perfguard_training.learner import identity_of
@@ -143,7 +143,8 @@ class HeldOut:
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
         (graph,) = graphs
-        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=np.zeros((1, 0)))
+        none = np.zeros((1, 0))
+        return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=none, path=PathTimes.on_device(none))
 
 
 def graph_of(index: int) -> OpGraph:

@@ -13,6 +13,9 @@ from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PredictorError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from perfguard.devices import Device
     from perfguard.graph import GraphBatch, OpGraph
     from perfguard.measure import Measurement
@@ -97,10 +100,20 @@ class Prediction:
     device_id: str
     trained_on_device: bool
     """False: the predictor has not learnt such steps on this device, and its intervals are wider for it."""
-    bytes_at_peak: Mapping[str, int] = field(default_factory=dict)
-    """Breakdown of the replay's peak by kind of storage, bytes."""
+    memory_parts_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of each part of ``peak_memory.median``, which they add up to; empty: the predictor cannot say.
+
+    Those of the replay come from :func:`perfguard.graph.memory_parts`. The rest is "correction": what the predictor adds for
+    workspaces and caches, or takes away. It may be negative.
+    """
+    time_parts_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of ``step_time.median``, which they add up to; empty: the predictor cannot say.
+
+    "host" launches operators while the device waits for it, "device" computes them, "copies" move the batch to the device.
+    """
     time_by_kind_s: Mapping[str, float] = field(default_factory=dict)
-    """Breakdown of the step's time by kind of operator, seconds."""
+    """The same seconds by kind of operator, largest first: its launches where the device waits for the host, else its kernels.
+    "start" is before the first launch, and "batch_copy" the copy of the batch to the device."""
     gpu_util: float | None = None
     """Share of the time in which a kernel runs, 0 to 1, as the driver reports it; None if the predictor cannot say."""
     sm_active: float | None = None
@@ -111,6 +124,15 @@ class Prediction:
     """Parts that the trace does not account for, in words."""
     widening: Mapping[Target, float] = field(default_factory=dict)
     """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
+
+    def __post_init__(self) -> None:
+        # The parts add up to the number above them, whatever changed it: learning, a lower bound, or fitted rates.
+        for name in ("time_parts_s", "time_by_kind_s"):
+            object.__setattr__(self, name, _scaled(getattr(self, name), self.step_time.median))
+        if self.memory_parts_bytes:
+            replayed = {name: held for name, held in self.memory_parts_bytes.items() if name != "correction"}
+            correction = self.peak_memory.median - sum(replayed.values())
+            object.__setattr__(self, "memory_parts_bytes", replayed | {"correction": correction})
 
     def p_oom(self, capacity_bytes: int) -> float:
         """The chance that the peak does not fit in ``capacity_bytes``."""
@@ -150,6 +172,12 @@ class Prediction:
         return replace(
             self, peak_memory=memory, step_time=step_time, total_time=self.total_time and self.total_time.scaled(slower)
         )
+
+
+def _scaled(parts: Mapping[str, float], total: float) -> Mapping[str, float]:
+    """``parts`` times the factor that makes them add up to ``total``."""
+    factor = total / (sum(parts.values()) or 1.0)
+    return {name: value * factor for name, value in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +234,14 @@ class BatchPredictor(Protocol):
 
     def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
         """The result of `predict` for each of ``graphs``."""
+
+
+@runtime_checkable
+class OperatorTimes(Protocol):
+    """A predictor that knows the time of each operator, for ``perfguard predict --explain``."""
+
+    def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+        """The share of the step time of `predict` that each operator adds; the rest is before the first. Shape: (len(ops),)."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, steps_of
-from perfguard_models.two_clocks import TwoClocks
+from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_models.weight_files import check_hash, version_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class RawPrediction(NamedTuple):
     """
 
     log_value: dict[str, Floats]  # shapes: (C,)
-    op_time_s: Floats  # shape: (C, N)
+    op_time_s: Floats  # shape: (C, N), the step time in proportion to the device's times
+    path: PathTimes
+    """What the step time consists of."""
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     alternatives: dict[str, torch.Tensor]
     """Distances of physics, and for time of machines with a slower host or device, from the value. Shapes: (C, e)"""
@@ -186,9 +188,11 @@ class CpuBackend:
             parts = [self._network(batch) for batch in batches_of(graphs, device)]
         number = len(graphs)
         log_memory, log_time, op_time_s, *embeddings = (torch.cat(values).double() for values in zip(*parts, strict=True))
+        by_operator = op_time_s.numpy().reshape(number, -1)
         raw = RawPrediction(
             log_value={"memory": log_memory.numpy(), "time": log_time.numpy()},
-            op_time_s=op_time_s.numpy().reshape(number, -1),
+            op_time_s=by_operator,
+            path=PathTimes.on_device(by_operator),
             embedding=dict(zip(TARGETS, embeddings, strict=True)),
             alternatives=dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
             prior=self._priors,
@@ -228,7 +232,7 @@ class GpuBackend:
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
         skeleton, number = graphs.skeleton, len(graphs)
         setting, features = Setting.of(skeleton, device), step_features(graphs, device)
-        log_step_s, op_time_s = self._clocks(graphs, device)
+        log_step_s, op_time_s, path = self._clocks(graphs, device)
         value = {"memory": np.zeros(number), "time": log_step_s[0]}
         sigma = {"memory": np.full(number, PHYSICS.memory_log_sigma), "time": self._time_sigma(log_step_s, setting, device)}
         known = {"memory": np.ones(number, dtype=np.bool_), "time": np.full(number, setting.timed_as in self._time.card["timed"])}
@@ -248,6 +252,7 @@ class GpuBackend:
         raw = RawPrediction(
             log_value=value,
             op_time_s=op_time_s,
+            path=path,
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
             prior=dict.fromkeys(TARGETS, GUESSED_PRIOR),
@@ -263,13 +268,14 @@ class GpuBackend:
         alternatives["time"] = torch.cat([alternatives["time"], machine], dim=1)
         return raw._replace(alternatives=alternatives)
 
-    def _clocks(self, graphs: GraphBatch, device: Device) -> tuple[Floats, Floats]:
-        """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), and the time by operator, (C, N)."""
+    def _clocks(self, graphs: GraphBatch, device: Device) -> tuple[Floats, Floats, PathTimes]:
+        """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
+        that takes longest."""
         clocks = self._time.learner
         assert isinstance(clocks, TwoClocks)
-        log_step_s, device_s = clocks.clocks(steps_of(clocks, graphs, device))
+        log_step_s, device_s, path = clocks.clocks(steps_of(clocks, graphs, device))
         total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
-        return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s
+        return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
 
     def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> Floats:
         calibration, known_gpu = self._time.calibration, device.id in self._time.card["trained_devices"]
@@ -319,7 +325,7 @@ def by_physics(
     for target, chosen in rows.items():
         if not chosen.any():
             continue
-        op_time_s = raw.op_time_s
+        op_time_s, path = raw.op_time_s, raw.path
         if target == "memory":
             num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
             value = np.log((np.maximum(num_bytes, 1) + device.context_bytes).astype(np.float64))
@@ -327,12 +333,14 @@ def by_physics(
             bare = batch_roofline_s(graphs, device) * PHYSICS.time_factor
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
+            path = PathTimes.on_device(op_time_s)
         on_gpu = target == "memory" and device.kind == "cuda"
         unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else PHYSICS.log_sigma(target)
         scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
             op_time_s=op_time_s,
+            path=path,
             prior=raw.prior | {target: GUESSED_PRIOR},
             prior_scale=raw.prior_scale | {target: scale},
             known=raw.known | {target: raw.known[target] & ~chosen},

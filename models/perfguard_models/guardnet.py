@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import GraphBatch, OpGraph, StorageKind, unknown_operators, unknown_span
+from perfguard.graph import GraphBatch, OpGraph, memory_parts, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.backends import (
     PHYSICS,
@@ -181,9 +181,12 @@ class GuardNet:
         kinds = sorted(graphs.skeleton.kinds)
         place = {kind: at for at, kind in enumerate(kinds)}
         of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
-        scale = [estimate.median for estimate in step_time] / np.exp(raw.log_value["time"])
-        by_kind = (raw.op_time_s @ of_kind * scale[:, None]).tolist()
-        at_peak = launched.bytes_by_kind().tolist()
+        path = raw.path
+        before = {"start": path.start_s.tolist(), "batch_copy": path.copy_s.tolist()}
+        by_kind = (path.op_time_s @ of_kind).tolist()
+        by_part = {"host": (path.start_s + path.host_s.sum(axis=1)).tolist(), "device": path.device_s.sum(axis=1).tolist()}
+        by_part["copies"] = before["batch_copy"]
+        memory_bytes = memory_parts(launched, device)
         shares = {name: [None if math.isnan(share) else share for share in found.tolist()] for name, found in raw.shares.items()}
         return [
             Prediction(
@@ -193,8 +196,9 @@ class GuardNet:
                 predictor=self.name,
                 device_id=device.id,
                 trained_on_device=has_learnt or bool(trained[at]),
-                bytes_at_peak={kind.name.lower(): held for kind, held in zip(StorageKind, at_peak[at], strict=True) if held},
-                time_by_kind_s=dict(sorted(zip(kinds, by_kind[at], strict=True), key=lambda item: -item[1])),
+                memory_parts_bytes=memory_bytes[at],
+                time_parts_s={name: seconds[at] for name, seconds in by_part.items()},
+                time_by_kind_s=_sorted([*zip(kinds, by_kind[at], strict=True), *((name, s[at]) for name, s in before.items())]),
                 gpu_util=shares["gpu_util"][at] if shares else None,
                 sm_active=shares["sm_active"][at] if shares else None,
                 energy=None if power is None else time.scaled(math.exp(power[0]), log_sigma=power[1]),
@@ -202,6 +206,12 @@ class GuardNet:
             )
             for at, time in enumerate(step_time)
         ]
+
+    @undisturbed
+    def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
+        """See :class:`perfguard.predictor.OperatorTimes`."""
+        path = self._raw(graph, device).path
+        return np.asarray(path.op_time_s[0] / path.total_s)
 
     @undisturbed
     def fine_tune(self, observations: Sequence[Observation]) -> None:
@@ -349,6 +359,11 @@ class GuardNet:
         return as_compiled(graph, device)
 
 
+def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:
+    """Those above 0, largest first."""
+    return dict(sorted((item for item in times_s if item[1] > 0), key=lambda item: -item[1]))
+
+
 def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     """Move ``raw`` to the middle of the range that the opaque operators of ``graphs`` allow, and widen its prior to it."""
     opaque = list(unknown_operators(graphs.skeleton))
@@ -359,6 +374,8 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     half: dict[str, npt.NDArray[Any]] = {target: np.array([span[target] / 2 for span in spans]) for target in TARGETS}
     op_time_s = raw.op_time_s.copy()
     op_time_s[:, opaque] += (op_time_s.sum(axis=1) * np.expm1(half["time"]) / len(opaque))[:, None]
+    device_s = raw.path.device_s.copy()
+    device_s[:, opaque] += (raw.path.total_s * np.expm1(half["time"]) / len(opaque))[:, None]
     scale = dict(raw.prior_scale)
     for target in TARGETS:
         before = raw.prior[target].before(raw.embedding[target]).sqrt().numpy() * scale[target]
@@ -366,17 +383,20 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     return raw._replace(
         log_value={target: raw.log_value[target] + half[target] for target in TARGETS},
         op_time_s=op_time_s,
+        path=raw.path._replace(device_s=device_s),
         prior_scale=scale,
     )
 
 
 def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPrediction:
     """Convert the prediction for the eager graph to the kernels of the compiled one."""
-    op_time_s = raw.op_time_s * compiled.time_shares(device)
+    left = compiled.time_shares(device)
+    op_time_s = raw.op_time_s * left
+    path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
     saved = np.log(np.maximum(op_time_s.sum(axis=1), 1e-12) / np.maximum(raw.op_time_s.sum(axis=1), 1e-12))
     changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
     log_value = {target: value + changes[target] for target, value in raw.log_value.items()}
-    raw = raw._replace(log_value=log_value, op_time_s=op_time_s)
+    raw = raw._replace(log_value=log_value, op_time_s=op_time_s, path=path)
     if raw.step_features is None:
         return raw
     features = raw.step_features.copy()

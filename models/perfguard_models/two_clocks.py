@@ -66,6 +66,31 @@ class Packed(NamedTuple):
     device: torch.Tensor  # shape: (B, len(DEVICE_COLUMNS))
 
 
+class PathTimes(NamedTuple):
+    """Seconds of each part of the longest path of C steps with N operators: the account of the step time, up to one factor."""
+
+    start_s: Floats  # shape: (C,), of the host before the first launch
+    copy_s: Floats  # shape: (C,), of the batch
+    host_s: Floats  # shape: (C, N), of each launch that the path passes
+    device_s: Floats  # shape: (C, N), of each operator that the path passes
+
+    @classmethod
+    def on_device(cls, op_time_s: Floats) -> Self:
+        """The path through nothing but operators, as on a CPU. Without operators it is all start. Shape: (C, N)."""
+        number, num_ops = op_time_s.shape
+        return cls(np.full(number, float(num_ops == 0)), np.zeros(number), np.zeros_like(op_time_s), op_time_s)
+
+    @property
+    def op_time_s(self) -> Floats:
+        """Seconds that each operator adds to the path. Shape: (C, N)."""
+        return self.host_s + self.device_s
+
+    @property
+    def total_s(self) -> Floats:
+        """Shape: (C,)."""
+        return np.asarray(self.start_s + self.copy_s + self.op_time_s.sum(axis=1))
+
+
 class Clocks(NamedTuple):
     """The times of B steps on a usual machine, in seconds."""
 
@@ -90,6 +115,14 @@ class Clocks(NamedTuple):
             closed = torch.where(is_launch > 0, path / temperature, -1e9)
             longest = (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
         return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
+
+    def longest_path(self) -> tuple[torch.Tensor, ...]:
+        """Seconds of each part of the longest path on a usual machine, in the order of :class:`PathTimes`."""
+        number = self.host_s.shape[1]
+        path = self.host_s.cumsum(1) + self.device_s.flip(1).cumsum(1).flip(1)
+        turn = path.argmax(1, keepdim=True) if number else 0  # the launch at which the path leaves the host
+        at = torch.arange(number)
+        return self.constant_s, self.copy_s, self.host_s * (at <= turn), self.device_s * (at >= turn)
 
 
 class Network(nn.Module):
@@ -197,14 +230,19 @@ class TwoClocks:
         """
         return self.clocks(runs)[0]
 
-    def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats]:
-        """:meth:`log_step_s`, and the device's seconds of each launch on a usual machine. Shapes: (5, B), (B, N)."""
+    def clocks(self, runs: Sequence[Example]) -> tuple[Floats, Floats, PathTimes]:
+        """:meth:`log_step_s`, the device's seconds of each launch on a usual machine, and the longest path there.
+
+        Shapes: (5, B), (B, N).
+        """
         packed = self.pack(runs)
         with torch.inference_mode():
             clocks = [network(packed) for network in self.networks]
             log_s = [torch.stack([one.log_step_s(packed.is_launch, machine) for one in clocks]).mean(0) for machine in _MACHINES]
             device_s = torch.stack([one.device_s for one in clocks]).mean(0)
-        return torch.stack(log_s).double().numpy(), device_s.double().numpy()
+            parts = zip(*(one.longest_path() for one in clocks), strict=True)
+            path = PathTimes(*(torch.stack(part).mean(0).double().numpy() for part in parts))
+        return torch.stack(log_s).double().numpy(), device_s.double().numpy(), path
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         """The prediction on a usual machine."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from perfguard.graph import OpGraph, roofline_s, unknown_operators, unknown_span
+from perfguard.graph import OpGraph, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models import trained
 from perfguard_models.fusion import Compiled, as_compiled
@@ -69,7 +69,7 @@ class Served:
             predictor=self.name,
             device_id=device.id,
             trained_on_device=device.id in self._trained.card["trained_devices"],
-            bytes_at_peak={kind.name.lower(): num_bytes for kind, num_bytes in graph.bytes_by_kind().items() if num_bytes},
+            memory_parts_bytes=memory_parts((graph if compiled is None else compiled.graph).as_batch(), device)[0],
             gpu_util=self._share("gpu_util", graph, device),
             sm_active=self._share("sm_active", graph, device),
             unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perfguard.budget import NOUNS, Budget, Limit
+from perfguard.cli._explain import as_json, operator_times_s, print_account, print_details
 from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, price_of, resolve_device, smallest_profile
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
     from perfguard.graph import OpGraph
     from perfguard.measure import Measurement
 
-_MOST_KINDS = 6
-_MOST_ROWS = 15
-
-
 MIG_QUANTILE = 0.95
 """A MIG instance fits if this quantile of the peak memory does."""
 
@@ -35,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
     parser.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
     parser.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
+    parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
+    parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with and to draw")
     parser.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
     parser.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
@@ -48,8 +48,10 @@ def show_prediction(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
     """
     check_subject(arguments)
+    budget = _budget(arguments)
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
+    budget.check_device(device)
     if arguments.measure and (whole.kind != "cpu" or not is_onnx(arguments)):
         raise ConfigurationError(
             "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
@@ -63,20 +65,42 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     if arguments.mig == "auto":
         mig = _smallest_instance(whole, graph, prediction, predictor)
     measured = _measured(subject) if arguments.measure else None
+    limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]
+    op_time_s = operator_times_s(predictor, prediction, graph, device)
     if arguments.json:
         extra: dict[str, Any] = {} if mig is None else {"mig": mig}
         if measured is not None:
             extra["measured"] = {"step_time_s": measured.step_time_s, "peak_memory_bytes": measured.peak_memory_bytes}
+        if limits:
+            found = [{"quantity": one.quantity, "limit": one.limit, "p_exceeded": one.p_violation} for one in limits]
+            extra["limits"] = found
+        if arguments.explain:
+            extra["explain"] = as_json(prediction, op_time_s, graph, device)
         print(json.dumps(_as_json(prediction, device, graph, arguments.batch_size) | extra, indent=2))
     else:
-        _print(prediction, device, graph, arguments.batch_size, mig, measured)
+        _print(prediction, device, graph, arguments.batch_size, mig, measured, limits)
         if arguments.explain:
-            _explain(graph, device)
+            from rich.console import Console
+
+            print_details(Console(), prediction, op_time_s, graph, device)
     if arguments.plot:
         from perfguard.cli._timeline import draw_timeline
 
-        draw_timeline(graph, device, arguments.plot)
+        draw_timeline(arguments.plot, graph, device, prediction, op_time_s, limits)
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
+
+
+def _budget(arguments: argparse.Namespace) -> Budget:
+    memory: str | float | None = arguments.max_memory
+    try:
+        memory = None if memory is None else float(memory)  # a share of the device
+    except ValueError:
+        pass  # it has a unit
+    try:
+        return Budget.parse(memory=memory, step_time=arguments.max_step_time)
+    except ConfigurationError as error:
+        message = str(error).replace("step_time_budget", "--max-step-time").replace("memory_budget", "--max-memory")
+        raise ConfigurationError(message) from error
 
 
 def _measured(subject: Subject) -> Measurement:
@@ -142,7 +166,8 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "energy_j": _estimate(prediction.energy),
         "most_energy_j": _estimate(most_energy(prediction, device)),
         "flops": graph.flops,
-        "bytes_at_peak": dict(prediction.bytes_at_peak),
+        "memory_parts_bytes": dict(prediction.memory_parts_bytes),
+        "time_parts_s": dict(prediction.time_parts_s),
         "time_by_kind_s": dict(prediction.time_by_kind_s),
         "unmodelled": list(prediction.unmodelled),
     }
@@ -155,6 +180,7 @@ def _print(
     batch_size: int | None,
     mig: Mapping[str, Any] | None,
     measured: Measurement | None,
+    limits: Sequence[Limit],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -186,12 +212,13 @@ def _print(
     if batch_size is not None:
         table.add_row("throughput", f"{batch_size / prediction.step_time.median:,.0f} samples/s")
     _add_utilisation(table, prediction, device)
+    for limit in limits:
+        table.add_row(f"P({NOUNS[limit.quantity]} over {limit.format(limit.limit)})", f"{limit.p_violation:.1%}")
     if mig is not None:
         table.add_row("smallest MIG profile", _in_words(mig))
     table.add_row("work", f"{graph.flops / 1e9:,.1f} GFLOP in {len(graph.ops)} operators")
     console.print(table)
-    console.print(_shares("alive at the peak", prediction.bytes_at_peak, format_bytes))
-    console.print(_shares("time by kind of operator", prediction.time_by_kind_s, format_seconds))
+    print_account(console, prediction)
     if not prediction.trained_on_device:
         untrained = f"{prediction.predictor} was not trained on such steps on {device.name}: its intervals are wider."
         console.print(f"[yellow]{untrained}[/]")
@@ -220,43 +247,3 @@ def _in_words(mig: Mapping[str, Any]) -> str:
         f"{mig['profile']} ({format_bytes(mig['memory_bytes'])} for {needed}, the 95% quantile); "
         f"{latency} there, {mig['instances']} of them on one GPU"
     )
-
-
-def _explain(graph: OpGraph, device: Device) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from perfguard.graph import bytes_by_module, cost_by_operator
-
-    console = Console()
-    live = format_bytes(graph.peak_live_bytes)
-    if device.kind == "cuda":
-        reserved = format_bytes(graph.reserved_bytes)
-        console.print(f"tensors {live}, reserved by the allocator {reserved}, context {format_bytes(device.context_bytes)}")
-    else:
-        console.print(f"tensors {live}")
-    at = graph.peak_index
-    if at >= 0:
-        op = graph.ops[at]
-        console.print(
-            f"the peak is at operator {at + 1} of {len(graph.ops)}: {op.name}, {op.phase.name.lower()}, {op.module or 'model'}"
-        )
-    modules = {path or "(outside any module)": size for path, size in bytes_by_module(graph).items()}
-    console.print(_shares("alive at the peak, by module", modules, format_bytes, most=_MOST_ROWS))
-    table = Table(title=f"operators by roofline time on {device.name}")
-    for heading in ("operator", "calls", "GFLOP", "traffic", "time"):
-        table.add_column(heading, justify="left" if heading == "operator" else "right")
-    for cost in cost_by_operator(graph, device)[:_MOST_ROWS]:
-        gflop, traffic = f"{cost.flops / 1e9:,.2f}", format_bytes(cost.num_bytes)
-        table.add_row(cost.name, f"{cost.calls}", gflop, traffic, format_seconds(cost.seconds))
-    console.print(table)
-
-
-def _shares(title: str, parts: Mapping[str, float], text: Any, *, most: int = _MOST_KINDS) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False)
-    total = sum(parts.values()) or 1
-    for name, value in sorted(parts.items(), key=lambda item: -item[1])[:most]:
-        table.add_row(name.replace("_", " "), text(value), f"{value / total:.0%}")
-    return table

@@ -3,7 +3,7 @@
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, timeline
+from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_operator, memory_parts, timeline
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
 from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import KIND_INDEX, OP_KINDS
@@ -40,6 +40,7 @@ __all__ = [
     "channel_padding",
     "cost_by_operator",
     "kinds_in_tf32",
+    "memory_parts",
     "opaque",
     "replay_allocator",
     "roofline_s",

@@ -12,9 +12,21 @@ from perfguard.graph._schema import OpGraph, StorageKind
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
+    from perfguard.graph._graph_batch import GraphBatch
 
 
 _NAMED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
+
+
+_PARTS = {
+    StorageKind.PARAMETER: "parameters",
+    StorageKind.BUFFER: "buffers",
+    StorageKind.GRADIENT: "gradients",
+    StorageKind.OPTIMIZER_STATE: "optimizer_states",
+    StorageKind.INPUT: "inputs",
+    StorageKind.ACTIVATION: "activations",
+    StorageKind.TEMPORARY: "temporaries",
+}
 
 
 class OperatorCost(NamedTuple):
@@ -26,7 +38,23 @@ class OperatorCost(NamedTuple):
     num_bytes: int
     """Bytes read and written."""
     seconds: float
-    """Roofline time of all calls."""
+    """Time of all calls."""
+
+
+def memory_parts(graphs: GraphBatch, device: Device) -> list[dict[str, int]]:
+    """Return for each of ``graphs`` the bytes that the replay holds on ``device`` at its peak.
+
+    The parts are "parameters", "buffers", "inputs", "gradients", "optimizer_states", "activations" and "temporaries". On a GPU
+    there are also "cache" and "context". The cache is what the allocator reserves beside the tensors: unused blocks, rounding
+    and cuBLAS's workspace.
+    """
+    names = [_PARTS[kind] for kind in StorageKind]
+    found: list[dict[str, int]] = [dict(zip(names, held, strict=True)) for held in graphs.bytes_by_kind().tolist()]
+    if device.kind == "cuda":
+        for parts, reserved in zip(found, graphs.reserved_bytes.tolist(), strict=True):
+            parts["cache"] = max(reserved - sum(parts.values()), 0)
+            parts["context"] = device.context_bytes
+    return found
 
 
 def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) -> dict[str, int]:
@@ -48,10 +76,17 @@ def bytes_by_module(graph: OpGraph, *, depth: int = 2, at: int | None = None) ->
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def cost_by_operator(graph: OpGraph, device: Device) -> list[OperatorCost]:
-    """Cost of each aten operator on ``device`` at its peak rates, slowest first."""
+def cost_by_operator(graph: OpGraph, device: Device, *, op_time_s: npt.NDArray[np.float64] | None = None) -> list[OperatorCost]:
+    """Cost of each aten operator on ``device``, slowest first.
+
+    Args:
+        graph: a traced step.
+        device: what it runs on.
+        op_time_s: seconds of each operator. None: those at the device's peak rates. Shape: (len(ops),).
+    """
     totals: dict[str, OperatorCost] = {}
-    for op, seconds in zip(graph.ops, roofline_s(graph, device).tolist(), strict=True):
+    seconds_of = roofline_s(graph, device) if op_time_s is None else op_time_s
+    for op, seconds in zip(graph.ops, seconds_of.tolist(), strict=True):
         before = totals.get(op.name, OperatorCost(op.name, 0, 0, 0, 0.0))
         totals[op.name] = OperatorCost(
             op.name,

@@ -16,7 +16,7 @@ from torch import nn
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard_models.learner import Step
 from perfguard_models.trained import read_trained, steps_of
-from perfguard_models.two_clocks import Clocks, TwoClocks, batches_of
+from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks, batches_of
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
@@ -154,9 +154,9 @@ def test_step_in_a_batch_equals_step_alone() -> None:
             ("convolutional", 2, 1, "a100"), ("transformer", 512, 8, "t4"), ("transformer", 2, 1, "h100-sxm-80gb"),
         )
     ]  # fmt: skip
-    times, op_s = shipped().clocks(steps)
+    times, op_s, _ = shipped().clocks(steps)
     for at, step in enumerate(steps):
-        alone, op_s_alone = shipped().clocks([step])
+        alone, op_s_alone, _ = shipped().clocks([step])
         np.testing.assert_allclose(times[:, at], alone[:, 0], atol=1e-5)
         length = op_s_alone.shape[1]
         np.testing.assert_allclose(op_s[at, :length], op_s_alone[0], rtol=1e-4)
@@ -187,3 +187,30 @@ def test_step_without_operators_has_a_time() -> None:
     assert np.isfinite(alone).all()
     steps = [step_of(graph, "a100"), step_of(graph_of("convolutional"), "a100")]
     np.testing.assert_allclose(shipped().log_step_s(steps)[:, 0], alone, atol=1e-5)
+
+
+# The account
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("batch", [1, 2048])
+def test_longest_path_adds_up_to_the_step_time(network: str, card: str, batch: int) -> None:
+    packed = shipped().pack([step_of(graph_of(network, batch=batch), card)])
+    for one in shipped().networks:
+        with torch.inference_mode():
+            clocks = one(packed)
+            path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+            log_s = float(clocks.log_step_s(packed.is_launch, torch.zeros(2)))
+        assert math.log(path.total_s[0]) == pytest.approx(log_s, abs=TOLERANCE)
+        turn = np.flatnonzero(path.host_s[0])[-1]  # the host up to one launch, and the device from there on
+        assert not path.device_s[0, :turn].any()
+        assert (path.host_s[0, : turn + 1] > 0).all()
+        assert (path.device_s[0, turn:] > 0).all()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_small_step_waits_for_the_host_and_large_step_for_the_device(network: str) -> None:
+    for batch, waits_for_host in ((1, True), (8192, False)):
+        _, _, path = shipped().clocks([step_of(graph_of(network, batch=batch), "a100")])
+        assert (path.host_s.sum() > path.device_s.sum()) == waits_for_host

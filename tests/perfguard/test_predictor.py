@@ -87,6 +87,30 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@given(estimates, estimates, st.floats(1e-3, 1e13), st.floats(1e-3, 1e13))
+def test_parts_add_up_whatever_changes_the_prediction(
+    memory: Estimate, step_time: Estimate, memory_bytes: float, step_s: float
+) -> None:
+    prediction = Prediction(
+        memory,
+        step_time,
+        None,
+        "double-1",
+        "toy",
+        True,
+        memory_parts_bytes={"activations": 3e5, "context": 7e5},
+        time_parts_s={"host": 1.0, "device": 2.0},
+        time_by_kind_s={"conv": 5.0, "start": 1.0},
+    )
+    for changed in (prediction, prediction.at_least(memory_bytes, step_s), prediction.widened({"time": 2.0})):
+        expected = pytest.approx(changed.peak_memory.median, rel=1e-9, abs=1e-6)
+        assert sum(changed.memory_parts_bytes.values()) == expected
+        assert changed.memory_parts_bytes["context"] == 7e5
+        assert sum(changed.time_parts_s.values()) == pytest.approx(changed.step_time.median, rel=1e-9)
+        assert sum(changed.time_by_kind_s.values()) == pytest.approx(changed.step_time.median, rel=1e-9)
+        assert changed.time_parts_s["device"] == pytest.approx(2 * changed.time_parts_s["host"], rel=1e-9)
+
+
 @pytest.mark.usefixtures("installed")
 def test_load_predictor_finds_entry_point_by_name() -> None:
     predictor = load_predictor("toy")
