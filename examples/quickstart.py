@@ -130,12 +130,12 @@ def train(params: Mapping[str, Any]) -> float:
 def time_budget_s() -> float:
     """The time budget of a trial, in seconds: about a third of the search space takes longer, on a machine of any speed."""
     ends: list[float] = []
+    train(MIDDLE)  # the first steps start threads and fill caches
     handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-    train(MIDDLE)
     train(MIDDLE)
     handle.remove()
     steps_s = [end - start for start, end in pairwise(ends)]
-    return MOST_TIMES * (build(MIDDLE).steps or 0) * statistics.quantiles(steps_s, n=4)[0]  # other programs slow down some steps
+    return MOST_TIMES * (build(MIDDLE).steps or 0) * statistics.median(steps_s)
 
 
 def objective(trial: optuna.Trial) -> float:
