@@ -89,7 +89,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of a trial. None means no limit; the device's own memory always is one.
+    """Limits of a trial. None means no limit. The memory of the device is always a limit.
 
     Example:
         >>> Budget.parse(memory="38GiB", time="2h").trial_time_s
@@ -167,8 +167,7 @@ class Budget:
         """Check that trials on ``device`` can have the memory of the budget.
 
         Raises:
-            ConfigurationError: if it is more than the device has, or no more than the driver's context takes of it before a trial
-                has a single tensor.
+            ConfigurationError: if the budget is more than the memory of the device, or not more than the driver's context.
         """
         if self.memory_bytes is None and self.memory_fraction is None:
             return
@@ -241,7 +240,7 @@ class Budget:
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
     def cannot_bind(self, workload: Workload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
-        """The name of each budget that can never bind for ``workload``, and a sentence on what is missing.
+        """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
 
         Args:
             workload: what the trial runs.

@@ -74,9 +74,9 @@ _TRIALS_IN_ADVANCE = 10
 class Guard(Judge):
     """Decides before the launch, from calibrated predictions, and learns from measurements.
 
-    ``risk`` is the share of the launched trials that may break a limit. The guard keeps a risk budget of the chances that it has
-    accepted. A clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
-    lost. A trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`.
+    ``risk`` is the share of the launched trials that may exceed a limit. Unused risk carries over: a clearly feasible trial
+    leaves most of its share to a trial near the limit. A trial that exceeds a limit with a chance above 50% is not launched;
+    see :attr:`threshold`.
 
     A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` has the reason. A
     guard that is ``strict`` raises an :class:`UnguardedTrialError` instead.
@@ -396,7 +396,7 @@ class Guard(Judge):
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
-        """The budgets that can never bind for ``workload``: the reason for each, by the budget's name.
+        """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
 
         Raises:
             ConfigurationError: if there is one, and the guard is strict.

@@ -22,7 +22,7 @@ _ENDED = ("ok", "oom", "timeout")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSummary(GuardSummary):
-    """The guard's summary of logged decisions. ``print(summary)`` is the table; None: nothing to say it from."""
+    """The guard's summary of logged decisions. ``print(summary)`` prints the table. None: unknown."""
 
     study: str
     """The name of the run in the measurement log."""
@@ -31,11 +31,11 @@ class LogSummary(GuardSummary):
     num_unjudged: int
     """Launched without a verdict, or against it."""
     num_repeated: int
-    """Further proposals of what had been turned down."""
+    """Further proposals of rejected configurations."""
     num_interrupted: int
     """Trials that were cut off and have not been resumed."""
     num_failed: int
-    """Trials that ended with an error of their own."""
+    """Trials that ended with their own error."""
     not_measured: Mapping[str, int]
     """Reasons why launched trials do not measure the guarded device, with the number of trials."""
     launched_s: float | None
@@ -43,7 +43,7 @@ class LogSummary(GuardSummary):
     memory_error: float | None
     """Median of |predicted / measured - 1| over the measured trials' peak memory."""
     step_time_error: float | None
-    """Likewise of the step time."""
+    """The same for the step time."""
 
     @property
     def title(self) -> str:
@@ -51,7 +51,7 @@ class LogSummary(GuardSummary):
         return f"PerfGuard: {self.study} on {self.device}"
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The rows of the table; what there is nothing to say of is left out."""
+        """The rows of the table. Rows without a value are left out."""
         yield "trials launched", self.launched_in_words
         yield "configurations turned down before launch", self.pruned_in_words
         if self.num_repeated:

@@ -49,7 +49,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         settings: further arguments of :class:`perfguard.Guard`, as for :class:`PerfGuardSearcher`.
 
     Raises:
-        ConfigurationError: for what cannot be right.
+        ConfigurationError: for invalid arguments.
     """
 
     CKPT_FILE_TMPL = "perfguard-variant-state-{}.pkl"

@@ -98,7 +98,7 @@ class PerfGuardSearcher(Searcher):
         return self.searcher.mode
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Passed on. The constants of the space are remembered: a searcher's suggestion lacks them, ``build`` may need them."""
+        """Forward the call, and remember the constants of the space: suggestions lack them, but ``build`` may need them."""
         self._constants = copy.deepcopy(config)
         done: bool = _set_search_properties_backwards_compatible(
             self.searcher.set_search_properties, metric, mode, config, **spec

@@ -42,9 +42,9 @@ class SharedPredictor:
         with perfguard_ray.measure():  # in the training function, around its body
 
     The first request starts the service, a detached actor. It continues when the script ends, and ``stop()`` ends it. Ray
-    restarts it when it dies, and it reads the log again. If it is away or has another version of PerfGuard, this process
-    predicts from what it has read of the log. One :class:`ServiceWarning` reports it. The service is tried again every ten
-    seconds.
+    restarts it when it dies, and it reads the log again. If it cannot be reached or has another version of PerfGuard, this
+    process predicts from the runs that it has read of the log. One :class:`ServiceWarning` reports it. The service is tried again
+    every ten seconds.
 
     Args:
         predictor: the predictor's name. It must be installed.

@@ -157,7 +157,7 @@ def honest_notes(report: Report) -> list[str]:
     """Return what the numbers of the summary do not say: what was not saved, and what is only predicted."""
     summary, notes = report.summary, []
     if summary.saved_s is not None:
-        notes.append("Saved time is predicted: what the pruned trials would have taken, had each run to its end.")
+        notes.append("Saved time is predicted: the time of the pruned trials, if each had run to its end.")
     if summary.num_crashes_avoided:
         notes.append(
             f"{_trials(summary.num_crashes_avoided)} needed more memory than the device has. Without a guard they would have "
