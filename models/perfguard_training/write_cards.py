@@ -52,7 +52,7 @@ intervals that were calibrated on the other folds.
 """
 
 
-_WHAT_FITS = "A run is pruned if its predicted median exceeds the card's memory. The columns 'at risk' use the guard's default risk."
+_WHAT_FITS = 'A run is pruned if its predicted median exceeds the card\'s memory. Columns "at risk" use the default risk.'
 
 
 def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
