@@ -159,8 +159,8 @@ class Budget:
         for (part, part_s), (whole, whole_s) in pairwise(given):
             if part_s > whole_s:
                 raise ConfigurationError(
-                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), of which it is a part. "
-                    f"Leave {part} out, or make it less."
+                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), but is a part of it. "
+                    f"Leave {part} out, or lower it."
                 )
 
     def check_device(self, device: Device) -> None:
@@ -179,7 +179,7 @@ class Budget:
             )
         if capacity_bytes <= device.context_bytes:
             raise ConfigurationError(
-                f"A memory budget of {format_bytes(capacity_bytes)} can never be held: the driver's context alone takes "
+                f"A memory budget of {format_bytes(capacity_bytes)} is too small for any trial: the driver's context alone takes "
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
 
@@ -274,8 +274,8 @@ class Budget:
         elif self.energy_j is not None and not knows_energy:
             yield (
                 "energy_budget",
-                "energy_budget needs a predictor that knows energy, and this one knows none for this device: it learns it from "
-                "runs whose energy was measured. Leave energy_budget out, or give another predictor.",
+                "energy_budget needs a predictor that knows energy. This one must first learn it from runs with measured "
+                "energy on this device. Leave energy_budget out, or give another predictor.",
             )
 
     def limits(

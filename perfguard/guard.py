@@ -153,7 +153,7 @@ class Guard(Judge):
         self.strict = bool(strict)
         if self.budget.energy_j is not None and self.device.kind == "cpu":
             raise ConfigurationError(
-                f"energy_budget={energy_budget!r} can never bind: a CPU ({self.device.name}) has no counter of energy. "
+                f"energy_budget={energy_budget!r} cannot be checked: a CPU ({self.device.name}) has no energy counter. "
                 "Leave energy_budget out, or name a GPU."
             )
         self.log = _open_log(log)
@@ -282,7 +282,7 @@ class Guard(Judge):
             self._warn_once(
                 UntrainedDeviceWarning,
                 f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
-                "its intervals are wider until it has.",
+                "its intervals are wider until it has learnt from your trials.",
             )
         return prediction
 
@@ -477,9 +477,8 @@ class Guard(Judge):
         if elsewhere:
             self._warn_once(
                 MeasurementWarning,
-                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name} all the same, but what such "
-                "trials cost is not counted as measured for it, and nothing is learnt. Pass gpu='auto' to guard the device that "
-                "is here.",
+                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name}, but such trials do not count "
+                "as measured, and nothing is learnt from them. Pass gpu='auto' to guard the device of this machine.",
                 about="elsewhere",
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
@@ -527,13 +526,13 @@ class Guard(Judge):
         known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:
-                message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
+                message = f"Runs on {self.device.name} have changed: {drift.reason}. PerfGuard learns the difference."
                 warn_user(message, DriftWarning)
         for misfit in after.misfits:
             if misfit.observation.decision_id not in known:
                 message = (
-                    f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by "
-                    "the unlearnt prediction again (shown once). Check that `build` describes the step that the trials run."
+                    f"PerfGuard's predictor does not fit the runs on {self.device.name}: {misfit.reason}. Verdicts use its "
+                    "shipped prediction again (shown once). Check that `build` describes the step that the trials run."
                 )
                 self._warn_once(DriftWarning, message, about="misfit")
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
@@ -543,8 +542,8 @@ class Guard(Judge):
                 continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
             if found.observation.decision_id not in refused and found.reason not in reasons:
                 message = (
-                    f"A reading is implausible and is not learnt (shown once): {found.reason}. Check that `build` describes what "
-                    "the trials run; `perfguard log quarantine` lists such readings."
+                    f"PerfGuard does not learn from an implausible reading (shown once): {found.reason}. Check that `build` "
+                    "describes the step that the trials run. `perfguard log quarantine` lists such readings."
                 )
                 self._warn_once(MeasurementWarning, message)
 
@@ -573,7 +572,7 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
     """
     if isinstance(model, Workload):
         if inputs is not None or fields:
-            raise ConfigurationError("A Workload says it all; give an example batch and fields only with a model.")
+            raise ConfigurationError("A Workload already has its batch and its fields. Give these only with a model.")
         return model
     if inputs is None:
         raise ConfigurationError(f"Give a Workload, or a model and an example batch, but got only {type(model).__name__}.")

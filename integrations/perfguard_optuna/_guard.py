@@ -600,9 +600,8 @@ class Search:
         if self.threshold is not None and verdict is not None and verdict.p_violation > self.guard.risk:
             self.guard._warn_once(
                 BudgetWarning,
-                f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
-                "trial that is more likely to fit than not (shown once). More trials than `risk` says may break a budget. "
-                "Raise the budget, or the risk, to silence this warning.",
+                f"No proposal is certain to fit ({self.num_rejected} in a row), so PerfGuard launches a trial that more likely "
+                "fits than not (shown once). More trials than `risk` may exceed a budget. Raise the budget, or the risk.",
                 about="patience",
             )
         self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True

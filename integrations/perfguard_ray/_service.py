@@ -170,8 +170,8 @@ class SharedPredictor:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The predictor service {self.service_name!r} is away: {why}. Predictions are made in this process; the service "
-                f"is tried again every {_RETRY_AFTER_S:g} s (shown once).",
+                f"The predictor service {self.service_name!r} cannot be reached: {why}. This process predicts instead, and "
+                f"tries the service again every {_RETRY_AFTER_S:g} s (shown once).",
                 ServiceWarning,
                 stacklevel=4,
             )

@@ -248,7 +248,7 @@ def test_gradient_descent_on_penalty_reaches_limit(predictor: FlopsPredictor) ->
         ({"max_latency_ms": "5ms"}, "max_latency_ms must be a positive number"),
         ({"max_energy_j": -1}, "max_energy_j must be a positive number"),
         ({"max_memory": "lots"}, "max_memory must look like"),
-        ({"max_memory": "10MiB"}, "can never be held"),
+        ({"max_memory": "10MiB"}, "is too small for any trial"),
         ({"max_latency_ms": 1, "risk": 1}, r"risk must lie in \(0, 1\)"),
     ],
 )
