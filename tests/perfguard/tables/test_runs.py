@@ -219,7 +219,6 @@ def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str,
     assert run_row(ROW | {"note": note}).host == host
 
 
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
