@@ -278,8 +278,8 @@ class Guard(Judge):
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
-                f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
-                "its intervals are wider until it has.",
+                f"{prediction.predictor} was not trained on such steps on {self.device.name}. "
+                "Read the interval and not the median until some trials have run.",
             )
         return prediction
 

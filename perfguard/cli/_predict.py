@@ -201,7 +201,9 @@ def _print(
     console.print(table)
     print_account(console, prediction)
     if not prediction.trained_on_device:
-        untrained = f"{prediction.predictor} was not trained on such steps on {device.name}: its intervals are wider."
+        untrained = (
+            f"{prediction.predictor} was not trained on such steps on {device.name}. Read the interval and not the median."
+        )
         console.print(f"[yellow]{untrained}[/]")
     for text in prediction.unmodelled:
         console.print(f"[yellow]not modelled: {text}[/]")

@@ -192,7 +192,7 @@ def _print(rows: Sequence[Ranked], *, by: str, has_batch: bool) -> None:
             unit_of_cost = "trial" if costed else unit[: -1 if has_batch else -2]
             console.print(f"cheapest per {unit_of_cost}: {cheapest.device.id} ({cheapest.price})", highlight=False)
     if any(not row.prediction.trained_on_device for row in rows):
-        console.print("* never trained on: physics with wider intervals", highlight=False)
+        console.print("* not trained on such steps on this GPU: read the interval and not the time", highlight=False)
 
 
 def _in_words(cost: Estimate | None) -> str:
