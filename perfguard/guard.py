@@ -28,12 +28,12 @@ from perfguard.exceptions import (
 from perfguard.judge import Judge
 from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
-from perfguard.physics import LeastMemory, least_reading
-from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable
+from perfguard.physics import LeastMemory
+from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload
-from perfguard.verdict import EVEN_CHANCE, Action, Decision, Verdict
+from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 
 OnViolation = Literal["prune", "repair", "warn"]
-DEFAULT_RISK = 0.05
 _TRIALS_IN_ADVANCE = 10
 
 
@@ -272,17 +271,15 @@ class Guard(Judge):
                 steps=workload.steps,
             )
 
-    def _predict(self, graph: OpGraph, *, steps: int | None) -> Prediction:
-        """What the predictor says of ``graph``, never below what a reading can be, and as unsure as the log shows it to be."""
+    def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """The prediction for ``graph``, as unsure as the log shows it to be."""
         with self._lock:
-            prediction = self.predictor.predict(graph, self.device, steps=steps)
-            can_be_read = (least_reading(target, graph, self.device) for target in TARGETS)
-            prediction = prediction.at_least(*can_be_read).widened(self._assessment.widening)
+            prediction = super()._predict(graph, steps=steps).widened(self._assessment.widening)
         if not prediction.trained_on_device:
             self._warn_once(
                 UntrainedDeviceWarning,
-                f"{prediction.predictor} was not trained on such steps on {self.device.name}; "
-                "its intervals are wider until it has learnt from your trials.",
+                f"{prediction.predictor} was not trained on such steps on {self.device.name}. "
+                "Read the interval and not the median until some trials have run.",
             )
         return prediction
 

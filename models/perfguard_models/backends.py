@@ -121,7 +121,7 @@ class RawPrediction(NamedTuple):
     shares: dict[str, Floats]
     """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
     known: dict[str, npt.NDArray[np.bool_]]
-    """Whether the training rows contain similar steps. Where they do not, the value and its prior are those of physics, because a
+    """Whether the error on similar steps was measured. Where it was not, the value and its prior are those of physics, because a
     network does not extrapolate. Shapes: (C,)"""
     step_features: npt.NDArray[np.float32] | None
     """None: they were not computed. Shape: (C, len(STEP_FEATURES))"""
@@ -334,8 +334,10 @@ def by_physics(
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
             path = PathTimes.on_device(op_time_s)
-        on_gpu = target == "memory" and device.kind == "cuda"
-        unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else PHYSICS.log_sigma(target)
+        is_validated = target == "memory" and device.kind == "cuda" and _replay_is_validated(graphs.skeleton)
+        unsure: float | Floats = PHYSICS.log_sigma(target)
+        if is_validated:  # a relative and a constant part
+            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / np.exp(value))
         scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
@@ -343,19 +345,16 @@ def by_physics(
             path=path,
             prior=raw.prior | {target: GUESSED_PRIOR},
             prior_scale=raw.prior_scale | {target: scale},
-            known=raw.known | {target: raw.known[target] & ~chosen},
+            known=raw.known | {target: raw.known[target] & (~chosen | is_validated)},
         )
     return raw
 
 
-def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | float:
-    """Standard deviation of the replay's memory, as a logarithm: a relative and a constant part. Shape: (C,) → (C,)."""
-    skeleton = graphs.skeleton
-    settings = skeleton.mode, skeleton.precision, skeleton.layout
-    switches = _REPLAYED_OPTIONS.issuperset(skeleton.options)
-    if settings != ("train", "fp32", "nchw") or not switches or skeleton.unmodelled or "rnn" in skeleton.kinds:
-        return PHYSICS.memory_log_sigma
-    return np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / num_bytes)
+def _replay_is_validated(graph: OpGraph) -> bool:
+    """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
+    if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
+        return False
+    return _REPLAYED_OPTIONS.issuperset(graph.options) and not graph.unmodelled
 
 
 def _covers_memory(graph: OpGraph) -> bool:

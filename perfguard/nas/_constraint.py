@@ -119,8 +119,8 @@ class LatencyConstraint(Judge):
         """Predicted cost of one inference of ``model``."""
         return self._predict(self.graph_of(model))
 
-    def _predict(self, graph: OpGraph) -> Prediction:
-        return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
+    def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        return self._rates.apply([self.predictor.predict(graph, self.device, steps=steps)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
         """The result of :meth:`predict` for each of ``graphs``."""

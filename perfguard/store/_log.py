@@ -261,3 +261,8 @@ def data_directory() -> Path:
     else:
         base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(base) / "perfguard"
+
+
+def default_location() -> str:
+    """The path or URL in the environment variable PERFGUARD_LOG, else the file of the user's own log."""
+    return os.environ.get("PERFGUARD_LOG") or str(data_directory() / "log.db")

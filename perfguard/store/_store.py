@@ -23,7 +23,7 @@ from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
 from perfguard.store._database import parse_url
 from perfguard.store._delivery import Delivery
-from perfguard.store._log import TROUBLE, Log, data_directory, unusable
+from perfguard.store._log import TROUBLE, Log, default_location, unusable
 from perfguard.store._schema import Entry, LoggedDecision
 from perfguard.store._selection import Selection, select_ids, select_rows
 from perfguard.store._weights_registry import WeightsRegistry
@@ -86,8 +86,8 @@ class MeasurementStore(WeightsRegistry):
 
     @classmethod
     def default(cls) -> MeasurementStore:
-        """The log that the environment variable PERFGUARD_LOG names (path or URL), else the user's own."""
-        return cls(os.environ.get("PERFGUARD_LOG") or data_directory() / "log.db")
+        """The log at :func:`perfguard.store.default_location`."""
+        return cls(default_location())
 
     def record_decision(
         self,

@@ -254,8 +254,9 @@ def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool) -> OpGraph:
     ("gpu", "precision", "mode", "benchmark", "is_trained"),
     [
         ("rtx3090", "amp-fp16", "train", True, True),
-        ("rtx3090", "amp-fp16", "train", False, False),  # memory is the replay's
+        ("rtx3090", "amp-fp16", "train", False, False),  # the replay was not compared with half precision
         ("a100", "fp32", "train", True, False),
+        ("t4", "fp32", "train", False, True),  # the replay was compared with such steps
         ("b200", "amp-bf16", "infer", True, False),
     ],
 )

@@ -268,7 +268,7 @@ def test_check_says_what_is_wrong_with_a_workload(log: MeasurementStore) -> None
 
 def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
     guard = Guard(DEVICE, predictor=Oracle(trained_on_device=False), log=log)
-    with pytest.warns(UntrainedDeviceWarning, match="oracle-1 was not trained on such steps on Toy 10G; its intervals are wider"):
+    with pytest.warns(UntrainedDeviceWarning, match="oracle-1 was not trained on such steps on Toy 10G"):
         guard.check(WORKLOAD)
     guard.check(WORKLOAD)  # a second warning would be an error here
 
