@@ -1,4 +1,4 @@
-"""The summary of a study: what ran, what was turned down and why, what that saved, and what was not measured.
+"""The summary of a study: what ran, what was rejected and why, what that saved, and what was not measured.
 
 Integrations read their trials as :class:`TrialRecord` and count them into a :class:`GuardSummary`.
 """

@@ -35,7 +35,7 @@ class PerfGuardCallback(Callback):
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
       replaces that row.
 
-    The console has a line for each configuration that is turned down. At the end of the run it has the table of
+    The console has a line for each configuration that is rejected. At the end of the run it has the table of
     :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
 
     Args:

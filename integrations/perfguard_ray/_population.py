@@ -35,7 +35,7 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
 
     Args:
         search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.
-        max_perturbations: how many changes in a row may be turned down.
+        max_perturbations: how many changes in a row may be rejected.
         settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
 
     Raises:

@@ -19,7 +19,7 @@ class AdviceConfig:
     """When a rule applies."""
 
     many_refused: float = 0.2
-    """Share of the proposals that one limit turned down."""
+    """Share of the proposals that one limit rejected."""
     wide_interval: float = 2.5
     """Median ratio of the ends of the 90% intervals."""
     enough_runs: int = 10
@@ -86,7 +86,7 @@ def _refused(report: Report, axes: Sequence[Axis], borders: Mapping[Quantity, Bo
         total = report.summary.num_pruned + report.summary.num_launched
         if count < max(2.0, config.many_refused * total):
             continue
-        text = f"{count} of {total} proposals were turned down for their {NOUNS[limit]}."
+        text = f"{count} of {total} proposals were rejected for their {NOUNS[limit]}."
         close = sum(_is_within(trial, limit) for trial in report.trials)
         if close > count / 2:
             yield (
