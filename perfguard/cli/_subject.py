@@ -157,7 +157,7 @@ def check_subject(arguments: argparse.Namespace) -> None:
         if arguments.set:
             raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
         if arguments.mode == "train":
-            raise ConfigurationError("--mode train is for FILE.py:BUILD: an ONNX file holds the forward pass alone.")
+            raise ConfigurationError("--mode train is for FILE.py:BUILD: an ONNX file has only the forward pass.")
         dict(map(_dimension, arguments.dim))
         _check_file(arguments.source)
         return

@@ -48,8 +48,8 @@ def runs(number: int, seed: int = 0, *, time: float = 1.0, sigma: float = 0.1, *
     [
         (run(memory=1000.0), "memory", "97.7 GiB measured, but the device has 1.00 GiB"),
         (run(memory=0.001), "memory", "no other reading agrees"),
-        (run(step_time_s=math.nan), "time", "nan is no time above zero"),
-        (run(step_time_s=-0.1), "time", "-0.1 is no time above zero"),
+        (run(step_time_s=math.nan), "time", "the measured step time is nan, which is not above zero"),
+        (run(step_time_s=-0.1), "time", "the measured step time is -0.1, which is not above zero"),
         (run(peak_memory_bytes=0), "memory", "the measured memory is 0, which is not above zero"),
         (run(step_time_s=0.5), "time", "200 steps of 500 ms take longer than the trial of 21"),
         (run(total_time_s=-3.0), "time", "the time of the trial is -3.0 s"),
