@@ -601,7 +601,7 @@ class Search:
             self.guard._warn_once(
                 BudgetWarning,
                 f"No proposal is certain to fit ({self.num_rejected} in a row), so PerfGuard launches a trial that more likely "
-                "fits than not (shown once). More trials than `risk` may exceed a budget. Raise the budget, or the risk.",
+                "fits than not (shown once). The share of violations may exceed `risk`. Raise the budget, or the risk.",
                 about="patience",
             )
         self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
