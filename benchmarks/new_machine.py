@@ -13,7 +13,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ def score(rows: Sequence[tuple[Run, OpGraph]], learnt: int) -> tuple[float, floa
     return float(errors.mean()), float(np.median(errors)), float(inside.mean())
 
 
+def _name(source: str, gpu: str, folder: str) -> str:
+    """The machine, by the part of the folder that tells it apart."""
+    return " ".join([source, gpu, *PurePosixPath(folder).parts[:2][-1:]])
+
+
 def main() -> None:
     """Show one line for each machine."""
     parser = parser_of(__doc__)
@@ -67,7 +72,7 @@ def main() -> None:
         if len(rows) >= _FEWEST:
             random.Random(0).shuffle(rows)
             cells = [f"{mean:.0%} / {median:.0%}; {inside:.0%}" for mean, median, inside in (score(rows, n) for n in _LEARNT)]
-            lines.append([" ".join(machine).strip(), str(len(rows)), *cells])
+            lines.append([_name(*machine), str(len(rows)), *cells])
     columns = ["machine", "runs", *(f"after {number}" for number in _LEARNT)]
     show("new-machines", columns, lines, record=arguments.record)
 
