@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures, the report and the log")
     arguments = parser.parse_args()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     torch.set_num_threads(1)  # networks so small gain little from more, which disturb each other on a busy machine
     console = Console()
     start = time.perf_counter()
