@@ -179,12 +179,12 @@ def expect(holds: bool, message: str) -> None:
 
 
 def clone(stranger: Stranger) -> None:
-    """The last commit of this checkout; without git, a copy of its files."""
-    if (ROOT / ".git").exists() and shutil.which("git"):
+    """The last commit of this checkout. Where git does not take it for a repository of this user's, a copy of its files."""
+    if shutil.which("git") and subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True, check=False).returncode == 0:
         command = f"git clone --quiet {shlex.quote(str(ROOT))} {shlex.quote(str(stranger.clone))}"
         stranger.step("git clone", command, 60, cwd=stranger.mine)
         return
-    print("There is no git repository here: the files are copied.", flush=True)
+    print("Git cannot clone this checkout: the files are copied.", flush=True)
     ignored = shutil.ignore_patterns(".venv", "out", "build", "dist", ".git", ".*_cache", ".hypothesis", "__pycache__")
     shutil.copytree(ROOT, stranger.clone, ignore=ignored)
 
