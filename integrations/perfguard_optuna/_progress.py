@@ -28,12 +28,11 @@ class ProgressLine:
 
     def __init__(self, progress: Progress, n_trials: int | None, *, counts_pruned: bool) -> None:
         self._progress = progress
-        self._task = progress.add_task("", total=n_trials)
         self._counts_pruned = counts_pruned
         self._lock = threading.Lock()
         self._num_launched = self._num_pruned = self._num_over = 0
         self._saved_s = 0.0
-        self._show()
+        self._task = progress.add_task(self._text, total=n_trials)
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Count a trial that has just ended, and what was rejected in the search for it."""
@@ -46,12 +45,12 @@ class ProgressLine:
                 self._num_over += record.verdict != "prune" and record.violates
                 self._saved_s += (record.saved_s or 0.0) if record.verdict == "prune" else 0.0
             done = self._num_launched + (self._num_pruned - len(rejected) if self._counts_pruned else 0)
-            self._show(done)
+            self._progress.update(self._task, completed=done, description=self._text)
 
-    def _show(self, done: int = 0) -> None:
-        text = f"{self._num_launched} launched · {self._num_pruned} pruned · {self._num_over} over budget"
+    @property
+    def _text(self) -> str:
         saved = f" · {format_seconds(self._saved_s)} saved" if self._saved_s else ""
-        self._progress.update(self._task, completed=done, description=text + saved)
+        return f"{self._num_launched} launched · {self._num_pruned} pruned · {self._num_over} over budget{saved}"
 
 
 @contextmanager

@@ -127,8 +127,9 @@ class TrackingCallback(ABC):
         if not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"PerfGuard could not write a trial to {self.name} (shown once): {type(error).__name__}: {error}. The study goes "
-                "on, and the trial is written with a later one. write(study) at the end writes what is missing.",
+                f"PerfGuard could not write a trial to {self.name} (shown once). The study goes on, and the trial is written with "
+                "a later one. What is missing at the end, the callback's write(study) writes. The cause is a "
+                f"{type(error).__name__}: {error}",
                 TrackingWarning,
             )
 

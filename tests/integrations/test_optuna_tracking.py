@@ -262,7 +262,7 @@ def test_mlflow_that_is_away_or_misspelt(mlflow_uri: str, monkeypatch: pytest.Mo
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         callback = MLflowCallback(f"http://127.0.0.1:{closed.getsockname()[1]}")
-        with pytest.warns(TrackingWarning, match=r"to MLflow .*ConnectionError") as caught:
+        with pytest.warns(TrackingWarning, match=r"(?s)to MLflow .*ConnectionError") as caught:
             tracked_study(callback)
     assert [warning.category for warning in caught].count(TrackingWarning) == 1
 
