@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -31,7 +30,7 @@ from perfguard_optuna._attributes import PREFIX, proposals_rejected_for, record_
 from perfguard_optuna._summary import summarize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from perfguard.summary import TrialRecord
 
@@ -110,9 +109,7 @@ class TrackingCallback(ABC):
             Exception: whatever the tracker raises.
         """
         with self._lock:
-            for trial in study.get_trials(deepcopy=False):
-                if trial.state.is_finished():
-                    self._write(study, trial)
+            self._write_all(study, [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()])
             self._waiting = [kept for kept in self._waiting if kept[0].study_name != study.study_name]
 
     def _check(self) -> None:
@@ -123,12 +120,16 @@ class TrackingCallback(ABC):
     def _write(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Write one finished trial."""
 
+    def _write_all(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> None:
+        for trial in trials:
+            self._write(study, trial)
+
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"PerfGuard could not write a trial to {self.name} (shown once). The study goes on, and the trial is written with "
-                "a later one. What is missing at the end, the callback's write(study) writes. The cause is a "
+                f"PerfGuard could not write a trial to {self.name} (shown once). The study goes on, and the trial is written "
+                "with a later one. What is missing at the end, the callback's write(study) writes. The cause is a "
                 f"{type(error).__name__}: {error}",
                 TrackingWarning,
             )
@@ -347,28 +348,24 @@ class DashboardCallback(TrackingCallback):
         self._dashboard = optuna_dashboard
         self._draw_after = 0.0
 
-    def write(self, study: optuna.Study) -> None:
-        """Write the notes of all finished trials, the summary and the pictures.
-
-        Raises:
-            Exception: whatever the study's storage raises.
-        """
-        super().write(study)
-        with self._lock:
-            self._draw(study)
-
     def _write(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        # A trial as save_note takes it. An optuna.Trial would ask the sampler for parameters.
-        self._add_note(SimpleNamespace(storage=study._storage, study=study, _trial_id=trial._trial_id), _note_of(trial))
+        _add_note(study, trial._trial_id, _note_of(trial), study._storage.get_study_system_attrs(study._study_id))
         if time.monotonic() >= self._draw_after:
             self._draw(study)
+
+    def _write_all(self, study: optuna.Study, trials: Sequence[FrozenTrial]) -> None:
+        attributes = study._storage.get_study_system_attrs(study._study_id)
+        for trial in trials:
+            _add_note(study, trial._trial_id, _note_of(trial), attributes)
+        self._draw(study)
 
     def _draw(self, study: optuna.Study) -> None:
         from perfguard_optuna.visualization import plot_budget, plot_savings
 
         began = time.monotonic()
         rows = "\n".join(f"| {label} | {_cell(value)} |" for label, value in summarize(study).rows())
-        self._add_note(study, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n")
+        attributes = study._storage.get_study_system_attrs(study._study_id)
+        _add_note(study, None, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n", attributes)
         limited = {quantity for trial in study.get_trials(deepcopy=False) for quantity in record_of(trial).limits}
         for quantity in QUANTITIES:
             if quantity in limited:
@@ -378,12 +375,24 @@ class DashboardCallback(TrackingCallback):
         ended = time.monotonic()
         self._draw_after = ended + (ended - began) / _MOST_DRAWING
 
-    def _add_note(self, noted: Any, text: str) -> None:
-        before = self._dashboard.get_note(noted)
-        own = before.partition(_NOTE)[0].rstrip()
-        after = f"{own}\n\n{text}" if own else text
-        if after != before:
-            self._dashboard.save_note(noted, after)
+
+def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: Mapping[str, Any]) -> None:
+    """Put PerfGuard's part of a note below the user's. None: the study's own note.
+
+    ``optuna_dashboard.save_note`` takes no finished trial, and reads all notes of a study three times. This writes what it would
+    write (optuna-dashboard 0.21).
+    """
+    from optuna_dashboard import _note
+
+    before = _note.get_note_from_system_attrs(attributes, trial_id)
+    own = before["body"].partition(_NOTE)[0].rstrip()
+    after = f"{own}\n\n{text}" if own else text
+    if after == before["body"]:
+        return
+    parts = _note.split_body(after, trial_id)
+    longer = [key for key in attributes if key.startswith(_note.note_str_key_prefix(trial_id)) and key not in parts]
+    for key, part in {**parts, **dict.fromkeys(longer, ""), _note.note_ver_key(trial_id): before["version"] + 1}.items():
+        study._storage.set_study_system_attr(study._study_id, key, part)
 
 
 def _note_of(trial: FrozenTrial) -> str:
