@@ -30,22 +30,23 @@ class ProgressLine:
         self._progress = progress
         self._counts_pruned = counts_pruned
         self._lock = threading.Lock()
-        self._num_launched = self._num_pruned = self._num_over = 0
+        self._num_done = self._num_launched = self._num_pruned = self._num_over = 0
         self._saved_s = 0.0
         self._task = progress.add_task(self._text, total=n_trials)
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Count a trial that has just ended, and what was rejected in the search for it."""
-        rejected = proposals_rejected_for(study, trial)
+        records = [record_of(ended) for ended in (*proposals_rejected_for(study, trial), trial)]
         with self._lock:
-            for ended in (*rejected, trial):
-                record = record_of(ended)
-                self._num_pruned += record.verdict == "prune"
-                self._num_launched += record.verdict != "prune"
-                self._num_over += record.verdict != "prune" and record.violates
-                self._saved_s += (record.saved_s or 0.0) if record.verdict == "prune" else 0.0
-            done = self._num_launched + (self._num_pruned - len(rejected) if self._counts_pruned else 0)
-            self._progress.update(self._task, completed=done, description=self._text)
+            for record in records:
+                if record.verdict == "prune":
+                    self._num_pruned += 1
+                    self._saved_s += record.saved_s or 0.0
+                else:
+                    self._num_launched += 1
+                    self._num_over += record.violates
+            self._num_done += self._counts_pruned or records[-1].verdict != "prune"
+            self._progress.update(self._task, completed=self._num_done, description=self._text)
 
     @property
     def _text(self) -> str:

@@ -134,9 +134,6 @@ class TrackingCallback(ABC):
                 TrackingWarning,
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{type(self).__name__} cannot be pickled. Make one in each process.")
-
 
 class MLflowCallback(TrackingCallback):
     """Writes each trial into an MLflow run: numbers as metrics, verdict and reason as tags.

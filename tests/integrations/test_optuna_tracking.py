@@ -173,18 +173,19 @@ class Terminal(Console):
 shown: list[Console] = []
 
 
-@pytest.mark.parametrize("draws_again", [False, True])
-def test_the_progress_line_counts_what_the_summary_counts(draws_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("draws_again", "count"), [(False, "launched"), (True, "launched"), (False, "proposed")])
+def test_the_progress_line_counts_what_the_summary_counts(draws_again: bool, count: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(perfguard_optuna._study, "Console", Terminal)
     streams = [getattr(handler, "stream", None) for handler in logging.getLogger("optuna").handlers]
-    study = tracked_study(show_progress_bar=True, draws_again=draws_again, n_trials=3)
+    study = tracked_study(show_progress_bar=True, draws_again=draws_again, n_trials=3, count=count)
     text = shown.pop().file.getvalue()  # type: ignore[attr-defined]
     last = text[text.rindex("launched") - 2 :]
     summary = summarize(study)
     assert summary.num_pruned
     saved = f"{30 * summary.num_pruned}.0 ms saved"
-    assert f"3 launched · {summary.num_pruned} pruned · 0 over budget · {saved}" in last
+    assert f"{summary.num_launched} launched · {summary.num_pruned} pruned · 0 over budget · {saved}" in last
+    assert "100%" in last
     assert "100%" in last
     assert [getattr(handler, "stream", None) for handler in logging.getLogger("optuna").handlers] == streams
 
