@@ -60,11 +60,11 @@ def _origin() -> dict[str, str]:
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """Return the command line for a reader: without folders of this machine, and with the number of threads if it was set."""
+    """Return the command line for a reader: without paths of this machine, and with the number of threads if it was set."""
     script, *rest = arguments
     words = [f"benchmarks/{Path(script).name}"]
     for before, word in zip(["", *rest], rest, strict=False):
         if not {before, word} & {*_OF_THIS_MACHINE}:
-            words.append(Path(word).name if Path(word).is_absolute() else word)
+            words.append("PATH" if Path(word).is_absolute() else word)
     threads = os.environ.get("OMP_NUM_THREADS")
     return " ".join([*([f"OMP_NUM_THREADS={threads}"] if threads else []), "python", shlex.join(words)])

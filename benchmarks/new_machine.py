@@ -2,7 +2,7 @@
 
     python benchmarks/new_machine.py RUNS --cache .perfguard-cache
 
-RUNS is a table of runs of any model (docs/tables.md). Each pair of source and GPU with at least 30 step times is a machine. Its
+RUNS is a table of runs of any model (docs/tables.md). Each machine with at least 30 step times is shown. Its
 runs come in a random order. The error is that of the others, which come later. The weights have seen these rows, but not the
 factors of the machines.
 """
@@ -13,7 +13,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ def score(rows: Sequence[tuple[Run, OpGraph]], learnt: int) -> tuple[float, floa
     return float(errors.mean()), float(np.median(errors)), float(inside.mean())
 
 
+def _name(source: str, gpu: str, folder: str) -> str:
+    """The machine, by the part of the folder that tells it apart."""
+    return " ".join([source, gpu, *PurePosixPath(folder).parts[:2][-1:]])
+
+
 def main() -> None:
     """Show one line for each machine."""
     parser = parser_of(__doc__)
@@ -59,15 +64,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dataset_of([arguments.table], "launches", cache=arguments.cache)  # traces what is not in the cache
-    machines: defaultdict[tuple[str, str], list[tuple[Run, OpGraph]]] = defaultdict(list)
+    machines: defaultdict[tuple[str, str, str], list[tuple[Run, OpGraph]]] = defaultdict(list)
     for run, graph in graphs_of([arguments.table], lambda run: "time" in run.labels, cache=arguments.cache):
-        machines[run.source, run.gpu].append((run, graph))
+        machines[run.machine].append((run, graph))
     lines = []
-    for (source, gpu), rows in sorted(machines.items()):
+    for machine, rows in sorted(machines.items()):
         if len(rows) >= _FEWEST:
             random.Random(0).shuffle(rows)
             cells = [f"{mean:.0%} / {median:.0%}; {inside:.0%}" for mean, median, inside in (score(rows, n) for n in _LEARNT)]
-            lines.append([f"{source} {gpu}", str(len(rows)), *cells])
+            lines.append([_name(*machine), str(len(rows)), *cells])
     columns = ["machine", "runs", *(f"after {number}" for number in _LEARNT)]
     show("new-machines", columns, lines, record=arguments.record)
 

@@ -134,7 +134,7 @@ class UnguardedTrialWarning(PerfGuardWarning):
 
 
 class UntrainedDeviceWarning(PerfGuardWarning):
-    """The predictor was not trained on such steps on this device; its intervals are wider."""
+    """The predictor was not trained on such steps on this device."""
 
 
 class BudgetWarning(PerfGuardWarning):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perfguard.exceptions import TooLargeError
-from perfguard.physics import HOPELESS, LeastMemory
-from perfguard.predictor import Predictor, load_predictor
+from perfguard.physics import HOPELESS, LeastMemory, least_reading
+from perfguard.predictor import TARGETS, Predictor, load_predictor
 from perfguard.quantities import format_bytes
 from perfguard.verdict import Verdict, check_risk
 
@@ -43,6 +43,11 @@ class Judge:
         self.budget = budget.priced_on(self.device)
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
+
+    def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """The prediction for ``graph``. It is never below what a reading can be."""
+        prediction = self.predictor.predict(graph, self.device, steps=steps)
+        return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
 
     def _judge_graph(
         self,

@@ -99,7 +99,7 @@ class Prediction:
     """Name and version, for instance "guardnet-5d41402a"."""
     device_id: str
     trained_on_device: bool
-    """False: the predictor has not learnt such steps on this device, and its intervals are wider for it."""
+    """False: the predictor was not trained on such steps on this device, and no trial of yours has run there."""
     memory_parts_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes of each part of ``peak_memory.median``, which they add up to; empty: the predictor cannot say.
 

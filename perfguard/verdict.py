@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Action = Literal["launch", "prune", "repair"]
 EVEN_CHANCE = 0.5
+DEFAULT_RISK = 0.05
+"""The share of the launched trials that may break a limit."""
 
 
 @dataclass(frozen=True, slots=True)

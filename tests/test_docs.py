@@ -142,7 +142,7 @@ def test_a_recorded_table_is_read_back_and_says_how_it_was_made(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     _record.show("speed", ["what", "ms"], [["cold, ± 5%", "1.5"], ["warm", "0.2"]], record=tmp_path)
     table = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
-    assert table["command"] == "OMP_NUM_THREADS=1 python benchmarks/speed.py runs.csv.gz --rows 3"
+    assert table["command"] == "OMP_NUM_THREADS=1 python benchmarks/speed.py PATH --rows 3"
     text = RESULTS["markdown"](table)
     assert f"{datetime.date.today()}, " in text
     assert text.endswith("| what | ms |\n| :--- | ---: |\n| cold, ± 5% | 1.5 |\n| warm | 0.2 |\n")

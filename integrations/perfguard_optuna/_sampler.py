@@ -122,7 +122,7 @@ class PerfGuardSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
+        """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
         try:
             return self._sample_feasible(study, trial, search_space)
         except (optuna.TrialPruned, UnguardedTrialError):

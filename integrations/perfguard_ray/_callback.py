@@ -40,7 +40,7 @@ class PerfGuardCallback(Callback):
     Each result of a trial also gets what was predicted, by the names of :mod:`perfguard.tracking`. Tune's own loggers write it
     with the rest: files and TensorBoard always, MLflow and W&B if their callbacks stand after this one.
 
-    The console has a line for each configuration that is turned down. At the end of the run it has the table of
+    The console has a line for each configuration that is rejected. At the end of the run it has the table of
     :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
 
     Args:

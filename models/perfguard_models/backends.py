@@ -34,7 +34,8 @@ Floats = npt.NDArray[np.float64]
 TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
-_UNLIKE_PERCEPTRONS = frozenset({*CONVOLUTION_KINDS, "attention", "embedding", "rnn"})
+_MEASURED = "train", "fp32", "nchw"
+"""Mode, precision and layout of all steps whose memory was measured."""
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
 """With other switches on, the replay was never compared with measurements."""
 _TRAINED_HALF = "amp-fp16"
@@ -67,6 +68,10 @@ class PhysicsConfig:
     """The same in PyTorch's default settings, in float32: xMem's 112 training runs of 10 networks on three cards."""
     loaded_bytes: float = 100 * 2**20
     """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
+    eager_bytes: float = 1007 * 2**20
+    """Bytes that the machine of the memory's training rows held beside replay and context: CUDA loaded all its modules there.
+    GPUMemNet's perceptrons, in which cuDNN has no workspaces, show them (`benchmarks/loaded_bytes.py`). Since CUDA 11.7 only
+    those that are used are loaded."""
     time_log_sigma: float = 0.6
     """A step takes one to four times its roofline."""
     time_factor: float = 2.0
@@ -121,7 +126,7 @@ class RawPrediction(NamedTuple):
     shares: dict[str, Floats]
     """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
     known: dict[str, npt.NDArray[np.bool_]]
-    """Whether the training rows contain similar steps. Where they do not, the value and its prior are those of physics, because a
+    """Whether the error on similar steps was measured. Where it was not, the value and its prior are those of physics, because a
     network does not extrapolate. Shapes: (C,)"""
     step_features: npt.NDArray[np.float32] | None
     """None: they were not computed. Shape: (C, len(STEP_FEATURES))"""
@@ -235,17 +240,23 @@ class GpuBackend:
         log_step_s, op_time_s, path = self._clocks(graphs, device)
         value = {"memory": np.zeros(number), "time": log_step_s[0]}
         sigma = {"memory": np.full(number, PHYSICS.memory_log_sigma), "time": self._time_sigma(log_step_s, setting, device)}
-        known = {"memory": np.ones(number, dtype=np.bool_), "time": np.full(number, setting.timed_as in self._time.card["timed"])}
+        calibration = self._memory.calibration
+        is_calibrated = f"memory/{setting.group}" in calibration.scale
+        known = {
+            "memory": np.full(number, is_calibrated),
+            "time": np.full(number, setting.timed_as in self._time.card["timed"]),
+        }
         shares: dict[str, Floats] = {}
-        covered = _covers_memory(skeleton)
+        covered = _leaves_workspaces(skeleton)
         if covered or setting.is_perceptron:
             steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
             predicted, spread = predict_with_spread(self._memory.learner, steps)
-            calibration, on_known = self._memory.calibration, device.id in self._memory.card["trained_devices"]
-            value["memory"] = np.nan_to_num(predicted["memory"])
-            sigma["memory"] = np.array(
-                [calibration.log_sigma("memory", setting.group, one, known_gpu=on_known) for one in spread["memory"].tolist()]
-            )
+            replayed = graphs.reserved_bytes + device.context_bytes
+            value["memory"] = np.log(np.maximum(_lazily_loaded(np.nan_to_num(predicted["memory"])), replayed))
+            own = [
+                calibration.log_sigma("memory", setting.group, one, known_gpu=is_calibrated) for one in spread["memory"].tolist()
+            ]
+            sigma["memory"] = np.hypot(own, PHYSICS.loaded_bytes / np.exp(value["memory"]))
             covered = covered and bool(np.isfinite(predicted["memory"]).all())
             if setting.is_perceptron:
                 shares = {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
@@ -294,7 +305,15 @@ class GpuBackend:
         return 1.0
 
     def summary(self, device: Device, target: str) -> Summary:
-        return self._summary.of(device.id) if target == "memory" else NOTHING
+        if target != "memory":
+            return NOTHING
+        found = self._summary.of(device.id)
+        return found._replace(log_value=np.log(_lazily_loaded(found.log_value)))
+
+
+def _lazily_loaded(log_bytes: Floats) -> Floats:
+    """Bytes of processes that would have exp(``log_bytes``) on the machine of the training rows. Shape: (C,) → (C,)."""
+    return np.maximum(np.exp(log_bytes) - PHYSICS.eager_bytes, 1.0)
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
@@ -334,8 +353,10 @@ def by_physics(
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
             path = PathTimes.on_device(op_time_s)
-        on_gpu = target == "memory" and device.kind == "cuda"
-        unsure = _replay_log_sigma(graphs, np.exp(value)) if on_gpu else PHYSICS.log_sigma(target)
+        is_validated = target == "memory" and device.kind == "cuda" and _replay_is_validated(graphs.skeleton)
+        unsure: float | Floats = PHYSICS.log_sigma(target)
+        if is_validated:  # a relative and a constant part
+            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / np.exp(value))
         scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
@@ -343,25 +364,21 @@ def by_physics(
             path=path,
             prior=raw.prior | {target: GUESSED_PRIOR},
             prior_scale=raw.prior_scale | {target: scale},
-            known=raw.known | {target: raw.known[target] & ~chosen},
+            known=raw.known | {target: np.where(chosen, is_validated, raw.known[target])},
         )
     return raw
 
 
-def _replay_log_sigma(graphs: GraphBatch, num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | float:
-    """Standard deviation of the replay's memory, as a logarithm: a relative and a constant part. Shape: (C,) → (C,)."""
-    skeleton = graphs.skeleton
-    settings = skeleton.mode, skeleton.precision, skeleton.layout
-    switches = _REPLAYED_OPTIONS.issuperset(skeleton.options)
-    if settings != ("train", "fp32", "nchw") or not switches or skeleton.unmodelled or "rnn" in skeleton.kinds:
-        return PHYSICS.memory_log_sigma
-    return np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / num_bytes)
+def _replay_is_validated(graph: OpGraph) -> bool:
+    """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
+    is_measured = (graph.mode, graph.precision, graph.layout) == _MEASURED and "rnn" not in graph.kinds
+    return is_measured and _REPLAYED_OPTIONS.issuperset(graph.options) and not graph.unmodelled
 
 
-def _covers_memory(graph: OpGraph) -> bool:
-    """Whether training rows cover the memory of such steps: perceptrons, and other networks in benchmark mode."""
-    unlike = _UNLIKE_PERCEPTRONS if graph.mode == "train" else CONVOLUTION_KINDS
-    return "cudnn_benchmark" in graph.options or graph.kinds.isdisjoint(unlike)
+def _leaves_workspaces(graph: OpGraph) -> bool:
+    """Whether cuDNN's benchmark mode leaves workspaces in the allocator's cache, as in the training rows."""
+    is_measured = (graph.mode, graph.precision, graph.layout) == _MEASURED
+    return is_measured and "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:

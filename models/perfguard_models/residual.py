@@ -72,6 +72,11 @@ def same_regime(a: GPInputs, b: GPInputs) -> torch.Tensor:
     return a.regime[:, None] == b.regime[None, :]
 
 
+def repeats(a: GPInputs, b: GPInputs) -> torch.Tensor:
+    """Whether a run of ``a`` and one of ``b`` are of one step under the same conditions. Shape: (m, n)."""
+    return same_step(a, b) & same_regime(a, b)
+
+
 @dataclass(frozen=True, slots=True)
 class ResidualPrior:
     """Standard deviations of the kernel's terms, in logarithms, and what else the process assumes.
@@ -157,8 +162,7 @@ class ResidualPosterior:
         half = torch.linalg.solve_triangular(self.cholesky, cross.T, upper=False)  # shape: (n, m)
         mean, smooth2 = cross @ self.alpha, (self.prior.variance(inputs) - half.square().sum(0)).clamp_min(0)
         noise2, share = self.noise**2 * inputs.scale.square(), self.prior.of_the_step
-        own, of_step = self.y - self.seen.memorised, same_step(inputs, self.seen) & same_regime(inputs, self.seen)
-        of_step = of_step * self.weights
+        own, of_step = self.y - self.seen.memorised, repeats(inputs, self.seen) * self.weights
         number = of_step.sum(1)
         read = of_step @ own / number.clamp_min(_JITTER)
         known = number * share / (number * share + 1 - share)
@@ -224,7 +228,7 @@ def _as_readings_of_all(posterior: ResidualPosterior, out: GPInputs, least: torc
     cross = prior.kernel(out, posterior.seen)
     half = torch.linalg.solve_triangular(posterior.cholesky, cross.T, upper=False)
     mean, covariance = cross @ posterior.alpha, prior.kernel(out, out) - half.T @ half
-    noise2, alike = (prior.noise * out.scale).square(), _times_counted(prior, out)
+    noise2, alike = (prior.noise * out.scale).square(), _times_counted(prior, repeats(out, out))
     readings, more_noise2 = torch.zeros_like(least), torch.zeros_like(least)
     for at, bound in enumerate(least):
         sigma = (covariance[at, at] + noise2[at]).sqrt()
@@ -234,9 +238,14 @@ def _as_readings_of_all(posterior: ResidualPosterior, out: GPInputs, least: torc
     return readings, more_noise2
 
 
-def _times_counted(prior: ResidualPrior, seen: GPInputs) -> torch.Tensor:
-    """Factor on the noise of each run, so that k readings of a step count as one for other steps. Shape: (n,)."""
-    return 1 + prior.of_the_step * ((same_step(seen, seen) & same_regime(seen, seen)).sum(1) - 1)
+def _times_counted(prior: ResidualPrior, repeated: torch.Tensor) -> torch.Tensor:
+    """Factor on the noise of each run, so that k readings of a step count as one for other steps. Shape: (n,).
+
+    Args:
+        prior: the prior of the process.
+        repeated: which of the runs repeat each other. Shape: (n, n).
+    """
+    return 1 + prior.of_the_step * (repeated.sum(1) - 1)
 
 
 def _conditioned(
@@ -247,8 +256,8 @@ def _conditioned(
     num_read: int,
 ) -> ResidualPosterior:
     degrees, is_read = prior.degrees_of_freedom, torch.arange(len(y)) < num_read
-    parts = (GPInputs(*(column[part] for column in seen)) for part in (is_read, ~is_read))
-    alike = torch.cat([_times_counted(prior, part) for part in parts])
+    repeated = repeats(seen, seen) & (is_read[:, None] == is_read)  # a bound does not repeat a reading
+    alike = _times_counted(prior, repeated)
     covariance, noise2 = prior.kernel(seen, seen), (prior.noise**2 * seen.scale.square() + more_noise2) * alike
     weights = torch.ones_like(y)
     for remaining in reversed(range(prior.reweightings + 1)):
@@ -266,24 +275,29 @@ def _conditioned(
     scatter2 = (counted * error2[read] / seen.scale[read].square()).sum()
     noise = float(((degrees * prior.noise**2 + scatter2) / (degrees + counted.sum())).sqrt())
     noise = max(noise, prior.least_noise * prior.noise)
-    among = torch.where(is_read, _weights_among_readings(prior, seen, y, (1 - prior.of_the_step) * noise**2), 0.0)
-    return ResidualPosterior(prior, seen, y, among, cholesky, alpha, noise, num_read)
+    own_noise2 = (1 - prior.of_the_step) * noise**2 * seen.scale.square()
+    among = _weights_among_readings(prior.degrees_of_freedom, repeated, y - seen.memorised, own_noise2)
+    return ResidualPosterior(prior, seen, y, torch.where(is_read, among, 0.0), cholesky, alpha, noise, num_read)
 
 
-def _weights_among_readings(prior: ResidualPrior, seen: GPInputs, y: torch.Tensor, noise2: float) -> torch.Tensor:
-    """The Student-t weight of each reading around the median of its step's readings. Shape: (n,).
+def _weights_among_readings(degrees: float, repeated: torch.Tensor, own: torch.Tensor, noise2: torch.Tensor) -> torch.Tensor:
+    """The Student-t weight of each reading ``own`` (n,) around the median of its step's readings. Shape: (n,).
 
     If three readings agree and one is absurd, the three count. Of two readings, either may be wrong.
+
+    Args:
+        degrees: degrees of freedom.
+        repeated: which readings are of one step. Shape: (n, n).
+        own: the readings.
+        noise2: their variances around the step. Shape: (n,).
     """
-    same, weights = same_step(seen, seen) & same_regime(seen, seen), torch.ones_like(y)
-    if (several := same.sum(1) > 2).any():
-        readings = torch.where(same[several], y - seen.memorised, math.nan)
+    weights = torch.ones_like(own)
+    if (several := repeated.sum(1) > 2).any():
+        readings = torch.where(repeated[several], own, math.nan)
         median = readings.nanquantile(0.5, dim=1)
         scatter = SIGMA_OF_MAD * (readings - median[:, None]).abs().nanquantile(0.5, dim=1)
-        apart2 = ((y - seen.memorised)[several] - median).square() / torch.maximum(
-            noise2 * seen.scale[several].square(), scatter.square()
-        )
-        weights[several] = ((prior.degrees_of_freedom + 1) / (prior.degrees_of_freedom + apart2)).clamp_max(1.0)
+        apart2 = (own[several] - median).square() / torch.maximum(noise2[several], scatter.square())
+        weights[several] = ((degrees + 1) / (degrees + apart2)).clamp_max(1.0)
     return weights
 
 

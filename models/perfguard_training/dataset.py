@@ -59,6 +59,13 @@ class Run(NamedTuple):
     capacity_bytes: int
     fits: bool
     view: Arrays
+    host: str = ""
+    """Tells the hosts of one source and GPU apart, if the table does."""
+
+    @property
+    def machine(self) -> tuple[str, str, str]:
+        """Runs of one source on one GPU in one host are from one machine, or from machines that nobody told apart."""
+        return self.source, self.gpu, self.host
 
     @property
     def is_single(self) -> bool:
@@ -284,6 +291,7 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
         capacity_bytes=int(row.capacity_bytes or resolve_device(row.gpu).memory_bytes),
         fits=fits,
         view=arrays,
+        host=getattr(row, "host", ""),
     )
 
 

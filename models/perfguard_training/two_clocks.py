@@ -1,7 +1,7 @@
 """Training of the two clocks on measured step times.
 
-Sources differ in their machines: another host, another clock. Each pair of source and GPU has a host factor and a device factor
-with a prior around one. They are learnt beside the network and left out when serving.
+Sources differ in their machines: another host, another clock. Each machine has a host factor and a device factor with a prior
+around one. They are learnt beside the network and left out when serving.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _LENGTHS_APART = 60
 class _Machines(nn.Module):
     """The log factors of machines."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, machines: Sequence[tuple[str, str, str]]) -> None:
         super().__init__()
-        self.index = {name: at for at, name in enumerate(names)}
-        self.factor = nn.Parameter(torch.zeros(len(names), 2))
+        self.index = {machine: at for at, machine in enumerate(machines)}
+        self.factor = nn.Parameter(torch.zeros(len(machines), 2))
 
 
 class TrainableClocks(TwoClocks):
@@ -60,7 +60,7 @@ class TrainableClocks(TwoClocks):
 
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)
-        network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({_machine_of(run) for run in runs}))
+        network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({run.machine for run in runs}))
         constants = [network.phase, network.kind, network.view, network.latency, network.constant, network.copy, network.compiled]
         constants += [*network.usual_host.parameters()]
         slow = {id(parameter) for parameter in constants}
@@ -100,7 +100,7 @@ class TrainableClocks(TwoClocks):
 
     def _errors(self, network: Network, machines: _Machines, runs: Sequence[Run]) -> torch.Tensor:
         """log(predicted / measured). Shape: (len(runs),)."""
-        of_run = machines.factor[[machines.index[_machine_of(run)] for run in runs]]
+        of_run = machines.factor[[machines.index[run.machine] for run in runs]]
         packed = self.pack(runs)
         measured = torch.tensor([run.labels["time"] for run in runs])
         clocks: Clocks = network(packed)
@@ -114,10 +114,6 @@ class TrainableClocks(TwoClocks):
 def _seed_of(seed: int, epoch: int) -> int:
     """The same whether the epochs before ran in this process or not."""
     return seed * 1_000_003 + epoch
-
-
-def _machine_of(run: Run) -> str:
-    return f"{run.source} {run.gpu}"
 
 
 def _weights_of(runs: Sequence[Run]) -> torch.Tensor:

@@ -7,18 +7,18 @@ import functools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.budget import Budget, Limit
+from perfguard.cli._budget import budget_of, estimate_as_json, options_named
 from perfguard.cli._matrix import combinations, words_of
 from perfguard.cli._subject import Subject, check_subject, is_onnx, load_build, parameter, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TableError
 from perfguard.predictor import Prediction, load_predictor
-from perfguard.verdict import Verdict, check_risk
+from perfguard.verdict import DEFAULT_RISK, Verdict, check_risk
 
 if TYPE_CHECKING:
     from perfguard.workload import Build
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 Result = Literal["fits", "does not fit", "cannot tell"]
 EXIT_STATUS: Mapping[Result, int] = {"fits": 0, "does not fit": 1, "cannot tell": 3}
 WRONG_USAGE = 2
-_DEFAULT_RISK = 0.05
-_OPTIONS = (
-    ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"), ("memory_budget", "--max-memory"),
-    ("cost_budget", "--max-cost"),
-)  # fmt: skip
-"""Names of the budgets in messages of the core, and the options that set them here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--risk",
         type=float,
-        default=_DEFAULT_RISK,
-        help=f"fits up to this chance to exceed a limit, does not fit from 1 - RISK on (default: {_DEFAULT_RISK})",
+        default=DEFAULT_RISK,
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {DEFAULT_RISK})",
     )
     parser.add_argument(
         "--matrix",
@@ -93,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUES",
         help='check every combination, for instance "batch_size=16..512:x2" "gpu=a100,h100"',
     )
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -103,7 +97,7 @@ def check(arguments: argparse.Namespace) -> int:
     """
     try:
         check_subject(arguments)
-        budget, risk = _budget(arguments), check_risk(arguments.risk)
+        budget, risk = budget_of(arguments), check_risk(arguments.risk)
         results = list(_checked(arguments, _cells(arguments, budget), budget, risk))
     except (ConfigurationError, TableError) as error:
         print(f"perfguard: {error}", file=sys.stderr)
@@ -129,30 +123,6 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
 
 
-def _budget(arguments: argparse.Namespace) -> Budget:
-    memory: str | float | None = arguments.max_memory
-    try:
-        memory = None if memory is None else float(memory)  # a share of the device
-    except ValueError:
-        pass  # it has a unit
-    with _options_named():
-        return Budget.parse(
-            memory=memory, time=arguments.max_trial_time, step_time=arguments.max_step_time, cost=arguments.max_cost
-        )
-
-
-@contextmanager
-def _options_named() -> Iterator[None]:
-    """Errors of the core name our options in the place of its budgets."""
-    try:
-        yield
-    except ConfigurationError as error:
-        message = str(error)
-        for name, option in _OPTIONS:
-            message = message.replace(name, option)
-        raise ConfigurationError(message) from error
-
-
 def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str, Any], Device]]:
     """The settings and the device of each combination of the matrix."""
     cells = []
@@ -166,7 +136,7 @@ def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str
         gpu = str(settings.get("gpu", arguments.gpu))
         if gpu not in devices:
             devices[gpu] = resolve_device(gpu)
-            with _options_named():
+            with options_named():
                 budget.check_device(devices[gpu])
                 budget.priced_on(devices[gpu])
         cells.append((settings, devices[gpu]))
@@ -243,12 +213,5 @@ def _is_bound(verdict: Verdict) -> bool:
 
 
 def _limit_as_json(limit: Limit) -> dict[str, Any]:
-    low, high = limit.estimate.interval()
-    return {
-        "quantity": limit.quantity,
-        "limit": limit.limit,
-        "median": limit.estimate.median,
-        "low": low,
-        "high": high,
-        "p_exceeded": limit.p_violation,
-    }
+    found: dict[str, Any] = {"quantity": limit.quantity, "limit": limit.limit}
+    return found | (estimate_as_json(limit.estimate) or {}) | {"p_exceeded": limit.p_violation}

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from perfguard.judge import Judge
-from perfguard.physics import least_reading
-from perfguard.predictor import TARGETS, Predictor
 
 if TYPE_CHECKING:
-    from perfguard.budget import Budget, Limit
+    from perfguard.budget import Limit
     from perfguard.cli._subject import Subject
-    from perfguard.devices import Device
     from perfguard.graph import OpGraph, TraceCache
     from perfguard.predictor import Prediction
     from perfguard.verdict import Verdict
@@ -20,9 +17,6 @@ if TYPE_CHECKING:
 
 class SubjectJudge(Judge):
     """Judges subjects on one device. The arguments are those of :class:`perfguard.judge.Judge`."""
-
-    def __init__(self, device: Device, budget: Budget, *, risk: float, predictor: Predictor) -> None:
-        super().__init__(device, budget, risk=risk, predictor=predictor)
 
     def judge(self, make_subject: Callable[[], Subject], traces: TraceCache | None) -> Verdict:
         """Return "launch" if each limit holds with the chance 1 - risk, else "prune". Nothing is logged.
@@ -40,8 +34,7 @@ class SubjectJudge(Judge):
             return subject.graph_on(self.device, traces=traces)
 
         def predict(graph: OpGraph) -> Prediction:
-            prediction = self.predictor.predict(graph, self.device, steps=steps)
-            return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
+            return self._predict(graph, steps=steps)
 
         def limits(prediction: Prediction) -> Iterator[Limit]:
             return self.budget.limits(prediction, self.device)

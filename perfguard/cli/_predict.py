@@ -8,13 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perfguard.budget import NOUNS, Budget, Limit
+from perfguard.budget import NOUNS, Limit
+from perfguard.cli._budget import budget_of, estimate_as_json
 from perfguard.cli._explain import as_json, operator_times_s, print_account, print_details
 from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, price_of, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
-from perfguard.predictor import Estimate, Prediction, Predictor, load_predictor
+from perfguard.predictor import Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
-    parser.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
-    parser.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
+    parser.add_argument("--mig", metavar="auto|PROFILE", help="predict for the smallest MIG profile that fits, or for this one")
+    parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
     parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with and to draw")
-    parser.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
-    parser.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the time of the step")
+    parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_prediction(arguments: argparse.Namespace) -> None:
@@ -48,7 +49,7 @@ def show_prediction(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
     """
     check_subject(arguments)
-    budget = _budget(arguments)
+    budget = budget_of(arguments)
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
@@ -90,19 +91,6 @@ def show_prediction(arguments: argparse.Namespace) -> None:
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
-def _budget(arguments: argparse.Namespace) -> Budget:
-    memory: str | float | None = arguments.max_memory
-    try:
-        memory = None if memory is None else float(memory)  # a share of the device
-    except ValueError:
-        pass  # it has a unit
-    try:
-        return Budget.parse(memory=memory, step_time=arguments.max_step_time)
-    except ConfigurationError as error:
-        message = str(error).replace("step_time_budget", "--max-step-time").replace("memory_budget", "--max-memory")
-        raise ConfigurationError(message) from error
-
-
 def _measured(subject: Subject) -> Measurement:
     from perfguard.onnx import measure_onnx
 
@@ -133,15 +121,8 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
         "needed_bytes": needed,
         "memory_bytes": profile.memory_bytes,
         "instances": profile.num_instances,
-        "step_time_s": _estimate(there),
+        "step_time_s": estimate_as_json(there),
     }
-
-
-def _estimate(value: Estimate | None) -> dict[str, float] | None:
-    if value is None:
-        return None
-    low, high = value.interval()
-    return {"median": value.median, "low": low, "high": high}
 
 
 def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None) -> dict[str, Any]:
@@ -152,10 +133,10 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "gpu": device.id,
         "predictor": prediction.predictor,
         "trained_on_device": prediction.trained_on_device,
-        "peak_memory_bytes": _estimate(prediction.peak_memory),
-        "step_time_s": _estimate(prediction.step_time),
-        "total_time_s": _estimate(prediction.total_time),
-        "cost": _estimate(None if price is None else prediction.cost(price.per_hour)),
+        "peak_memory_bytes": estimate_as_json(prediction.peak_memory),
+        "step_time_s": estimate_as_json(prediction.step_time),
+        "total_time_s": estimate_as_json(prediction.total_time),
+        "cost": estimate_as_json(None if price is None else prediction.cost(price.per_hour)),
         "price_per_hour": price and price.per_hour,
         "price_source": price and price.source,
         "capacity_bytes": device.memory_bytes,
@@ -163,8 +144,8 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "throughput_per_s": None if batch_size is None else batch_size / prediction.step_time.median,
         "gpu_util": prediction.gpu_util,
         "sm_active": prediction.sm_active,
-        "energy_j": _estimate(prediction.energy),
-        "most_energy_j": _estimate(most_energy(prediction, device)),
+        "energy_j": estimate_as_json(prediction.energy),
+        "most_energy_j": estimate_as_json(most_energy(prediction, device)),
         "flops": graph.flops,
         "memory_parts_bytes": dict(prediction.memory_parts_bytes),
         "time_parts_s": dict(prediction.time_parts_s),
@@ -220,7 +201,9 @@ def _print(
     console.print(table)
     print_account(console, prediction)
     if not prediction.trained_on_device:
-        untrained = f"{prediction.predictor} was not trained on such steps on {device.name}: its intervals are wider."
+        untrained = (
+            f"{prediction.predictor} was not trained on such steps on {device.name}. Read the interval and not the median."
+        )
         console.print(f"[yellow]{untrained}[/]")
     for text in prediction.unmodelled:
         console.print(f"[yellow]not modelled: {text}[/]")

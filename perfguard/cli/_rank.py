@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from perfguard.cli._predict import _estimate
+from perfguard.cli._budget import estimate_as_json
 from perfguard.cli._subject import Subject, check_subject, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, Price, catalog, price_of, resolve_device
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard rank`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
-    parser.add_argument("--by", choices=("time", "cost"), default="time", help="the order: fastest or cheapest first")
+    parser.add_argument("--by", choices=("time", "cost"), default="time", help="fastest or cheapest first (default: time)")
     parser.add_argument(
         "--price-table",
         metavar="PRICES.csv",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider", choices=get_args(Provider), help="kind of provider for list prices (default: the cheapest of all)"
     )
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_ranking(arguments: argparse.Namespace) -> None:
@@ -139,12 +139,12 @@ def _as_json(row: Ranked) -> dict[str, Any]:
         "gpu": row.device.id,
         "fits": row.fits,
         "p_oom": row.prediction.p_oom(row.device.memory_bytes),
-        "step_time_s": _estimate(row.prediction.step_time),
+        "step_time_s": estimate_as_json(row.prediction.step_time),
         "peak_memory_bytes": row.prediction.peak_memory.median,
         "throughput_per_s": row.throughput_per_s,
         "price_per_hour": row.price and row.price.per_hour,
         "price_source": row.price and row.price.source,
-        "cost": _estimate(row.cost),
+        "cost": estimate_as_json(row.cost),
         "throughput_per_price": row.throughput_per_price,
         "trained_on_device": row.prediction.trained_on_device,
     }
@@ -192,7 +192,7 @@ def _print(rows: Sequence[Ranked], *, by: str, has_batch: bool) -> None:
             unit_of_cost = "trial" if costed else unit[: -1 if has_batch else -2]
             console.print(f"cheapest per {unit_of_cost}: {cheapest.device.id} ({cheapest.price})", highlight=False)
     if any(not row.prediction.trained_on_device for row in rows):
-        console.print("* never trained on: physics with wider intervals", highlight=False)
+        console.print("* not trained on such steps on this GPU: read the interval and not the time", highlight=False)
 
 
 def _in_words(cost: Estimate | None) -> str:

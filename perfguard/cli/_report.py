@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from perfguard.exceptions import ConfigurationError
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STUDY|LOG",
         help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
     )
-    parser.add_argument("--study", metavar="NAME", help="the study's name, where there are several")
+    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
     parser.add_argument(
         "--log", metavar="FILE|URL", help="the log of an Optuna study (default: PERFGUARD_LOG, else your own log)"
     )
@@ -31,8 +30,9 @@ def write_report(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a source that cannot be read, or a file that cannot be written.
     """
     from perfguard import report
+    from perfguard.store import default_location
 
-    source = arguments.source or os.environ.get("PERFGUARD_LOG") or report.default_location()
+    source = arguments.source or default_location()
     if arguments.source is None and "://" not in source and not Path(source).exists():
         raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
     print(report.write_report(source, arguments.out, study=arguments.study, log=arguments.log))

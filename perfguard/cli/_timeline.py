@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from perfguard._optional import why_not_imported
 from perfguard.exceptions import ConfigurationError
-from perfguard.graph import OpGraph, Phase, StorageKind, timeline
+from perfguard.graph import OpGraph, Phase, timeline
 from perfguard.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,15 +35,6 @@ _COLORS = {
     "correction": "#f2c6d3",
 }
 """Colours of the parts of a prediction, from the bottom to the top."""
-_PARTS = {
-    "parameters": StorageKind.PARAMETER,
-    "buffers": StorageKind.BUFFER,
-    "optimizer_states": StorageKind.OPTIMIZER_STATE,
-    "gradients": StorageKind.GRADIENT,
-    "inputs": StorageKind.INPUT,
-    "activations": StorageKind.ACTIVATION,
-    "temporaries": StorageKind.TEMPORARY,
-}
 _CAPACITY, _BUDGET = "#b00020", "#c77700"
 _MOST_EMPTY = 2.5
 """A limit is in the curve's axes if they grow by no more than this factor."""
@@ -108,11 +99,8 @@ def _draw_step(
     step_s = prediction.step_time.median
     start_s = max(step_s - float(op_time_s.sum()), 0.0)
     milliseconds = 1e3 * np.concatenate([[0.0, start_s], start_s + np.cumsum(op_time_s)])
-    by_kind = timeline(graph)
-    bands = {"context": np.full(len(graph.ops) + 1, device.context_bytes)} | {
-        name: by_kind[kind] for name, kind in _PARTS.items()
-    }
-    shown = [name for name in bands if bands[name].any()]
+    bands = {"context": np.full(len(graph.ops) + 1, device.context_bytes)} | timeline(graph)
+    shown = [name for name in _COLORS if name in bands and bands[name].any()]
     axes.stackplot(
         milliseconds,
         [np.concatenate([bands[name][:1], bands[name]]) / _GIB for name in shown],  # before the first operator it is constant

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _NAMED_BY_PARAMETER = (StorageKind.PARAMETER, StorageKind.BUFFER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
 
-
 _PARTS = {
     StorageKind.PARAMETER: "parameters",
     StorageKind.BUFFER: "buffers",
@@ -98,6 +97,7 @@ def cost_by_operator(graph: OpGraph, device: Device, *, op_time_s: npt.NDArray[n
     return sorted(totals.values(), key=lambda cost: -cost.seconds)
 
 
-def timeline(graph: OpGraph) -> dict[StorageKind, npt.NDArray[Any]]:
-    """Bytes alive while each operator runs, by kind; the arrays sum to ``graph.live_bytes``. Shape of each: (len(ops) + 1,)."""
-    return {kind: graph.as_batch().live_bytes_of(kind)[0] for kind in StorageKind}
+def timeline(graph: OpGraph) -> dict[str, npt.NDArray[Any]]:
+    """Bytes alive while each operator runs, by part of the memory as :func:`memory_parts` names them. They sum to
+    ``graph.live_bytes``. Shape of each: (len(ops) + 1,)."""
+    return {_PARTS[kind]: graph.as_batch().live_bytes_of(kind)[0] for kind in StorageKind}

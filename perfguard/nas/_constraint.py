@@ -87,7 +87,7 @@ class LatencyConstraint(Judge):
         super().__init__(gpu, budget, risk=risk, predictor=predictor)
         if self.budget.energy_j is not None and self.device.tdp_w <= 0:
             raise ConfigurationError(
-                f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
+                f"The power of {self.device.name} is unknown, so max_energy_j cannot be checked. Give a GPU."
             )
         self.inputs = inputs
         self._blocks = SequenceTracer()
@@ -119,8 +119,8 @@ class LatencyConstraint(Judge):
         """Predicted cost of one inference of ``model``."""
         return self._predict(self.graph_of(model))
 
-    def _predict(self, graph: OpGraph) -> Prediction:
-        return self._rates.apply([self.predictor.predict(graph, self.device)], graph.as_batch(), self.device)[0]
+    def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        return self._rates.apply([self.predictor.predict(graph, self.device, steps=steps)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
         """The result of :meth:`predict` for each of ``graphs``."""

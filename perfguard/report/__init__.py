@@ -10,7 +10,7 @@ Integrations read their host's trials into a :class:`Report`. The page is the sa
 from perfguard.report._data import OUTCOMES, History, Outcome, Report, ReportTrial
 from perfguard.report._log_reader import device_names, history_of, report_of_log, trials_of_rows
 from perfguard.report._page import page_of
-from perfguard.report._source import READERS_GROUP, default_location, read_report, tables_in, write_report
+from perfguard.report._source import READERS_GROUP, read_report, tables_in, write_report
 
 __all__ = [
     "OUTCOMES",
@@ -19,7 +19,6 @@ __all__ = [
     "Outcome",
     "Report",
     "ReportTrial",
-    "default_location",
     "device_names",
     "history_of",
     "page_of",

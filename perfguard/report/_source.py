@@ -140,9 +140,9 @@ def tables_in(location: str) -> set[str]:
 @contextmanager
 def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> Iterator[MeasurementStore | None]:
     """The log that was named; else the default one, if it is there and can be used."""
-    from perfguard.store import MeasurementStore
+    from perfguard.store import MeasurementStore, default_location
 
-    location = os.fspath(log) if log else os.environ.get("PERFGUARD_LOG") or default_location()
+    location = os.fspath(log) if log else default_location()
     is_missing = "://" not in location and not Path(location).is_file()
     if log is False or (log is None and is_missing):
         yield None
@@ -158,10 +158,3 @@ def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> Iterat
         return
     with store:
         yield store
-
-
-def default_location() -> str:
-    """The file of the user's own log."""
-    from perfguard.store._log import data_directory
-
-    return str(data_directory() / "log.db")

@@ -44,6 +44,8 @@ OPTIMIZERS: dict[str, Any] = {
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 _BEFORE_TORCH2 = re.compile(r"torch( about )?[01]\.|ngc[- ]2[0-2]\.")
 """NVIDIA's containers have PyTorch 2 since 23.02."""
+_RESULTS_FOLDER = re.compile(r"(?:^|; )((?:\w+_)?results(?:/\S*)?)$")
+"""A note ends in the folder of the source's results where it has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,12 @@ class RunRow(MeasuredRow):
             built.checkpointing, self.mode, self.precision, self.tf32, self.layout, self.compiled, self.optimizer,
             self.accumulation, self.cudnn_benchmark, self.parallel, self.num_gpus if self.is_sharded else 1, self.method,
         )  # fmt: skip
+
+    @property
+    def host(self) -> str:
+        """The folder of results that the note ends in. It tells the machines of one source apart. Empty if there is none."""
+        found = _RESULTS_FOLDER.search(self.note)
+        return found[1] if found else ""
 
     @property
     def is_sharded(self) -> bool:

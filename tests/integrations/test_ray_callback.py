@@ -313,8 +313,8 @@ def test_rejected_configurations_are_summarized(capsys: pytest.CaptureFixture[st
         ledger.judge({"width": width, "lr": 0.123456}, trial=3, trial_id="a")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "PerfGuard turned down width=5000, lr=0.1235",
-        "PerfGuard turned down width=1073741824, lr=0.1235",
+        "PerfGuard rejected width=5000, lr=0.1235",
+        "PerfGuard rejected width=1073741824, lr=0.1235",
     ]
     assert lines[0].endswith(", the budget is 1.00 MiB")
     summary = perfguard_ray.summarize(search)
@@ -331,12 +331,12 @@ def test_rejected_trial_that_runs_counts_as_launched(
     ledger = search.ledger
     ledger.judge({"width": 4096})
     ledger.verbose = 1
-    with pytest.warns(UnguardedTrialWarning, match="would have turned down"):
+    with pytest.warns(UnguardedTrialWarning, match="would have rejected"):
         ledger.start("a", {"width": 4096}, trial=0)
     ledger.start("b", {"width": 5000}, trial=1)  # of which no rejection is remembered; the warning is said once
     ledger.finish("a", "failed")
     ledger.finish("b", "failed")
-    assert capsys.readouterr().out == "", "a trial that runs is not turned down"
+    assert capsys.readouterr().out == "", "a trial that runs is not rejected"
     rows = ledger.guard.log.decisions()
     assert [(row.trial_id, row.action, row.status) for row in rows] == [
         (None, "prune", None),
@@ -533,7 +533,7 @@ def test_pbt_keeps_running_config_where_nothing_fits() -> None:
     scheduler = population(search, [1024, 2048], max_perturbations=30)
     config = {"batch_size": 128, "lr": 0.1}
     assert change(scheduler, config) == config
-    assert 0 < search.ledger.num_rejected <= 4, "what was turned down is not judged again"
+    assert 0 < search.ledger.num_rejected <= 4, "what was rejected is not judged again"
     assert search.ledger.changes == {}
 
 

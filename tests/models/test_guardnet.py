@@ -233,15 +233,15 @@ def test_unseen_input_gets_physics_and_wider_intervals(net: GuardNet) -> None:
     assert unknown.peak_memory.median == pytest.approx(graph.reserved_bytes + UNKNOWN.context_bytes, rel=1e-4)
 
 
-def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool) -> OpGraph:
+def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool, batch: int = 64) -> OpGraph:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     train = mode == "train"
     return trace(
         Workload(
             model,
-            (64, 3, 64, 64),
-            TensorSpec((64,), "int64") if train else None,
+            (batch, 3, 64, 64),
+            TensorSpec((batch,), "int64") if train else None,
             F.cross_entropy if train else None,
             mode=mode,
             precision=precision,
@@ -253,20 +253,23 @@ def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool) -> OpGraph:
 @pytest.mark.parametrize(
     ("gpu", "precision", "mode", "benchmark", "is_trained"),
     [
-        ("rtx3090", "amp-fp16", "train", True, True),
-        ("rtx3090", "amp-fp16", "train", False, False),  # memory is the replay's
-        ("a100", "fp32", "train", True, False),
+        ("rtx3090", "amp-fp16", "train", True, False),  # the step time was measured, and the memory was not
+        ("rtx3090", "amp-fp16", "train", False, False),  # the replay was not compared with half precision
+        ("a100", "fp32", "train", True, False),  # here it is the other way round
+        ("t4", "fp32", "train", False, True),  # the replay was compared with such steps
         ("b200", "amp-bf16", "infer", True, False),
     ],
 )
-def test_memory_is_the_replay_without_benchmark_mode(
+def test_memory_is_the_replay_where_no_workspaces_were_measured(
     net: GuardNet, gpu: str, precision: str, mode: str, benchmark: bool, is_trained: bool
 ) -> None:
     device = resolve_device(gpu)
     graph = on_a_gpu(precision, mode, benchmark=benchmark)
     prediction = net.predict(graph, device)
     replay = graph.reserved_bytes + device.context_bytes
-    assert (prediction.peak_memory.median == pytest.approx(replay, rel=1e-3)) == (not benchmark)
+    assert (prediction.peak_memory.median == pytest.approx(replay, rel=1e-3)) == (
+        not benchmark or (precision, mode) != ("fp32", "train")
+    )
     assert prediction.trained_on_device == is_trained
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
 
@@ -293,8 +296,8 @@ def test_of_a_perceptron_it_says_how_busy_the_gpu_is(net: GuardNet) -> None:
 
 
 def test_a_gpu_that_no_table_had_is_less_sure(net: GuardNet) -> None:
-    graph = on_a_gpu("amp-fp16", "train", benchmark=True)
-    seen, new = (net.predict(graph, resolve_device(gpu)) for gpu in ("rtx3090", "rtx5090"))
+    graph = on_a_gpu("fp32", "train", benchmark=False)
+    seen, new = (net.predict(graph, resolve_device(gpu)) for gpu in ("t4", "rtx2070super"))
     assert seen.trained_on_device
     assert not new.trained_on_device
     assert new.step_time.log_sigma > seen.step_time.log_sigma
@@ -525,9 +528,9 @@ def test_oom_step_stays_risky_though_others_fit(net: GuardNet, times: int, gpu: 
 
 def test_oom_at_nearly_all_memory_stays_risky(net: GuardNet) -> None:
     """A step that ran out of 97% of a GPU is not said to fit into all of it."""
-    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    gpu, sure = resolve_device("a100"), on_a_gpu("fp32", "train", benchmark=True, batch=4096)
     before = net.predict(sure, gpu).peak_memory
-    assert before.log_sigma < 0.02
+    assert before.log_sigma < 0.05
     rows = [Observation(graph, gpu, measured(net.predict(graph, gpu).peak_memory.median, 1e-3)) for graph in EIGHT]
     net.fine_tune([*rows, *[replace(ran_out(sure, 0.97 * gpu.memory_bytes), device=gpu)] * 3])
     assert net.predict(sure, gpu).p_oom(gpu.memory_bytes) > 0.7
@@ -544,6 +547,15 @@ def test_bound_below_known_need_teaches_nothing(net: GuardNet) -> None:
     after = net.predict(EIGHT[0], gpu).peak_memory
     assert after.median == pytest.approx(before.median, rel=0.01)
     assert after.log_sigma == pytest.approx(before.log_sigma, rel=0.2)
+
+
+def test_a_perceptron_needs_its_tensors_and_the_context(net: GuardNet) -> None:
+    """The table of perceptrons is of a machine that held a gibibyte more in every run. That is not the network's."""
+    for gpu in ("a100", "h100", "rtx4090"):
+        device, graph = resolve_device(gpu), perceptron(1024, 1024, batch=512)
+        memory = net.predict(graph, device).peak_memory
+        low, high = memory.interval()
+        assert low < graph.reserved_bytes + device.context_bytes < high < 2**30
 
 
 def test_memory_in_default_settings_is_the_replay(net: GuardNet) -> None:
@@ -563,7 +575,7 @@ def test_memory_in_default_settings_is_the_replay(net: GuardNet) -> None:
 
 def test_bound_has_the_scale_of_its_prediction(net: GuardNet) -> None:
     """A bound is as sure beside measured runs as its prediction is."""
-    gpu, sure = resolve_device("a100"), perceptron(1024, 1024, batch=512)
+    gpu, sure = resolve_device("a100"), on_a_gpu("fp32", "train", benchmark=True, batch=4096)
     unsure = [on_a_gpu("fp32", "train", benchmark=False)] * 3
     ran_out_there = replace(ran_out(sure, 2 * net.predict(sure, gpu).peak_memory.median), device=gpu)
     net.fine_tune([*half_as_much_again(net, [*unsure, sure], gpu), ran_out_there])

@@ -268,7 +268,7 @@ def test_check_says_what_is_wrong_with_a_workload(log: MeasurementStore) -> None
 
 def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
     guard = Guard(DEVICE, predictor=Oracle(trained_on_device=False), log=log)
-    with pytest.warns(UntrainedDeviceWarning, match="oracle-1 was not trained on such steps on Toy 10G; its intervals are wider"):
+    with pytest.warns(UntrainedDeviceWarning, match="oracle-1 was not trained on such steps on Toy 10G"):
         guard.check(WORKLOAD)
     guard.check(WORKLOAD)  # a second warning would be an error here
 
@@ -284,8 +284,8 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"memory_budget": "lots"}, "memory_budget must look like"),
         ({"memory_budget": 40}, "memory_budget=40 is 40 bytes. Write '40GiB', or a fraction of the device such as 0.9"),
         ({"memory_budget": "12GiB"}, r"memory budget of 12.0 GiB is more than Toy 10G has \(10.0 GiB\).*fraction"),
-        ({"memory_budget": "200MiB"}, r"memory budget of 200 MiB can never .* context alone takes 256 MiB on Toy 10G"),
-        ({"memory_budget": 0.025}, r"memory budget of 256 MiB can never be held"),
+        ({"memory_budget": "200MiB"}, r"memory budget of 200 MiB is too small.* context alone takes 256 MiB on Toy 10G"),
+        ({"memory_budget": 0.025}, r"memory budget of 256 MiB is too small for any trial"),
         ({"time_budget": 0}, "time_budget must be positive"),
         ({"step_time_budget": -1}, "step_time_budget must be positive"),
         ({"cost_budget": "$2"}, "cost_budget needs the price of an hour on Toy 10G, and no price of toy is known"),

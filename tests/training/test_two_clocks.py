@@ -48,9 +48,9 @@ def views() -> list[tuple[str, int, Arrays]]:
     return found
 
 
-def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0) -> Run:
+def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0, folder: str = "") -> Run:
     labels = {"time": math.log(step_s(view, host=host))}
-    return Run("run", source, "f", "m", gpu, "infer", "fp32 nchw", "s", batch, labels, 10**10, True, view)
+    return Run("run", source, "f", "m", gpu, "infer", "fp32 nchw", "s", batch, labels, 10**10, True, view, folder)
 
 
 def is_held_out(batch: int) -> bool:
@@ -99,12 +99,18 @@ def test_weights_are_read_as_they_were_written(learner: TrainableClocks, runs: l
     np.testing.assert_array_equal(again.predict(runs)["time"], learner.predict(runs)["time"])
 
 
-def test_a_source_with_a_slow_host_is_learnt_as_one() -> None:
-    """Two laboratories measured the same steps. One has a host that takes twice as long."""
-    runs = [run(source, *one, host) for one in views() if one[0] == "t4" for source, host in (("fast", 1.0), ("slow", 2.0))]
+@pytest.mark.parametrize("machines", [(("fast", ""), ("slow", "")), (("lab", "results/fast"), ("lab", "results/slow"))])
+def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, str], tuple[str, str]]) -> None:
+    """The same steps were measured by two laboratories, or in two machines of one. One host takes twice as long."""
+    runs = [
+        run(source, *one, host, folder)
+        for one in views()
+        if one[0] == "t4"
+        for (source, folder), host in zip(machines, (1.0, 2.0), strict=True)
+    ]
     learner = TrainableClocks(networks=1, epochs=40, hidden=16)
     learner.fit(runs)
-    fast, slow = (learner.machines.factor[learner.machines.index[f"{source} t4"]].tolist() for source in ("fast", "slow"))
+    fast, slow = (learner.machines.factor[learner.machines.index[source, "t4", folder]].tolist() for source, folder in machines)
     assert slow[0] - fast[0] == pytest.approx(math.log(2), abs=0.1)
     assert abs(slow[1] - fast[1]) < 0.05  # the cards are alike
     says = learner.predict(runs)["time"]

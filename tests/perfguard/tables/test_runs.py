@@ -205,6 +205,21 @@ def test_only_the_drivers_reading_is_judged(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("note", "host"),
+    [
+        ("batch worked out; results/2080ti(2)", "results/2080ti(2)"),
+        ("new_results", "new_results"),
+        ("old_results/lab/T4/data", "old_results/lab/T4/data"),
+        ("median of 3 results", ""),
+        ("results/2080 was run twice", ""),
+        ("", ""),
+    ],
+)
+def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str, host: str) -> None:
+    assert run_row(ROW | {"note": note}).host == host
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"parallel": "fsdp-full", "num_gpus": "8"}, r"sharded over 8 GPUs is not modelled \(fsdp-full\)"),
