@@ -173,7 +173,7 @@ class Guard(Judge):
         """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
         if self.log.url is None:
             return
-        number = len(self._assessment.observations)
+        number = self.num_learnt
         runs = "1 run" if number == 1 else f"{number} runs"
         found = (
             f"brings {runs} of {self.device.name}, from which predictions learn"
@@ -181,6 +181,11 @@ class Guard(Judge):
             else f"has no run of {self.device.name} yet"
         )
         log_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
+
+    @property
+    def num_learnt(self) -> int:
+        """Number of measured runs of the device from which the predictor has learnt."""
+        return len(self._assessment.observations)
 
     @property
     def threshold(self) -> float:

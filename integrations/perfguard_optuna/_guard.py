@@ -280,7 +280,7 @@ class OptunaGuard(Guard):
 
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         self._judged[_key(study, trial)] = _Judged(decision, used)
-        attributes = attributes_of(decision.verdict, self.device.memory_bytes)
+        attributes = attributes_of(decision.verdict, self.device.memory_bytes, self.num_learnt)
         self.write(study, trial, attributes, lambda: self.constraints_of(study, decision.verdict))
         return decision
 

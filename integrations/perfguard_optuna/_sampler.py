@@ -257,7 +257,8 @@ class PerfGuardSampler(BaseSampler):
             state=TrialState.RUNNING,
             params=params,
             distributions={name: proposal.space[name] for name in params},
-            user_attrs=attributes_of(verdict, self.guard.device.memory_bytes),
+            user_attrs=attributes_of(verdict, self.guard.device.memory_bytes, self.guard.num_learnt)
+            | {f"{PREFIX}:proposed_for": trial.number},
             system_attrs={key: attributes[key] for key in _GRID_KEYS if key in attributes},
         )
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)

@@ -209,7 +209,8 @@ def test_worker_without_guarded_gpu_measures_nothing() -> None:
         run_them()
     assert len(caught) == 1
     said = f"the worker used no {ledger.guard.device.name}; the trial ran on AMD EPYC"
-    assert results == [{"loss": 0.5, "perfguard/not_measured": said}] * 3
+    assert [result["perfguard/not_measured"] for result in results] == [said] * 3
+    assert not [name for result in results for name in result if name.startswith(("perfguard/measured", "perfguard/peak"))]
     assert all(trial.stopping_criterion == {} for trial in trials), "the budget is the A100's, the pace the processor's"
     rows = ledger.guard.log.decisions()
     assert [(row.status, row.measured_device_id) for row in rows] == [("ok", "cpu")] * 3
@@ -232,6 +233,13 @@ def test_guarded_device_measurement_stays_in_results() -> None:
     callback.on_trial_result(0, [], trial, result)
     assert result["perfguard/peak_memory_bytes"] == 124 * 2**10
     assert "perfguard/not_measured" not in result
+    # What Tune's loggers find beside it.
+    predicted = search.ledger.entries["a"].decision.verdict.prediction
+    assert predicted is not None
+    assert result["perfguard/predicted_memory_gib"] == predicted.peak_memory.median / 2**30
+    assert result["perfguard/measured_memory_gib"] == 124 / 2**20
+    assert result["perfguard/verdict"] == "launched"
+    assert result["perfguard/over_budget"] == 0
 
 
 @pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
