@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Both train convolutional networks on scikit-learn's digits, for the same time. About a quarter of the search space breaks the
+Both train convolutional networks on scikit-learn's digits, for the same time. About a third of the search space breaks the
 memory or the time budget. PerfGuard prunes those trials before they start, measures the others, and gets better from them.
 """
 

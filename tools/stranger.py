@@ -49,11 +49,11 @@ def objective(trial):
     return loss.item()
 
 
-study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=5))
 study.optimize(objective, n_trials=4)
 print(len(study.trials), "trials")
 """
-"""A study of somebody who has not heard of PerfGuard. One width in three needs some 500 MiB."""
+"""A study of somebody who has not heard of PerfGuard. One width of three needs some 500 MiB."""
 
 THREE_LINES = {
     "import optuna\n": "import optuna\nimport perfguard_optuna\nfrom perfguard import Workload\n",
@@ -244,8 +244,9 @@ def main() -> None:
         try:
             play(Stranger(Path(folder), arguments.patience))
         except StepFailed as failure:
-            sys.exit(str(failure))
-    print(f"all steps took {time.monotonic() - start:.0f} s")
+            print(failure, flush=True)
+            sys.exit(1)
+        print(f"all steps took {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
