@@ -34,8 +34,6 @@ Floats = npt.NDArray[np.float64]
 TARGETS = ("memory", "time")
 _SHARES = ("gpu_util", "sm_active")
 """Measured of perceptrons alone."""
-_MEASURED = "train", "fp32", "nchw"
-"""Mode, precision and layout of all steps whose memory was measured."""
 _REPLAYED_OPTIONS = frozenset({"tf32", "no-tf32", "batch-on-device"})
 """With other switches on, the replay was never compared with measurements."""
 _TRAINED_HALF = "amp-fp16"
@@ -68,7 +66,7 @@ class PhysicsConfig:
     """The same in PyTorch's default settings, in float32: xMem's 112 training runs of 10 networks on three cards."""
     loaded_bytes: float = 100 * 2**20
     """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
-    eager_bytes: float = 1007 * 2**20
+    eager_bytes: float = 1005 * 2**20
     """Bytes that the machine of the memory's training rows held beside replay and context: CUDA loaded all its modules there.
     GPUMemNet's perceptrons, in which cuDNN has no workspaces, show them (`benchmarks/loaded_bytes.py`). Since CUDA 11.7 only
     those that are used are loaded."""
@@ -251,8 +249,8 @@ class GpuBackend:
         if covered or setting.is_perceptron:
             steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
             predicted, spread = predict_with_spread(self._memory.learner, steps)
-            replayed = graphs.reserved_bytes + device.context_bytes
-            value["memory"] = np.log(np.maximum(_lazily_loaded(np.nan_to_num(predicted["memory"])), replayed))
+            least = graphs.peak_live_bytes + device.context_bytes
+            value["memory"] = np.log(np.maximum(_lazily_loaded(np.nan_to_num(predicted["memory"])), least))
             own = [
                 calibration.log_sigma("memory", setting.group, one, known_gpu=is_calibrated) for one in spread["memory"].tolist()
             ]
@@ -371,14 +369,15 @@ def by_physics(
 
 def _replay_is_validated(graph: OpGraph) -> bool:
     """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
-    is_measured = (graph.mode, graph.precision, graph.layout) == _MEASURED and "rnn" not in graph.kinds
-    return is_measured and _REPLAYED_OPTIONS.issuperset(graph.options) and not graph.unmodelled
+    if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
+        return False
+    return _REPLAYED_OPTIONS.issuperset(graph.options) and not graph.unmodelled
 
 
 def _leaves_workspaces(graph: OpGraph) -> bool:
-    """Whether cuDNN's benchmark mode leaves workspaces in the allocator's cache, as in the training rows."""
-    is_measured = (graph.mode, graph.precision, graph.layout) == _MEASURED
-    return is_measured and "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
+    """Whether cuDNN's benchmark mode leaves workspaces in the allocator's cache, as in the training rows. Those of training in
+    float32 have readings. Those of half precision and inference say what fitted."""
+    return "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:
