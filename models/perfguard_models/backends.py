@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from perfguard.devices import catalog
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
@@ -292,6 +293,9 @@ class GpuBackend:
         clocks = self._time.learner
         assert isinstance(clocks, TwoClocks)
         log_step_s, device_s, path = clocks.clocks(steps_of(clocks, graphs, device))
+        card, is_part, _ = device.id.partition(":")
+        if is_part and card in catalog():  # a part is never faster than the whole; the network alone breaks this
+            log_step_s = np.maximum(log_step_s, clocks.log_step_s(steps_of(clocks, graphs, catalog()[card])))
         total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
         return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
 
