@@ -222,8 +222,7 @@ def test_more_batch_and_more_layers_never_cost_less(network: Network, card: Devi
 @FEW
 @given(PLAIN, cards)
 def test_one_more_operator_costs_its_bytes_and_no_less_time(network: Network, card: Device) -> None:
-    """Memory grows by no more than the operator's bytes and 5 MiB, which are more than any workspace of it. It may fall by a
-    segment (16 MiB seen).
+    """Memory grows by no more than the operator's bytes and a segment (5 MiB seen). It may fall by a segment (16 MiB seen).
 
     BROKEN: the time falls for 9% of cards and networks, over 5% for 2%, the worst by 18% (inference of a convolutional network
     with a Sigmoid more, on a GTX 1650).
