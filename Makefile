@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0 torchvision==0.28.0
 ARGS ?=
 
 BIN := .venv/bin
+DEMO_INSTALLED := .venv/.demo-installed
 INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 venv: $(INSTALLED)
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
 test: $(INSTALLED)
@@ -54,13 +55,17 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the newest. Last comes what lets a torchvision from PyPI be
-# imported beside a CPU build of torch; beside any other torch it does nothing.
-SHIM := $(wildcard tools/torchvision_beside_cpu_torch.*)
-
-$(INSTALLED): pyproject.toml models/pyproject.toml $(SHIM) | $(BIN)/pip
+# torch goes first: the looser "torch>=2.6" of pyproject.toml would take the newest. The demo needs half of what the tests need.
+$(DEMO_INSTALLED): pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[optuna,plot]"
+	@touch $@
+
+# Last comes what lets a torchvision from PyPI be imported beside a CPU build of torch; beside any other torch it does nothing.
+SHIM := $(wildcard tools/torchvision_beside_cpu_torch.*)
+
+$(INSTALLED): $(DEMO_INSTALLED) models/pyproject.toml $(SHIM)
 	$(BIN)/python -m pip install --quiet --editable ".[optuna,ray,postgres,plot]" --editable ./models --group dev --group zoo
 	cp $(SHIM) "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@

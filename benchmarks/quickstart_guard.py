@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import torch
 from _record import parser_of, show
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=40)
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    quickstart.digits()
+    torch.set_num_threads(1)  # as the demo does
     outcomes = []
     for seed in arguments.seeds:
         outcomes.append(study_of(seed, arguments.trials))

@@ -1,10 +1,9 @@
-"""A real study on this machine's CPU: a convolutional network on scikit-learn's digits, guarded by PerfGuard.
+"""PerfGuard at work, in a minute: a study that it guards on this machine's CPU, then the same study without it.
 
-    python examples/quickstart.py                  # guarded
-    python examples/quickstart.py --no-guard       # the same study without PerfGuard, for comparison
+    python examples/quickstart.py
 
-Of the search space about a third breaks the memory or the time budget. PerfGuard prunes those trials before they start, measures
-the others, and gets better from them.
+Both train convolutional networks on scikit-learn's digits, for the same time. About a quarter of the search space breaks the
+memory or the time budget. PerfGuard prunes those trials before they start, measures the others, and gets better from them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import argparse
 import datetime
 import functools
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,22 @@ import optuna
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
+from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from perfguard import Measurement, Run, TensorSpec, Workload, resolve_device
+from perfguard import Run, TensorSpec, Workload, resolve_device
 from perfguard.quantities import format_bytes, format_seconds, parse_bytes
 from perfguard.report import write_report
-from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, summarize
+from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, record_of, summarize
 from perfguard_optuna.visualization.matplotlib import plot_budget, plot_savings
 
-MEMORY_BUDGET = "128MiB"
-MIDDLE = {"batch_size": 256, "width": 40, "depth": 4, "kernel": 3, "optimizer": "adam", "lr": 1e-3}
+MEMORY_BUDGET = "64MiB"
+MIDDLE = {"batch_size": 128, "width": 36, "depth": 4, "kernel": 3, "optimizer": "adam", "lr": 1e-3}
 """A configuration in the middle of the search space. The time budget is MOST_TIMES its time on this machine."""
-MOST_TIMES = 3.5
-EPOCHS = 3
-SIZE = 12
+MOST_TIMES = 2
+EPOCHS = 1
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -51,16 +48,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training and validation images (n, 1, SIZE, SIZE), and their labels (n,)."""
+    """Training and validation images (n, 1, 8, 8) with values from 0 to 1, and their labels (n,)."""
     images, labels = load_digits(return_X_y=True)
-    images_t, images_v, labels_t, labels_v = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    return enlarged(images_t), enlarged(images_v), torch.tensor(labels_t), torch.tensor(labels_v)
-
-
-def enlarged(images: Any) -> torch.Tensor:
-    """8 × 8 images with values from 0 to 16, as (n, 1, SIZE, SIZE) with values from 0 to 1."""
-    small = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return nn.functional.interpolate(small, size=(SIZE, SIZE), mode="bilinear")
+    images_t, images_v, labels_t, labels_v = (
+        torch.tensor(part) for part in train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    )
+    return images_t.float().reshape(-1, 1, 8, 8) / 16, images_v.float().reshape(-1, 1, 8, 8) / 16, labels_t, labels_v
 
 
 def make_model(params: Mapping[str, Any]) -> nn.Module:
@@ -87,7 +80,7 @@ def build(params: Mapping[str, Any]) -> Workload:
     batch_size = params["batch_size"]
     return Workload(
         make_model(params),
-        inputs=(batch_size, 1, SIZE, SIZE),
+        inputs=(batch_size, 1, 8, 8),
         targets=TensorSpec((batch_size,), "int64"),
         loss=nn.functional.cross_entropy,
         optimizer=make_optimizer(params),
@@ -98,8 +91,8 @@ def build(params: Mapping[str, Any]) -> Workload:
 def suggest(trial: optuna.Trial) -> dict[str, Any]:
     """The search space."""
     return {
-        "batch_size": trial.suggest_int("batch_size", 64, 1024, log=True),
-        "width": trial.suggest_int("width", 16, 96, log=True),
+        "batch_size": trial.suggest_int("batch_size", 32, 512, log=True),
+        "width": trial.suggest_int("width", 16, 80, log=True),
         "depth": trial.suggest_int("depth", 2, 6),
         "kernel": trial.suggest_categorical("kernel", [3, 5]),
         "optimizer": trial.suggest_categorical("optimizer", list(OPTIMIZERS)),
@@ -128,14 +121,13 @@ def train(params: Mapping[str, Any]) -> float:
 
 
 def time_budget_s() -> float:
-    """The time budget of a trial, in seconds: about a third of the search space takes longer, on a machine of any speed."""
-    ends: list[float] = []
-    train(MIDDLE)  # the first steps start threads and fill caches
-    handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-    train(MIDDLE)
-    handle.remove()
-    steps_s = [end - start for start, end in pairwise(ends)]
-    return MOST_TIMES * (build(MIDDLE).steps or 0) * statistics.median(steps_s)
+    """The time budget of a trial, in seconds. It follows the speed of this machine."""
+    times_s = []
+    for _ in range(6):
+        start = time.perf_counter()
+        train(MIDDLE)
+        times_s.append(time.perf_counter() - start)
+    return MOST_TIMES * statistics.median(times_s[1:])  # the first starts threads and fills caches
 
 
 def objective(trial: optuna.Trial) -> float:
@@ -143,25 +135,77 @@ def objective(trial: optuna.Trial) -> float:
     return train(suggest(trial))
 
 
-def run_guarded(arguments: argparse.Namespace, console: Console) -> None:
-    """The study with PerfGuard: three more lines than without."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    log = arguments.log or arguments.out / f"log-{datetime.datetime.now():%Y%m%d-%H%M%S}.db"
-    study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
-    budget_s = arguments.time_budget or time_budget_s()
+def run_guarded(seed: int, seconds: float, budget_s: float, log: Path, console: Console) -> optuna.Study:
+    """The study with PerfGuard."""
+    study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     pruner = PerfGuardPruner(gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=budget_s, log=str(log))
-    console.print(f"budgets of a trial: {MEMORY_BUDGET} and {format_seconds(budget_s)}")
-    with progress_bar(console, arguments.trials) as advance:
-        study.optimize(objective, n_trials=arguments.trials, callbacks=[TrialPrinter(console), advance], pruner=pruner)
-    console.print(summarize(study).table())
-    pictures = draw(study, arguments.out)
-    console.print(f"best accuracy {study.best_value:.4f} with {study.best_params}")
-    report = arguments.out / "report.html"
-    write_report(study, report)
-    console.print(f"predicted against measured, and what was saved: {pictures}")
-    console.print(f"verdicts and measurements: {log}")
-    console.print(f"the report, for a browser: {report}")
-    console.print(f"the same study without PerfGuard: python examples/quickstart.py --no-guard --time-budget {budget_s:.3g}")
+    study.optimize(objective, timeout=seconds, callbacks=[TrialPrinter(console)], pruner=pruner)
+    return study
+
+
+def run_unguarded(seed: int, seconds: float, budget_s: float, console: Console) -> optuna.Study:
+    """The same study without PerfGuard. Its trials are measured, and nothing is prevented."""
+    device = resolve_device("cpu")
+
+    def measured_objective(trial: optuna.Trial) -> float:
+        with Run(device) as run:
+            value = objective(trial)
+        assert run.measurement is not None
+        assert run.measurement.peak_memory_bytes is not None
+        memory_bytes, time_s = run.measurement.peak_memory_bytes, run.measurement.total_time_s
+        over = memory_bytes > parse_bytes(MEMORY_BUDGET) or time_s > budget_s
+        trial.set_user_attr("time_s", time_s)
+        trial.set_user_attr("over", over)
+        cells = f"{format_bytes(memory_bytes):>21s}   {format_seconds(time_s):>18s}"
+        console.print(f"{trial.number:5d}  unguarded {cells}   {value:.4g}{'  over' if over else ''}", highlight=False)
+        return value
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    study.optimize(measured_objective, timeout=seconds)
+    return study
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a study came to."""
+
+    times_s: list[float]
+    """Of the trials that ran."""
+    wasted_s: list[float]
+    """Of those that broke a budget."""
+    num_pruned: int
+    best: float
+
+    @classmethod
+    def of_guarded(cls, study: optuna.Study) -> Outcome:
+        """From what PerfGuard wrote into the trials."""
+        records = [record_of(trial) for trial in study.trials]
+        ran = [record for record in records if "time" in record.measured]
+        wasted_s = [record.measured["time"] for record in ran if record.violates]
+        return cls([record.measured["time"] for record in ran], wasted_s, len(records) - len(ran), study.best_value)
+
+    @classmethod
+    def of_unguarded(cls, study: optuna.Study) -> Outcome:
+        """From what ``measured_objective`` wrote into them."""
+        ran = [trial.user_attrs for trial in study.trials]
+        return cls([of["time_s"] for of in ran], [of["time_s"] for of in ran if of["over"]], 0, study.best_value)
+
+    def cells(self) -> list[str]:
+        """A column of the table."""
+        spent_s, wasted_s = sum(self.times_s), sum(self.wasted_s)
+        wasted = f"{format_seconds(wasted_s)}, {wasted_s / spent_s:.0%}" if wasted_s else "none"
+        counts = len(self.times_s), len(self.wasted_s), self.num_pruned
+        return [*map(str, counts), format_seconds(spent_s), wasted, f"{self.best:.3f}"]
+
+
+def comparison(guarded: optuna.Study, unguarded: optuna.Study) -> Table:
+    """Both studies side by side."""
+    rows = ("trials that ran", "over the memory or time budget", "pruned before launch", "time of the trials",
+            "wasted in trials over a budget", "best accuracy")  # fmt: skip
+    table = Table("", "with PerfGuard", "without", title="The same search for the same time")
+    for row in zip(rows, Outcome.of_guarded(guarded).cells(), Outcome.of_unguarded(unguarded).cells(), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def draw(study: optuna.Study, folder: Path) -> str:
@@ -178,66 +222,43 @@ def draw(study: optuna.Study, folder: Path) -> str:
     return ", ".join(map(str, paths))
 
 
-def run_unguarded(arguments: argparse.Namespace, console: Console) -> None:
-    """The same study without PerfGuard; what it costs is measured, nothing is prevented."""
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=arguments.seed))
-    device = resolve_device("cpu")
-    limits = parse_bytes(MEMORY_BUDGET), arguments.time_budget or time_budget_s()
-    broken: list[Measurement] = []
-    spent_s = 0.0
-
-    def measured_objective(trial: optuna.Trial) -> float:
-        nonlocal spent_s
-        with Run(device) as run:
-            value = objective(trial)
-        measurement = run.measurement
-        assert measurement is not None
-        assert measurement.peak_memory_bytes is not None
-        spent_s += measurement.total_time_s
-        over = measurement.peak_memory_bytes > limits[0] or measurement.total_time_s > limits[1]
-        if over:
-            broken.append(measurement)
-        console.print(
-            f"trial {trial.number:3d}  unguarded  memory {format_bytes(measurement.peak_memory_bytes):>8s}  "
-            f"time {format_seconds(measurement.total_time_s):>7s}  value {value:.4g}{'  over budget' if over else ''}",
-            highlight=False,
-        )
-        return value
-
-    with progress_bar(console, arguments.trials) as advance:
-        study.optimize(measured_objective, n_trials=arguments.trials, callbacks=[advance])
-    wasted_s = sum(measurement.total_time_s for measurement in broken)
-    console.print(
-        f"{arguments.trials} trials, {len(broken)} over budget; {format_seconds(spent_s)} in all, of which "
-        f"{format_seconds(wasted_s)} in trials over budget; best accuracy {study.best_value:.4f}"
-    )
-
-
-@contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]:
-    """A bar below the lines; yields the study callback that advances it."""
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("trials", total=total)
-        yield lambda _study, _trial: progress.advance(task)
-
-
 def main() -> None:
-    """Run the study, print a line a trial and a summary, save the picture."""
-    parser = argparse.ArgumentParser(description="A guarded study on scikit-learn's digits.")
-    parser.add_argument("--no-guard", action="store_true", help="run the same study without PerfGuard")
-    parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="of a trial; default: by the speed of this machine")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and the log")
-    parser.add_argument("--log", default=None, help="measurement log to use and extend; default: a new one in the folder")
+    """Run both studies, print a line a trial and a table, save the pictures and the report."""
+    parser = argparse.ArgumentParser(description="A study on scikit-learn's digits, with PerfGuard and without.")
+    parser.add_argument("--seconds", type=float, default=24, help="time of each of the two studies")
+    parser.add_argument("--seed", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures, the report and the log")
     arguments = parser.parse_args()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    digits()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    torch.set_num_threads(1)  # networks so small gain little from more, which disturb each other on a busy machine
     console = Console()
     start = time.perf_counter()
-    (run_unguarded if arguments.no_guard else run_guarded)(arguments, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    log = arguments.out / f"log-{datetime.datetime.now():%Y%m%d-%H%M%S}.db"
+    budget_s = time_budget_s()
+    console.print(f"budgets of a trial: {MEMORY_BUDGET}, and {format_seconds(budget_s)} on this machine")
+    console.rule("with PerfGuard")
+    guarded = run_guarded(arguments.seed, arguments.seconds, budget_s, log, console)
+    console.rule("without")
+    unguarded = run_unguarded(arguments.seed, arguments.seconds, budget_s, console)
+    report = arguments.out / "report.html"
+    write_report(guarded, report)
+    pictures = draw(guarded, arguments.out)
+    console.print(summarize(guarded).table())
+    console.print(comparison(guarded, unguarded))
+    for what, where in {
+        "best parameters": guarded.best_params,
+        "predicted against measured, and what was saved": pictures,
+        "verdicts and measurements": log,
+        "the report, for a browser": report,
+    }.items():
+        console.print(f"{what}: {where}", soft_wrap=True)
     console.print(f"{format_seconds(time.perf_counter() - start)} from start to end")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -80,7 +80,7 @@ def graph_of(
     if isinstance(model, (str, os.PathLike)):
         return _graph_of_file(Path(model), device, mode=mode, batch_size=batch_size, dims=dims, precision=precision)
     if batch_size is not None or dims:
-        raise ConfigurationError("batch_size and dims are for ONNX files; of a module or a workload the inputs have the batch.")
+        raise ConfigurationError("batch_size and dims are for ONNX files. The inputs of a module or a workload have the batch.")
     if not isinstance(model, Workload):
         if inputs is None:
             raise ConfigurationError("A module needs its inputs, for instance predict(model, inputs=(32, 3, 224, 224)).")
@@ -101,7 +101,7 @@ def _graph_of_file(
     if path.suffix.lower() != ".onnx":
         raise ConfigurationError(f"Expected the path of an .onnx file, a Workload or a module, but got {str(path)!r}.")
     if mode == "train":
-        raise ConfigurationError("An ONNX file holds the forward pass alone: give mode='infer', or the network in PyTorch.")
+        raise ConfigurationError("An ONNX file has only the forward pass. Give mode='infer', or the network in PyTorch.")
     from perfguard.onnx import graph_from_onnx  # only here: the package onnx is slow to import
 
     return graph_from_onnx(path, batch_size=batch_size, dims=dims, precision=precision, target=device)  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of a trial. None means no limit; the device's own memory always is one.
+    """Limits of a trial. None means no limit. The memory of the device is always a limit.
 
     Example:
         >>> Budget.parse(memory="38GiB", time="2h").trial_time_s
@@ -159,16 +159,15 @@ class Budget:
         for (part, part_s), (whole, whole_s) in pairwise(given):
             if part_s > whole_s:
                 raise ConfigurationError(
-                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), of which it is a part. "
-                    f"Leave {part} out, or make it less."
+                    f"{part} ({format_seconds(part_s)}) is more than {whole} ({format_seconds(whole_s)}), but is a part of it. "
+                    f"Leave {part} out, or lower it."
                 )
 
     def check_device(self, device: Device) -> None:
         """Check that trials on ``device`` can have the memory of the budget.
 
         Raises:
-            ConfigurationError: if it is more than the device has, or no more than the driver's context takes of it before a trial
-                has a single tensor.
+            ConfigurationError: if the budget is more than the memory of the device, or not more than the driver's context.
         """
         if self.memory_bytes is None and self.memory_fraction is None:
             return
@@ -180,7 +179,7 @@ class Budget:
             )
         if capacity_bytes <= device.context_bytes:
             raise ConfigurationError(
-                f"A memory budget of {format_bytes(capacity_bytes)} can never be held: the driver's context alone takes "
+                f"A memory budget of {format_bytes(capacity_bytes)} is too small for any trial: the driver's context alone takes "
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
 
@@ -241,7 +240,7 @@ class Budget:
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
     def cannot_bind(self, workload: Workload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
-        """The name of each budget that can never bind for ``workload``, and a sentence on what is missing.
+        """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
 
         Args:
             workload: what the trial runs.
@@ -275,8 +274,8 @@ class Budget:
         elif self.energy_j is not None and not knows_energy:
             yield (
                 "energy_budget",
-                "energy_budget needs a predictor that knows energy, and this one knows none for this device: it learns it from "
-                "runs whose energy was measured. Leave energy_budget out, or give another predictor.",
+                "energy_budget needs a predictor that knows energy. This one must first learn it from runs with measured "
+                "energy on this device. Leave energy_budget out, or give another predictor.",
             )
 
     def limits(

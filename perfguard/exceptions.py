@@ -25,7 +25,8 @@ PerfGuardWarning (UserWarning)
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
 ├── DriftWarning                       runs cost other than they did: a driver, a framework, a card has changed
 ├── ServiceWarning                     the predictor service of a cluster is away; predictions are made locally
-└── LogWarning                         a row could not be written yet; it is kept
+├── LogWarning                         a row could not be written yet; it is kept
+└── TrackingWarning                    a trial could not be written to an experiment tracker
 """
 
 from __future__ import annotations
@@ -158,3 +159,7 @@ class ServiceWarning(PerfGuardWarning):
 
 class LogWarning(PerfGuardWarning):
     """A row could not be written now; it is kept and written later."""
+
+
+class TrackingWarning(PerfGuardWarning):
+    """A trial could not be written to an experiment tracker. The study goes on."""

@@ -73,9 +73,9 @@ _TRIALS_IN_ADVANCE = 10
 class Guard(Judge):
     """Decides before the launch, from calibrated predictions, and learns from measurements.
 
-    ``risk`` is the share of the launched trials that may break a limit. The guard keeps a risk budget of the chances that it has
-    accepted. A clearly feasible trial leaves most of its share to a doubtful one, so that good trials near the limit are not
-    lost. A trial that breaks a limit with more than an even chance is not launched; see :attr:`threshold`.
+    ``risk`` is the share of the launched trials that may exceed a limit. Unused risk carries over: a clearly feasible trial
+    leaves most of its share to a trial near the limit. A trial that exceeds a limit with a chance above 50% is not launched;
+    see :attr:`threshold`.
 
     A failure of the guard itself never stops a trial: it is launched, and one :class:`UnguardedTrialWarning` has the reason. A
     guard that is ``strict`` raises an :class:`UnguardedTrialError` instead.
@@ -152,7 +152,7 @@ class Guard(Judge):
         self.strict = bool(strict)
         if self.budget.energy_j is not None and self.device.kind == "cpu":
             raise ConfigurationError(
-                f"energy_budget={energy_budget!r} can never bind: a CPU ({self.device.name}) has no counter of energy. "
+                f"energy_budget={energy_budget!r} cannot be checked: a CPU ({self.device.name}) has no energy counter. "
                 "Leave energy_budget out, or name a GPU."
             )
         self.log = _open_log(log)
@@ -173,7 +173,7 @@ class Guard(Judge):
         """Announce the log that the verdicts depend on, and its number of runs. Once per log in each process."""
         if self.log.url is None:
             return
-        number = len(self._assessment.observations)
+        number = self.num_learnt
         runs = "1 run" if number == 1 else f"{number} runs"
         found = (
             f"brings {runs} of {self.device.name}, from which predictions learn"
@@ -181,6 +181,11 @@ class Guard(Judge):
             else f"has no run of {self.device.name} yet"
         )
         log_once(self.log.url, f"The measurement log {self.log.location} {found}. With log=False a study starts without a log.")
+
+    @property
+    def num_learnt(self) -> int:
+        """Number of measured runs of the device from which the predictor has learnt."""
+        return len(self._assessment.observations)
 
     @property
     def threshold(self) -> float:
@@ -393,7 +398,7 @@ class Guard(Judge):
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
     def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
-        """The budgets that can never bind for ``workload``: the reason for each, by the budget's name.
+        """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
 
         Raises:
             ConfigurationError: if there is one, and the guard is strict.
@@ -474,9 +479,8 @@ class Guard(Judge):
         if elsewhere:
             self._warn_once(
                 MeasurementWarning,
-                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name} all the same, but what such "
-                "trials cost is not counted as measured for it, and nothing is learnt. Pass gpu='auto' to guard the device that "
-                "is here.",
+                f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name}, but such trials do not count "
+                "as measured, and nothing is learnt from them. Pass gpu='auto' to guard the device of this machine.",
                 about="elsewhere",
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
@@ -524,13 +528,13 @@ class Guard(Judge):
         known = {observation.decision_id for observation in before.observations}
         for drift in after.drifts:
             if drift.noticed.decision_id not in known:
-                message = f"Runs on {self.device.name} are not what they were: {drift.reason}. PerfGuard learns the difference."
+                message = f"Runs on {self.device.name} have changed: {drift.reason}. PerfGuard learns the difference."
                 warn_user(message, DriftWarning)
         for misfit in after.misfits:
             if misfit.observation.decision_id not in known:
                 message = (
-                    f"PerfGuard's predictor does not fit what runs on {self.device.name}: {misfit.reason}. Verdicts are given by "
-                    "the unlearnt prediction again (shown once). Check that `build` describes the step that the trials run."
+                    f"PerfGuard's predictor does not fit the runs on {self.device.name}: {misfit.reason}. Verdicts use its "
+                    "shipped prediction again (shown once). Check that `build` describes the step that the trials run."
                 )
                 self._warn_once(DriftWarning, message, about="misfit")
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
@@ -540,8 +544,8 @@ class Guard(Judge):
                 continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
             if found.observation.decision_id not in refused and found.reason not in reasons:
                 message = (
-                    f"A reading is implausible and is not learnt (shown once): {found.reason}. Check that `build` describes what "
-                    "the trials run; `perfguard log quarantine` lists such readings."
+                    f"PerfGuard does not learn from an implausible reading (shown once): {found.reason}. Check that `build` "
+                    "describes the step that the trials run. `perfguard log quarantine` lists such readings."
                 )
                 self._warn_once(MeasurementWarning, message)
 
@@ -570,7 +574,7 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
     """
     if isinstance(model, Workload):
         if inputs is not None or fields:
-            raise ConfigurationError("A Workload says it all; give an example batch and fields only with a model.")
+            raise ConfigurationError("A Workload already has its batch and its fields. Give these only with a model.")
         return model
     if inputs is None:
         raise ConfigurationError(f"Give a Workload, or a model and an example batch, but got only {type(model).__name__}.")

@@ -22,7 +22,7 @@ _ENDED = ("ok", "oom", "timeout")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSummary(GuardSummary):
-    """The guard's summary of logged decisions. ``print(summary)`` is the table; None: nothing to say it from."""
+    """The guard's summary of logged decisions. ``print(summary)`` prints the table. None: unknown."""
 
     study: str
     """The name of the run in the measurement log."""
@@ -31,11 +31,11 @@ class LogSummary(GuardSummary):
     num_unjudged: int
     """Launched without a verdict, or against it."""
     num_repeated: int
-    """Further proposals of what had been turned down."""
+    """Further proposals of rejected configurations."""
     num_interrupted: int
     """Trials that were cut off and have not been resumed."""
     num_failed: int
-    """Trials that ended with an error of their own."""
+    """Trials that ended with their own error."""
     not_measured: Mapping[str, int]
     """Reasons why launched trials do not measure the guarded device, with the number of trials."""
     launched_s: float | None
@@ -43,7 +43,7 @@ class LogSummary(GuardSummary):
     memory_error: float | None
     """Median of |predicted / measured - 1| over the measured trials' peak memory."""
     step_time_error: float | None
-    """Likewise of the step time."""
+    """The same for the step time."""
 
     @property
     def title(self) -> str:
@@ -51,11 +51,11 @@ class LogSummary(GuardSummary):
         return f"PerfGuard: {self.study} on {self.device}"
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The rows of the table; what there is nothing to say of is left out."""
+        """The rows of the table. Rows without a value are left out."""
         yield "trials launched", self.launched_in_words
-        yield "configurations turned down before launch", self.pruned_in_words
+        yield "configurations rejected before launch", self.pruned_in_words
         if self.num_repeated:
-            yield "of these proposed again, and turned down from memory", f"{self.num_repeated} times"
+            yield "of these proposed again, and rejected from memory", f"{self.num_repeated} times"
         yield "launched without a verdict, or against it", f"{self.num_unjudged}"
         if self.num_interrupted:
             yield "interrupted, not yet resumed", f"{self.num_interrupted}"
@@ -70,7 +70,7 @@ class LogSummary(GuardSummary):
         if self.num_crashes_avoided:
             yield "would have run out of memory at their start", f"{self.num_crashes_avoided}"
         if self.saved_s is not None:
-            yield "time of the others turned down (predicted)", format_seconds(self.saved_s)
+            yield "time of the others rejected (predicted)", format_seconds(self.saved_s)
         for label, error in (("peak memory", self.memory_error), ("step time", self.step_time_error)):
             if error is not None:
                 yield f"median prediction error, {label}", f"{error:.1%}" if error < 1 else f"a factor of {1 + error:.3g}"
@@ -96,7 +96,7 @@ def summarize_rows(
         study: the name of the run.
         device: the name of the guarded device.
         num_unjudged: trials that were launched without a verdict, or against it. None: count them in ``rows``.
-        num_repeated: proposals that were turned down from memory, without a row.
+        num_repeated: proposals that were rejected from memory, without a row.
     """
     launched = [(row, record) for row, record in rows if has_run(row)]
     pruned = [(row, record) for row, record in rows if not has_run(row)]
@@ -157,7 +157,7 @@ def record_of_row(row: LoggedDecision, *, limits: Mapping[str, float], device: D
 
 
 def has_run(row: LoggedDecision) -> bool:
-    """Whether the trial was launched; a trial that was turned down may have run all the same."""
+    """Whether the trial was launched; a rejected trial may have run nevertheless."""
     return row.action != "prune" or row.status is not None
 
 

@@ -1,4 +1,4 @@
-"""The summary of a study: what ran, what was turned down and why, what that saved, and what was not measured.
+"""The summary of a study: what ran, what was rejected and why, what that saved, and what was not measured.
 
 Integrations read their trials as :class:`TrialRecord` and count them into a :class:`GuardSummary`.
 """
@@ -49,7 +49,7 @@ class TrialRecord:
 
     @property
     def broken_limit(self) -> Quantity | None:
-        """The limit that a trial would break most surely: the one that its interval exceeds by the largest factor.
+        """The limit that the interval of the trial exceeds by the largest factor.
 
         None: no limit was recorded with a prediction.
         """
@@ -71,7 +71,7 @@ class TrialRecord:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it is known of a trial that ran if it broke a limit."""
+        """Whether the trial ran, and it is known whether it exceeded a limit."""
         return self.status in RAN_OUT.values() or any(quantity in self.measured for quantity in self.limits)
 
     @property
@@ -93,26 +93,26 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSummary(ABC):
-    """The counts that every integration prints. ``print(summary)`` is the table; None: nothing to say it from."""
+    """The counts that every integration prints. ``print(summary)`` prints the table. None: unknown."""
 
     num_launched: int
     """Trials that ran, or still run."""
     num_repaired: int
     """Launched after a repair; counted in ``num_launched``."""
     num_pruned: int
-    """Trials, or different configurations, that were turned down before launch."""
+    """Trials, or different configurations, that were rejected before launch."""
     pruned_for: Mapping[Quantity | None, int]
-    """Number of them by the limit that they break; None: an unknown limit."""
+    """Number of rejected ones by the limit that they would exceed. None: an unknown limit."""
     num_measured: int
-    """Launched trials of which it is known whether they broke a budget."""
+    """Launched trials with a known outcome: they exceeded a budget or not."""
     num_violations: int | None
-    """Measured trials that broke a budget, or ran out of memory or time. None: none was measured."""
+    """Measured trials that exceeded a budget, or ran out of memory or time. None: none was measured."""
     num_crashes_avoided: int
     """Number of pruned trials that need more memory than the device has. They would have ended in their first steps, so they
     save no time."""
     saved_s: float | None
-    """Time that the others were predicted to take, had each run to its end, in seconds; one over a memory budget that is a part
-    of the device's memory would have run. None: there is none whose trial time was predicted."""
+    """Predicted time of the other pruned trials, in seconds, if each had run to its end. They include trials that exceed only a
+    memory budget below the memory of the device. None: no trial time was predicted."""
 
     @classmethod
     def of(
@@ -127,9 +127,9 @@ class GuardSummary(ABC):
         """Count trials.
 
         Args:
-            launched: those that ran, or run.
-            pruned: those that were pruned.
-            measured: the launched trials with a known outcome. They held or broke a budget.
+            launched: the trials that ran, or still run.
+            pruned: the trials that were pruned.
+            measured: the launched trials with a known outcome.
             pruned_for: for each pruned trial the limit that it would break. None: unknown.
             own: the fields of the integration's own summary.
         """

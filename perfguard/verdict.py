@@ -11,7 +11,7 @@ from perfguard.repair import AS_PROPOSED, Repair
 
 if TYPE_CHECKING:
     from perfguard.budget import Limit
-    from perfguard.predictor import Prediction
+    from perfguard.predictor import Estimate, Prediction
 
 Action = Literal["launch", "prune", "repair"]
 EVEN_CHANCE = 0.5
@@ -47,6 +47,16 @@ class Verdict:
         margins: dict[str, float] = {limit.quantity: limit.margin(accepted) for limit in limits}
         worst = max(limits, key=lambda limit: margins[limit.quantity])
         return cls("prune" if margins[worst.quantity] > 0 else "launch", worst.sentence, prediction, limits, margins)
+
+    @property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """What was predicted, by quantity; empty where nothing was."""
+        if self.prediction is None:
+            return {}
+        prediction = self.prediction
+        known = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
+        known |= {limit.quantity: limit.estimate for limit in self.limits}
+        return {quantity: estimate for quantity, estimate in known.items() if estimate is not None}
 
     @property
     def p_violation(self) -> float:

@@ -117,7 +117,7 @@ class Workload:
     steps_per_epoch: int | None = None
     """Optimizer steps of an epoch. None: unknown, and no time of an epoch is predicted."""
     tf32: Tf32 | None = None
-    """Where fp32 is computed in TF32, on GPUs that have it. "default": in convolutions and recurrent layers, as PyTorch begins.
+    """Where fp32 is computed in TF32, on GPUs that have it. "default": in convolutions and recurrent layers, PyTorch's default.
     "on": in matrix products too. "off": nowhere. None: as PyTorch's own switches are set when the workload is made."""
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ PACKAGES = ("perfguard", "perfguard_optuna", "perfguard_ray")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference
 
-Every public object of the three packages. Units are bytes, seconds and joules unless a name says another.
+This page lists every public object of the three packages, for people who write code with PerfGuard. Units are bytes, seconds and
+joules unless a name has another unit.
 <!-- Made by `python tools/reference.py` from the docstrings. Change those, then run the command again. -->"""
 _SECTION = re.compile(r"^(Args|Example|Raises|Returns|Yields):\n((?:    .*\n|\n)*)|^((?:    .*\n)+)", re.MULTILINE)
 

@@ -16,16 +16,21 @@ from perfguard_optuna._pruner import PerfGuardPruner
 from perfguard_optuna._sampler import PerfGuardSampler
 from perfguard_optuna._study import GuardedStudy, create_study, load_study, repair_of
 from perfguard_optuna._summary import StudySummary, TrialPrinter, skipped_table, summarize
+from perfguard_optuna.tracking import DashboardCallback, MLflowCallback, TensorBoardCallback, WandbCallback
 
 __all__ = [
+    "DashboardCallback",
     "GuardedRun",
     "GuardedStudy",
+    "MLflowCallback",
     "OptunaGuard",
     "PerfGuardPruner",
     "PerfGuardSampler",
     "StudySummary",
+    "TensorBoardCallback",
     "TrialPrinter",
     "TrialRecord",
+    "WandbCallback",
     "create_study",
     "load_study",
     "record_of",

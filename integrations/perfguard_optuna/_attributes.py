@@ -4,6 +4,7 @@
     perfguard:verdict, :reason           "launch", "prune" or "repair", and a sentence; a trial that was never judged has only a
                                          reason
     perfguard:p_violation                chance to break the worst limit, to four digits
+    perfguard:learnt_from                number of measured runs of the device from which the predictor had learnt
     perfguard:repair:<field>             what a repaired trial changed: micro_batch_size, accumulation, precision, checkpointing
     perfguard:<quantity>:predicted_<unit>, :low_<unit>, :high_<unit>, :limit_<unit>     memory in whole bytes; time, epoch_time,
                                          step_time and latency in seconds (s), energy in joules (j), cost in dollars or the
@@ -13,6 +14,7 @@
     perfguard:status                     ok, oom, timeout, failed or interrupted
     perfguard:not_measured               in the place of these two: why what ran says nothing of the guarded device
     perfguard:stopped                    why a running trial was stopped: its pace
+    perfguard:proposed_for               of a proposal that a PerfGuardSampler rejected: the trial that it searched for
 
 Names without a unit, of version 1, are read as well.
 
@@ -32,7 +34,6 @@ from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.measure import Measurement
-from perfguard.predictor import Estimate
 from perfguard.summary import QUANTITIES, TrialRecord
 from perfguard.verdict import Verdict
 
@@ -41,29 +42,22 @@ PREFIX = "perfguard"
 _UNITS = {"memory": "bytes", "energy": "j", "cost": "dollars"}
 
 
-def attributes_of(verdict: Verdict, capacity_bytes: int) -> dict[str, Any]:
-    """The user attributes that carry ``verdict``, on a device of so much memory."""
+def attributes_of(verdict: Verdict, capacity_bytes: int, num_learnt: int) -> dict[str, Any]:
+    """The user attributes that carry ``verdict``, on a device of so much memory, from so many measured runs."""
     attributes: dict[str, Any] = {
         f"{PREFIX}:schema": SCHEMA_VERSION,
         f"{PREFIX}:verdict": verdict.action,
         f"{PREFIX}:reason": verdict.reason,
         f"{PREFIX}:p_violation": _rounded(verdict.p_violation, 4),
+        f"{PREFIX}:learnt_from": num_learnt,
         **_written("memory", "capacity", capacity_bytes),
     }
     if verdict.prediction is not None:
-        prediction = verdict.prediction
-        attributes[f"{PREFIX}:predictor"] = prediction.predictor
-        estimates: dict[str, Estimate | None] = {
-            "memory": prediction.peak_memory,
-            "step_time": prediction.step_time,
-            "time": prediction.total_time,
-        }
-        estimates |= {limit.quantity: limit.estimate for limit in verdict.limits}
-        for quantity, estimate in estimates.items():
-            if estimate is not None:
-                low, high = estimate.interval()
-                attributes |= _written(quantity, "predicted", estimate.median)
-                attributes |= _written(quantity, "low", low) | _written(quantity, "high", high)
+        attributes[f"{PREFIX}:predictor"] = verdict.prediction.predictor
+        for quantity, estimate in verdict.estimates.items():
+            low, high = estimate.interval()
+            attributes |= _written(quantity, "predicted", estimate.median)
+            attributes |= _written(quantity, "low", low) | _written(quantity, "high", high)
     for limit in verdict.limits:
         attributes |= _written(limit.quantity, "limit", limit.limit)
     if verdict.action == "repair":
@@ -151,6 +145,12 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
         not_measured=attributes.get(f"{PREFIX}:not_measured", ""),
         capacity_bytes=by_quantity("capacity").get("memory"),
     )
+
+
+def proposals_rejected_for(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
+    """The proposals that a PerfGuardSampler rejected while it searched for ``trial``. Optuna calls no callback for them."""
+    pruned = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+    return [rejected for rejected in pruned if rejected.user_attrs.get(f"{PREFIX}:proposed_for") == trial.number]
 
 
 def write_attributes(study: optuna.Study, trial: FrozenTrial | optuna.Trial, attributes: Mapping[str, Any]) -> None:

@@ -177,10 +177,10 @@ class OptunaGuard(Guard):
     ) -> Decision | None:
         """Decide on ``trial`` and write the verdict into it.
 
-        None: not yet, because ``build`` is missing, reads a parameter that ``params`` does not have, or, unless this is the
-        ``final`` attempt, took a default for one. The parameters of a trial that did not fit are remembered: they are judged
-        once more if another trial was launched since, and not again. ``threshold`` is the chance of breaking a limit to accept,
-        in the place of what the risk budget has left.
+        None: not yet. Either ``build`` is missing, or it reads a parameter that ``params`` does not have. Unless this is the
+        ``final`` attempt, a default for a missing parameter also delays the verdict. The parameters of a trial that did not fit
+        are remembered. They are judged once more if another trial was launched since, and not again. ``threshold`` is the
+        accepted chance of exceeding a limit. It replaces the remaining risk.
         """
         if build is None:
             return None
@@ -235,7 +235,7 @@ class OptunaGuard(Guard):
         return self._keep(study, trial, decision, params.used())
 
     def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
-        """Keep in mind that ``params`` do not fit. What ``build`` may judge otherwise with another parameter is not kept."""
+        """Remember that ``params`` do not fit, unless the verdict depends on a missing parameter or on the time left."""
         if params.missing or self.within_timeout:  # what does not fit into the time left may fit into another study's
             return
         used = params.used()
@@ -280,7 +280,7 @@ class OptunaGuard(Guard):
 
     def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
         self._judged[_key(study, trial)] = _Judged(decision, used)
-        attributes = attributes_of(decision.verdict, self.device.memory_bytes)
+        attributes = attributes_of(decision.verdict, self.device.memory_bytes, self.num_learnt)
         self.write(study, trial, attributes, lambda: self.constraints_of(study, decision.verdict))
         return decision
 
@@ -291,7 +291,7 @@ class OptunaGuard(Guard):
         attributes: Mapping[str, Any],
         constraints: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Write into ``trial``. A storage that is away is for Optuna to complain about; the guard says so once and goes on."""
+        """Write into ``trial``. If the storage cannot be reached, warn once and continue. Optuna will raise its own error."""
         try:
             write_attributes(study, trial, attributes)
             write_constraints(study, trial, constraints())
@@ -398,7 +398,7 @@ class OptunaGuard(Guard):
             warn_user(why, UnguardedTrialWarning)
 
     def reject(self, study: optuna.Study, trial: AnyTrial, verdict: Verdict) -> None:
-        """Write into ``trial`` that nothing was found to run in it."""
+        """Write the rejecting ``verdict`` into ``trial``, because no proposal for it fits."""
         self._keep(study, trial, Decision("", verdict), {})
 
     def _warn_unmeasured(self, error: Exception) -> None:
@@ -600,9 +600,8 @@ class Search:
         if self.threshold is not None and verdict is not None and verdict.p_violation > self.guard.risk:
             self.guard._warn_once(
                 BudgetWarning,
-                f"Nothing that was proposed is sure to fit ({self.num_rejected} proposals in a row), so PerfGuard launches a "
-                "trial that is more likely to fit than not (shown once). More trials than `risk` says may break a budget. "
-                "Raise the budget, or the risk, to silence this warning.",
+                f"No proposal is certain to fit ({self.num_rejected} in a row), so PerfGuard launches a trial that more likely "
+                "fits than not (shown once). The share of violations may exceed `risk`. Raise the budget, or the risk.",
                 about="patience",
             )
         self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True

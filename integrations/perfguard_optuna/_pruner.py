@@ -68,7 +68,7 @@ class PerfGuardPruner(WatchingPruner):
         if inner is not None and not isinstance(inner, BasePruner):
             raise ConfigurationError(f"inner must be an Optuna pruner, for instance HyperbandPruner(), but got {inner!r}.")
         if guard is not None and (settings or build is not None or gpu != "auto" or within_timeout):
-            raise ConfigurationError("Give a guard, or the settings of one, but not both: the guard has settings of its own.")
+            raise ConfigurationError("Give a guard, or the settings of one, but not both: the guard has its own settings.")
         super().__init__()
         self.guard = guard or OptunaGuard(gpu, build=build, within_timeout=within_timeout, **settings)
         self._inner = inner

@@ -122,7 +122,7 @@ class PerfGuardSampler(BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """A joint proposal that is predicted to fit; see the class. Where the guard fails, the inner sampler's, unjudged."""
+        """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
         try:
             return self._sample_feasible(study, trial, search_space)
         except (optuna.TrialPruned, UnguardedTrialError):
@@ -257,7 +257,8 @@ class PerfGuardSampler(BaseSampler):
             state=TrialState.RUNNING,
             params=params,
             distributions={name: proposal.space[name] for name in params},
-            user_attrs=attributes_of(verdict, self.guard.device.memory_bytes),
+            user_attrs=attributes_of(verdict, self.guard.device.memory_bytes, self.guard.num_learnt)
+            | {f"{PREFIX}:proposed_for": trial.number},
             system_attrs={key: attributes[key] for key in _GRID_KEYS if key in attributes},
         )
         trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)

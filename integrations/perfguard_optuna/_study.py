@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import optuna
@@ -13,11 +14,13 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
+from rich.console import Console
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build
 from perfguard_optuna._guard import OptunaGuard, Search, pruned_if_out_of_resources
+from perfguard_optuna._progress import can_show, progress_line
 from perfguard_optuna._pruner import PerfGuardPruner
 from perfguard_optuna._sampler import NewProposals, PerfGuardSampler
 
@@ -46,6 +49,9 @@ class GuardedStudy(optuna.Study):
         With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
         budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
 
+        With a PerfGuardPruner, ``show_progress_bar=True`` shows one line: launched, pruned and over-budget trials, and the time
+        saved. It is shown only on a terminal, and not where the environment variable ``CI`` is set.
+
         Args:
             pruner: a pruner. It replaces the one that the study was created with.
             count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
@@ -56,16 +62,21 @@ class GuardedStudy(optuna.Study):
             raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
         if pruner is not None:
             self.pruner = pruner
-        common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
         if not isinstance(self.pruner, PerfGuardPruner):
-            super().optimize(func, n_trials, timeout, *common)
+            super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         self.pruner.guard.deadline = deadline
         sampler, objective = self.sampler, _GuardedObjective(func, self.pruner.guard)
         objective.propose_nothing_again(self)
+        console = Console(stderr=True)
         try:
-            self._optimize_guarded(objective, n_trials, timeout, deadline, count, common)
+            with ExitStack() as stack:
+                if show_progress_bar and can_show(console):
+                    line = stack.enter_context(progress_line(console, n_trials, counts_pruned=count == "proposed"))
+                    callbacks = [line, *(callbacks or ())]
+                common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
+                self._optimize_guarded(objective, n_trials, timeout, deadline, count, common)
         finally:
             self.pruner.guard.deadline = None
             self.sampler = sampler

@@ -35,7 +35,7 @@ class GuardedTraining:
             raise ConfigurationError(f"trial must be what Optuna hands to the objective, but got {trial!r}.")
         if guard.on_violation == "repair":
             raise ConfigurationError(
-                "A trainer that is already made cannot be repaired. Use on_violation='prune' or 'warn', or call "
+                "An existing trainer cannot be repaired. Use on_violation='prune' or 'warn', or call "
                 "guard.trial(trial, workload) before it is made and give it the micro-batch of run.repair."
             )
         self._guard = guard
@@ -120,7 +120,7 @@ def first_batch(loaders: Any) -> Any:
     if isinstance(loaders, (list, tuple)):
         return [first_batch(loader) for loader in loaders]
     if not isinstance(loaders, DataLoader) or isinstance(loaders.dataset, IterableDataset):
-        raise WorkloadError(f"a batch of {type(loaders).__name__} cannot be looked at without using it up. {HOW_TO_GIVE_A_BATCH}")
+        raise WorkloadError(f"reading a batch from {type(loaders).__name__} would consume it. {HOW_TO_GIVE_A_BATCH}")
     dataset, collate = loaders.dataset, loaders.collate_fn
     with random_numbers_kept():
         size = loaders.batch_size or getattr(loaders.batch_sampler, "batch_size", None)

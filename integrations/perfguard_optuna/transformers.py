@@ -190,11 +190,11 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
 
 def _refuse_what_is_not_one_step(args: TrainingArguments) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
-        raise WorkloadError("the trainer uses several devices, and one is judged")
+        raise WorkloadError("the trainer uses several devices, but PerfGuard judges only one")
     if args.deepspeed or args.fsdp:
-        raise WorkloadError("DeepSpeed and FSDP keep parts of the training elsewhere than on the device")
+        raise WorkloadError("DeepSpeed and FSDP keep parts of the training outside the device")
     if args.auto_find_batch_size:
-        raise WorkloadError("with auto_find_batch_size the trainer itself looks for a batch that fits")
+        raise WorkloadError("with auto_find_batch_size, the trainer chooses the batch size itself")
 
 
 def _checkpoint_activations(args: TrainingArguments, model: nn.Module) -> None:
@@ -218,7 +218,7 @@ def _precision_of(args: TrainingArguments) -> Precision:
 def _optimizer_of(args: TrainingArguments, model: nn.Module) -> Any:
     make, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     if not (isinstance(make, type) and issubclass(make, torch.optim.Optimizer)) or {"params", "model"} & set(keywords):
-        raise WorkloadError(f"optim={str(args.optim)!r} is made in a way of its own; judge by PerfGuardCallback, which sees it")
+        raise WorkloadError(f"optim={str(args.optim)!r} is not a plain optimizer class; use PerfGuardCallback instead")
     return functools.partial(make, **keywords)
 
 

@@ -22,14 +22,14 @@ def pack(words: Sequence[str]) -> None:
     Raises:
         ConfigurationError: for a table or a word that cannot be right.
     """
-    parser = argparse.ArgumentParser(prog="perfguard pack", description="A schedule for a queue of jobs on several devices.")
+    parser = argparse.ArgumentParser(prog="perfguard pack", description="Plan a queue of jobs on several devices.")
     parser.add_argument("jobs", metavar="JOBS.csv", help="columns name, memory (12GiB) and time_<gpu> (90s)")
-    parser.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names of the catalog, and how many of each")
+    parser.add_argument("--gpus", required=True, metavar="a100:2,t4:4", help="names from `perfguard gpus`, and how many of each")
     parser.add_argument("--method", choices=get_args(Method), default="best", help="default: best")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="jobs that may share a device (default: 1)")
-    parser.add_argument("--slowdown", type=float, default=DEFAULT_SLOWDOWN, help="of jobs that share a device, 0 to 1")
+    parser.add_argument("--slowdown", type=float, default=DEFAULT_SLOWDOWN, help="slowdown of jobs that share a device, 0 to 1")
     parser.add_argument("--plot", metavar="FILE.png", help="draw a Gantt chart")
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(words)
     slots = parse_slots(arguments.gpus)
     jobs = read_jobs(arguments.jobs, (slot.kind for slot in slots))

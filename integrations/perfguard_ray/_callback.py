@@ -15,6 +15,8 @@ from ray.tune.experiment import Trial
 from rich.console import Console
 
 from perfguard.measure import Status, status_of
+from perfguard.summary import TrialRecord
+from perfguard.tracking import fields_of
 from perfguard_ray._ledger import Entry, ledger_of, number_of
 from perfguard_ray._measure import PREFIX, measurement_in, report_in
 from perfguard_ray._summary import summarize
@@ -35,7 +37,10 @@ class PerfGuardCallback(Callback):
     - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
       replaces that row.
 
-    The console has a line for each configuration that is turned down. At the end of the run it has the table of
+    Each result of a trial also gets what was predicted, by the names of :mod:`perfguard.tracking`. Tune's own loggers write it
+    with the rest: files and TensorBoard always, MLflow and W&B if their callbacks stand after this one.
+
+    The console has a line for each configuration that is rejected. At the end of the run it has the table of
     :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
 
     Args:
@@ -64,7 +69,8 @@ class PerfGuardCallback(Callback):
         if not_measured is not None:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report_in(result):
                 del result[f"{PREFIX}{name}"]
-            result[f"{PREFIX}not_measured"] = not_measured
+        result.update(fields_of(record_of(entry, not_measured)))  # for the loggers that stand after this callback
+        if not_measured is not None:
             return
         guard = self.ledger.guard
         if breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
@@ -106,6 +112,23 @@ class PerfGuardCallback(Callback):
         entry = self.ledger.entries.get(trial.trial_id)
         stopped = entry is not None and entry.stopped
         self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
+
+
+def record_of(entry: Entry, not_measured: str | None) -> TrialRecord:
+    """The record of a running trial, with its latest report; ``not_measured``: why that is not one of the guarded device."""
+    verdict = entry.decision.verdict
+    report = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
+    return TrialRecord(
+        number=-1,
+        verdict=verdict.action,
+        reason=verdict.reason,
+        predicted={quantity: estimate.median for quantity, estimate in verdict.estimates.items()},
+        intervals={quantity: estimate.interval() for quantity, estimate in verdict.estimates.items()},
+        limits={limit.quantity: limit.limit for limit in verdict.limits},
+        measured={quantity: entry.report[name] for quantity, name in report.items() if name in entry.report and not not_measured},
+        status=None,
+        not_measured=not_measured or "",
+    )
 
 
 def _verbosity() -> int:

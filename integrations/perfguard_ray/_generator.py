@@ -45,11 +45,11 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         build: ``build(config) -> Workload``. The result is what a trial with this configuration would run.
         guard: an existing guard. It replaces ``gpu`` and ``settings``.
         study: name of the run in the measurement log. None: the experiment's name in Tune.
-        max_proposals: how many draws in a row may be turned down.
+        max_proposals: how many draws in a row may be rejected.
         settings: further arguments of :class:`perfguard.Guard`, as for :class:`PerfGuardSearcher`.
 
     Raises:
-        ConfigurationError: for what cannot be right.
+        ConfigurationError: for invalid arguments.
     """
 
     CKPT_FILE_TMPL = "perfguard-variant-state-{}.pkl"

@@ -108,7 +108,7 @@ class Rejection:
 class Ledger:
     """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
 
-    A configuration that was turned down is remembered: proposed again, it is turned down without a second look, and without a
+    A configuration that was rejected is remembered: proposed again, it is rejected without a new verdict, and without a
     second row in the log. Once a trial has ended since, it is judged once more, and then never again. Whatever fails in here is
     warned about once; the trial runs unguarded, and is counted.
 
@@ -131,9 +131,9 @@ class Ledger:
         change."""
         self.num_judged = 0
         self.num_rejected = 0
-        """Different configurations that were turned down; each has a row in the log, or two."""
+        """Different configurations that were rejected; each has a row in the log, or two."""
         self.num_repeated = 0
-        """Proposals that were turned down from memory."""
+        """Proposals that were rejected from memory."""
         self.num_unjudged = 0
         """Trials that were launched without a verdict."""
         self.num_ended = 0
@@ -141,7 +141,7 @@ class Ledger:
         self.superseded: set[str] = set()
         """Ids of the rejections in the log that a second look has taken the place of."""
         self.verbose = 0
-        """``RunConfig(verbose=...)``; from 1 on each configuration that is turned down has a line on the console."""
+        """``RunConfig(verbose=...)``; from 1 on each configuration that is rejected has a line on the console."""
         self._rejected: dict[Hashable, Rejection] = {}
         self._warned: set[str] = set()
 
@@ -190,7 +190,7 @@ class Ledger:
                 keys = (key, self._workload_key(make_workload) if once_a_workload else None)
                 self._rejected |= {key: rejection for key in keys if key is not None}
                 if known is None:
-                    self.say(f"PerfGuard turned down {_shown(config)}: it {verdict.reason}")
+                    self.say(f"PerfGuard rejected {_shown(config)}: it {verdict.reason}")
         elif verdict.prediction is None:
             self.num_unjudged += 1
         repair = verdict.repair
@@ -240,7 +240,7 @@ class Ledger:
             self.num_unjudged += 1
             self._unguarded(
                 "late",
-                f"A trial runs that PerfGuard would have turned down: it {entry.decision.verdict.reason}. Its configuration "
+                f"A trial runs that PerfGuard would have rejected: it {entry.decision.verdict.reason}. Its configuration "
                 "comes from a scheduler or a search that does not call the guard. Use PerfGuardPopulationBasedTraining instead.",
             )
         return entry

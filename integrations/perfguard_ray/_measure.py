@@ -21,7 +21,7 @@ T = TypeVar("T", bound=type[Trainable])
 
 @contextmanager
 def measure(device: Device | None = None) -> Iterator[Run]:
-    """Measure a trial from here to the end of the block; every ``tune.report`` meanwhile carries what it has cost so far.
+    """Measure a trial until the end of the block. Every ``tune.report`` in the block has the cost so far.
 
     The one line that a training function needs::
 
@@ -29,17 +29,17 @@ def measure(device: Device | None = None) -> Iterator[Run]:
             with perfguard_ray.measure():
                 ...  # build the model, train, tune.report({"loss": loss}) as before
 
-    Reports gain ``perfguard/peak_memory_bytes``, ``perfguard/step_time_s``, ``perfguard/total_time_s``, ``perfguard/num_steps``
-    and how they were taken. Steps are counted by torch's ``optimizer.step()``; with another framework call ``run.step()`` after
-    each one (``with perfguard_ray.measure() as run``). A dict that the function returns is a report too, and what is reported
-    after the block carries the final numbers. Inside a training function of Ray Train, ``ray.train.report`` is meant; the
-    numbers are then those of the worker with rank 0.
+    Reports have ``perfguard/peak_memory_bytes``, ``perfguard/step_time_s``, ``perfguard/total_time_s``, ``perfguard/num_steps``
+    and the method. Torch's ``optimizer.step()`` counts the steps. With another framework call ``run.step()`` after each one
+    (``with perfguard_ray.measure() as run``). Reports after the block have the final numbers. A dict that the function returns
+    is such a report. In a training function of Ray Train, this applies to ``ray.train.report``, and the numbers are those of the
+    worker with rank 0.
 
-    Outside Ray nothing is reported, and the block is measured all the same: ``run.measurement``.
+    Outside Ray the block is measured too (``run.measurement``), but nothing is reported.
 
     Args:
-        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. What the report names is the
-            device that the trial really used.
+        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. The report names the device that the
+            trial really used.
     """
     # The rates of the CPU are not measured here: that would cost each new actor a quarter of a second.
     run = Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
@@ -55,7 +55,7 @@ def measure(device: Device | None = None) -> Iterator[Run]:
 
 
 def measured(trainable: T) -> T:
-    """A class Trainable that measures itself; its results carry what :func:`measure` reports.
+    """Decorate a class Trainable, so that it is measured. Its results have the values of :func:`measure`.
 
     The one line that a Trainable class needs::
 

@@ -30,13 +30,12 @@ class PerfGuardPopulationBasedTraining(PopulationBasedTraining):
     change that does not fit is logged, and the same configuration is changed again. If ``max_perturbations`` changes do not fit,
     the trial continues with the unchanged configuration, which runs already. Your ``custom_explore_fn`` is still called.
 
-    .. note::
-        A trial keeps the resources that it had at its start. Where a hyperparameter that decides memory is changed, give each
-        trial a whole device rather than :func:`perfguard_ray.resources`. PB2 is not guarded: its changes are logged.
+    A trial keeps the resources that it had at its start. If a hyperparameter that changes the memory is mutated, give each trial
+    a whole device instead of :func:`perfguard_ray.resources`. PB2 is not guarded, and its changes are only logged.
 
     Args:
         search: the PerfGuardVariantGenerator of the run. Tune allows no searcher with population based training.
-        max_perturbations: how many changes in a row may be turned down.
+        max_perturbations: how many changes in a row may be rejected.
         settings: the arguments of :class:`ray.tune.schedulers.PopulationBasedTraining`.
 
     Raises:

@@ -35,7 +35,7 @@ class PerfGuardSearcher(Searcher):
 
     ``num_samples`` counts the trials that run. After ``max_proposals`` configurations in a row that do not fit, the searcher
     proposes again when a running trial has ended. If none is running, the search ends with a warning. Each configuration is
-    judged once, and once more if a trial has ended since. Then it is turned down from memory.
+    judged once, and once more if a trial has ended since. Then it is rejected from memory.
 
     For a configuration that does not fit, Optuna gets a pruned trial with signed constraints, which its samplers model. The other
     searchers get the worst result so far, once there is one. They would ignore an error, or wait for its result.
@@ -48,7 +48,7 @@ class PerfGuardSearcher(Searcher):
         build: ``build(config) -> Workload``. The result is what a trial with this configuration would run.
         guard: an existing guard. It replaces ``gpu`` and ``settings``. Several runs may share it.
         study: name of the run in the measurement log. None: a new one.
-        max_proposals: the most configurations in a row that may be turned down. After that the search waits for a trial to end.
+        max_proposals: the most configurations in a row that may be rejected. After that the search waits for a trial to end.
         settings: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, risk, log and so on. With
             ``on_violation="repair"`` the training function finds what it has to change with :func:`perfguard_ray.repair_of`.
 
@@ -98,7 +98,7 @@ class PerfGuardSearcher(Searcher):
         return self.searcher.mode
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Passed on. The constants of the space are remembered: a searcher's suggestion lacks them, ``build`` may need them."""
+        """Forward the call, and remember the constants of the space: suggestions lack them, but ``build`` may need them."""
         self._constants = copy.deepcopy(config)
         done: bool = _set_search_properties_backwards_compatible(
             self.searcher.set_search_properties, metric, mode, config, **spec

@@ -42,9 +42,9 @@ class SharedPredictor:
         with perfguard_ray.measure():  # in the training function, around its body
 
     The first request starts the service, a detached actor. It continues when the script ends, and ``stop()`` ends it. Ray
-    restarts it when it dies, and it reads the log again. If it is away or has another version of PerfGuard, this process
-    predicts from what it has read of the log. One :class:`ServiceWarning` reports it. The service is tried again every ten
-    seconds.
+    restarts it when it dies, and it reads the log again. If it cannot be reached or has another version of PerfGuard, this
+    process predicts from the runs that it has read of the log. One :class:`ServiceWarning` reports it. The service is tried again
+    every ten seconds.
 
     Args:
         predictor: the predictor's name. It must be installed.
@@ -170,8 +170,8 @@ class SharedPredictor:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The predictor service {self.service_name!r} is away: {why}. Predictions are made in this process; the service "
-                f"is tried again every {_RETRY_AFTER_S:g} s (shown once).",
+                f"The predictor service {self.service_name!r} cannot be reached: {why}. This process predicts instead, and "
+                f"tries the service again every {_RETRY_AFTER_S:g} s (shown once).",
                 ServiceWarning,
                 stacklevel=4,
             )

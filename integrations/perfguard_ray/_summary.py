@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary(LogSummary):
-    """The guard's summary of a Tune run. ``print(summary)`` is the table; None: nothing to say it from."""
+    """The guard's summary of a Tune run. ``print(summary)`` prints the table. None: unknown."""
 
     # The names before version 0.2; they go in the next one.
     num_rejected = property(lambda self: self.num_pruned)

@@ -1,7 +1,8 @@
 """GuardNet's memory on GPUs: boosted trees on step features correct the replay of the allocator.
 
-The trees see the whole step and the replay's peaks under each of cuDNN's algorithms. Their training rows were measured with
-cuDNN's benchmark mode on, which leaves workspaces in the allocator's cache. Of perceptrons they also predict utilisation.
+The features describe the whole step, and the replay's peaks with each of cuDNN's algorithms. The training rows were measured
+with cuDNN's benchmark mode on, which leaves workspaces in the allocator's cache. For perceptrons the trees also predict
+utilisation.
 """
 
 from __future__ import annotations

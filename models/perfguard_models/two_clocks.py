@@ -1,14 +1,14 @@
-r"""Step time with two clocks: the host launches operators, the device computes them, neither waits without need.
+r"""Step time with two clocks: the host launches operators, and the device computes them.
 
-The device starts an operator when it is launched and the one before has ended. The step ends with the last operator, so its time
-is the longest of all paths that follow the host to some launch and the device from there on:
+The device starts an operator when it is launched and the one before has ended. The step ends with the last operator. So its time
+is the longest path that follows the host up to some launch, and then the device:
 
     t = c + m + max over i of ( h_1 + ... + h_i + d_i + ... + d_n )
 
-A device time d_i is the operator's roofline times a learnt inefficiency, plus a latency. A host time h_i is a learnt cost of the
-operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the batch
-to the device. A machine multiplies all host times by one number and all device times by another one. This is the critical path of
-Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821),
+A device time d_i is the operator's roofline time multiplied by a learnt inefficiency, plus a latency. A host time h_i is a learnt
+cost of the operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of
+the batch to the device. Each machine has one factor for all host times and one for all device times. This is the critical path
+of Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821),
 section IV, in closed form.
 
 Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.

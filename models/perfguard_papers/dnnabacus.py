@@ -1,4 +1,4 @@
-"""DNNAbacus: the network structural matrix and nine facts, read by a stacked ensemble of shallow models.
+"""DNNAbacus: a stacked ensemble of shallow models on the network structural matrix and nine more features.
 
 Bai et al. 2022, "DNNAbacus: Toward Accurate Computational Cost Prediction for Deep Neural Networks". Table 2 has the
 structure-independent features. Section 3.2.2 and figure 7 have the matrix: how often an operator of one kind feeds one of

@@ -60,11 +60,11 @@ def show_leaderboard(words: Sequence[str]) -> None:
     """
     from perfguard_training.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
 
-    parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="All predictors on the same rows.")
+    parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
-    parser.add_argument("--predictors", default=",".join(NAMES), help="names with commas between them (default: all)")
-    parser.add_argument("--splits", default="family", help=f"of {', '.join(_SPLITS)}, with commas between them (default: family)")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables; FILE.json beside it has them as data")
+    parser.add_argument("--predictors", default=",".join(NAMES), help="names, comma-separated (default: all)")
+    parser.add_argument("--splits", default="family", help=f"any of {', '.join(_SPLITS)}, comma-separated (default: family)")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables, and FILE.json with the same data")
     _add_common(parser)
     arguments = parser.parse_args(words)
     names, splits = arguments.predictors.split(","), arguments.splits.split(",")
@@ -104,9 +104,9 @@ def _options(words: Sequence[str]) -> list[str]:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder for graphs and what follows (default: {_CACHE})")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--most-operators", type=int, default=60_000, help="rows of an operator table (default: 60000)")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder for intermediate results (default: {_CACHE})")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
 
 

@@ -1,4 +1,4 @@
-r"""Write a model card for each set of weights that `perfguard train` made, from what it noted beside them.
+r"""Write a model card for each set of weights that `perfguard train` made, from the JSON beside them.
 
 python -m perfguard_training.write_cards
 """
@@ -30,26 +30,29 @@ _FITS = {
     "pruned_at_risk": "at risk", "pairs": "pairs", "balanced": "balanced accuracy",
 }  # fmt: skip
 _OF_MEMORY = """
-Memory of GPUs other than the A100 was never read: of the RTX 3090 and 4090 it is only known which batches fitted. All of it ran
-with cuDNN's benchmark mode on."""
-_OF_ALL = "Do not use it to compare GPUs that are not in the list, nor for billing."
+Memory was measured only on the A100. For the RTX 3090 and 4090, the data only say which batches fitted. cuDNN's benchmark mode
+was on."""
+_OF_ALL = "Do not use it to compare GPUs that are not in the list above, or for billing."
 _LIMITS = {
-    "memory-forest": f"""{_OF_MEMORY} With that mode off, convolutional networks need less memory than this says.
-Utilisation is of perceptrons on the A100 alone. Recurrent networks are not in the tables. {_OF_ALL}""",
+    "memory-forest": f"""{_OF_MEMORY} With this mode off, convolutional networks need less memory than predicted.
+Utilisation was measured only for perceptrons on the A100. The data has no recurrent networks. {_OF_ALL}""",
     "two-clocks": f"""
-Times are of one GPU. What GPUs send to each other, and waiting for data, are not in them. On most GPUs the networks are those of
-torchvision at small batches; transformers in training were measured on few. A step of small operators takes as long as the host
-needs to launch them, and hosts differ by more than GPUs of one kind do: on another machine such a step can be off by a factor of
-two or more until some runs are measured there. Recurrent networks are not in the tables. {_OF_ALL}""",
+Times are for one GPU. They leave out communication between GPUs, and waiting for data. On most GPUs the networks are those of
+torchvision at small batches. Training of transformers was measured on few GPUs. If a step has small operators, its time depends
+on the host that launches them. Hosts differ more than GPUs of one kind do. So on another machine, such a step can be wrong by a
+factor of two or more until some runs are measured there. The data has no recurrent networks. {_OF_ALL}""",
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""
-_LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are of half precision on the RTX 3090 and 4090. Nothing was measured of float32
+_LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are for half precision on the RTX 3090 and 4090. The data has no times of float32
 training, of steps on several GPUs, or of recurrent networks. {_OF_ALL}"""
 _HELD_OUT = """
-By family: a predictor that has seen no run of the family. By source and by GPU: one that has seen no run of the source, or on the
-GPU. Mean ± spread over the folds, median and 90th percentile of |predicted / measured - 1| (of utilisation: the difference);
-coverage and median width of 90% intervals by a calibration on the other folds.
+In each split, the predictor was trained without the family, the source or the GPU. Errors are |predicted / measured - 1| (for
+utilisation: the difference): mean ± spread over the folds, median and 90th percentile. Coverage and median width are those of 90%
+intervals that were calibrated on the other folds.
 """
+
+
+_WHAT_FITS = 'A run is pruned if its predicted median exceeds the card\'s memory. Columns "at risk" use the default risk.'
 
 
 def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
@@ -58,7 +61,7 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
     about = (importlib.import_module(learner.__module__).__doc__ or "").strip()
     lines = [f"# {name}", "", about, "", "## Data", ""]
     lines += _data_lines(card["rows"])
-    lines += ["", *_wrapped(card["left_out"]), "", "## Errors on what was held out", ""]
+    lines += ["", *_wrapped(card["left_out"]), "", "## Errors on held-out runs", ""]
     lines += [*_wrapped(_HELD_OUT), ""]
     lines += ["| split | runs | quantity | rows | mean | median | 90th | coverage | width |", "| --- " * 9 + "|"]
     for line in card["errors"]:
@@ -66,7 +69,7 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
         interval = "- | -" if line["coverage"] is None else f"{line['coverage']:.1%} | {line['width']:.0%}"
         lines.append(f"| {line['split']} | {line['group']} | {line['quantity']} | {line['rows']:,} | {values} | {interval} |")
     if card["fits"]:
-        lines += ["", "What fits, by the predicted median against the card's memory, and at the guard's default risk:", ""]
+        lines += ["", _WHAT_FITS, ""]
         lines += [f"| split | runs | {' | '.join(_FITS.values())} |", "| --- " * (2 + len(_FITS)) + "|"]
         for fit in card["fits"]:
             cells = [_cell(fit[key]) for key in _FITS]

@@ -40,16 +40,16 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "predict": _Command("_predict", "add_arguments", "show_prediction", "memory and time of one workload on a device", True),
-    "check": _Command("_check", "add_arguments", "check", "whether a workload fits its limits, as an exit status", True),
-    "rank": _Command("_rank", "add_arguments", "show_ranking", "GPUs by how fast, how cheap, and whether it fits", True),
-    "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "hold a predictor against a table of measured runs"),
+    "predict": _Command("_predict", "add_arguments", "show_prediction", "predict memory and time of a workload on a GPU", True),
+    "check": _Command("_check", "add_arguments", "check", "check whether a workload fits its limits, as an exit status", True),
+    "rank": _Command("_rank", "add_arguments", "show_ranking", "order GPUs by speed or cost, and show which ones fit", True),
+    "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "compare a predictor with a table of measured runs"),
     "collect": _Command(
-        "_collect", "add_arguments", "collect_rows", "rows of one's own: networks run and measured on this machine"
+        "_collect", "add_arguments", "collect_rows", "run small networks on this machine and write a table of the measurements"
     ),
-    "gpus": _Command("_gpus", "add_arguments", "show_gpus", "the GPUs in the catalog"),
-    "log": _Command("_log", "add_arguments", "run_log_command", "what the measurement log holds, and out of it and into it"),
-    "report": _Command("_report", "add_arguments", "write_report", "one HTML file on a guarded study, or on the measurement log"),
+    "gpus": _Command("_gpus", "add_arguments", "show_gpus", "list the GPUs in the catalog"),
+    "log": _Command("_log", "add_arguments", "run_log_command", "show, export, import or clean the measurement log"),
+    "report": _Command("_report", "add_arguments", "write_report", "write an HTML page about a study or the measurement log"),
     "learn": _Command(
         "_learn", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote them if they are better"
     ),
@@ -57,7 +57,7 @@ _COMMANDS = {
         "_learn",
         "add_weights_arguments",
         "run_weights_command",
-        "generations of weights in the log, and back to an older one",
+        "list the generations of weights in the log, or go back to an older one",
     ),
 }
 
@@ -95,7 +95,7 @@ def _module(command: _Command) -> ModuleType:
 
 def _parser(words: Sequence[str], installed: Iterable[EntryPoint]) -> argparse.ArgumentParser:
     """The parser of the command's line. Only the command that ``words`` name gets its arguments."""
-    parser = argparse.ArgumentParser(prog="perfguard", description="Know before a trial starts what it will cost.")
+    parser = argparse.ArgumentParser(prog="perfguard", description="Predict what a trial will cost before it starts.")
     parser.add_argument("--version", action="version", version=f"perfguard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
@@ -103,5 +103,5 @@ def _parser(words: Sequence[str], installed: Iterable[EntryPoint]) -> argparse.A
         if name in words:
             getattr(_module(command), command.add_arguments)(added)
     for point in installed:  # listed here; they read their own words
-        commands.add_parser(point.name, help=f"of {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
+        commands.add_parser(point.name, help=f"from {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser

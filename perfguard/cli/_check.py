@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--risk",
         type=float,
         default=DEFAULT_RISK,
-        help=f"fits up to this chance to exceed a limit, does not fit from 1 - RISK on (default: {DEFAULT_RISK})",
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {DEFAULT_RISK})",
     )
     parser.add_argument(
         "--matrix",
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUES",
         help='check every combination, for instance "batch_size=16..512:x2" "gpu=a100,h100"',
     )
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -22,15 +22,15 @@ _MOST_REASONS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard collect`` takes."""
     parser.add_argument("--out", required=True, type=Path, metavar="ROWS.csv.gz", help="the table to write")
-    parser.add_argument("--gpu", default="auto", help='"auto", the name of the GPU that is here, or "cpu" (default: auto)')
+    parser.add_argument("--gpu", default="auto", help='"auto", the name of the GPU of this machine, or "cpu" (default: auto)')
     parser.add_argument("--space", default="all", metavar="mlp,ops", help="of vision, text, mlp, rnn, nas, ops (default: all)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no further configuration after M minutes")
+    parser.add_argument("--minutes", type=float, metavar="M", help="start no new configuration after M minutes")
     parser.add_argument("--rows", type=int, metavar="N", help="stop after N rows of this session")
-    parser.add_argument("--resume", action="store_true", help="go on with a table that is there")
+    parser.add_argument("--resume", action="store_true", help="continue an existing table")
     parser.add_argument(
-        "--memory-limit", metavar="16GiB", help="what a run may take (default: all of a card, 256MiB of a processor)"
+        "--memory-limit", metavar="16GiB", help="memory limit of a run (default: all memory of a card, 256MiB on a CPU)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the configurations (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the order of the configurations (default: 0)")
 
 
 def collect_rows(arguments: argparse.Namespace) -> None:

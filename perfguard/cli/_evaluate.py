@@ -25,10 +25,10 @@ _WIDTH = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard evaluate`` takes."""
-    parser.add_argument("table", metavar="TABLE", help="a table of measured runs, CSV, compressed or not")
-    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
+    parser.add_argument("table", metavar="TABLE", help="a table of measured runs: CSV, compressed or not")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
     parser.add_argument("--out", metavar="FILE.csv", help="write the table with the predictions")
-    parser.add_argument("--json", metavar="FILE.json", help="write the report as data")
+    parser.add_argument("--json", metavar="FILE.json", help="write the report as JSON")
 
 
 def evaluate_table(arguments: argparse.Namespace) -> None:

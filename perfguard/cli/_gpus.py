@@ -20,7 +20,7 @@ _LEAST_FULL_WIDTH = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard gpus`` takes."""
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_gpus(arguments: argparse.Namespace) -> None:

@@ -33,12 +33,12 @@ _NICENESS = 15
 def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard learn`` takes."""
     parser.add_argument("--log", metavar="FILE|URL", help="default: PERFGUARD_LOG, else your own log")
-    parser.add_argument("--watch", action="store_true", help="go on until stopped, instead of one update")
+    parser.add_argument("--watch", action="store_true", help="continue until stopped, instead of one update")
     parser.add_argument("--once", action="store_true", help="one update (the default)")
     parser.add_argument("--every", default="30s", metavar="TIME", help="how often to look for new runs (default: 30s)")
-    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="runs that must be new (default: 20)")
-    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="the most runs to learn from (default: 1000)")
-    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"its name (default: {DEFAULT_PREDICTOR})")
+    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="fewest new runs for an update (default: 20)")
+    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="most runs to learn from (default: 1000)")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
 
 
 def learn(arguments: argparse.Namespace) -> None:
@@ -113,10 +113,10 @@ def _watch(trainer: OnlineTrainer, hold: Callable[[], bool], every_s: float) -> 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard weights`` takes."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    show = verbs.add_parser("list", help="every generation, what it was judged by, and which is in use")
-    show.add_argument("--json", action="store_true", help="data on standard output")
-    back = verbs.add_parser("rollback", help="take the generation in use out of use, and the one before it back in")
-    back.add_argument("id", nargs="?", help="a generation that is in use, or the beginning of its id (default: the one in use)")
+    show = verbs.add_parser("list", help="list every generation, its errors, and whether it is in use")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    back = verbs.add_parser("rollback", help="go back to the generation before the one in use")
+    back.add_argument("id", nargs="?", help="a generation in use, or the beginning of its id (default: the one in use)")
     for verb in (show, back):
         verb.add_argument("--log", metavar="FILE|URL", help="default: PERFGUARD_LOG, else your own log")
 

@@ -28,45 +28,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard log`` takes."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    show = _verb(verbs, "show", "the newest decisions and what they cost")
+    show = _verb(verbs, "show", "show the newest decisions and the measured costs")
     _add_selection(show)
     show.add_argument("--last", type=int, default=_DEFAULT_LAST, metavar="N", help=f"how many (default: {_DEFAULT_LAST})")
-    show.add_argument("--json", action="store_true", help="data on standard output")
+    show.add_argument("--json", action="store_true", help="print JSON")
 
-    export = _verb(verbs, "export", "write the log into a folder, one file a table")
+    export = _verb(verbs, "export", "write the log into a folder, one file for each table")
     export.add_argument("folder", metavar="FOLDER")
     _add_selection(export)
     export.add_argument("--format", choices=("csv", "parquet"), default="csv", help="default: csv; parquet needs pyarrow")
     export.add_argument("--anonymize", action="store_true", help="strip names of studies, hyperparameters, modules, and all text")
 
-    import_ = _verb(verbs, "import", "add the rows of an export; those that are there already are left out")
+    import_ = _verb(verbs, "import", "add the rows of an export, without rows that the log has already")
     import_.add_argument("folder", metavar="FOLDER")
 
-    quarantine = _verb(
-        verbs, "quarantine", "the readings that are not believed or set aside, and why; nothing is learnt from them"
-    )
-    quarantine.add_argument("--json", action="store_true", help="data on standard output")
+    quarantine = _verb(verbs, "quarantine", "show the readings that PerfGuard does not learn from, and why")
+    quarantine.add_argument("--json", action="store_true", help="print JSON")
 
-    forget = _verb(verbs, "forget", "set the selected measurements aside: they stay in the log, and nothing is learnt from them")
+    forget = _verb(verbs, "forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
     _add_selection(forget)
     forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
-    prune = _verb(verbs, "prune", "remove the selected decisions with their measurements, for good")
+    prune = _verb(verbs, "prune", "delete decisions with their measurements")
     _add_selection(prune)
     prune.add_argument("--older-than", metavar="AGE", help='the same as --before: for instance "90d"')
-    prune.add_argument("--keep", type=int, metavar="N", help="and of the others keep at most the newest N decisions")
+    prune.add_argument("--keep", type=int, metavar="N", help="also keep at most the newest N of the other decisions")
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("selection", "only the decisions for which all of this holds")
+    group = parser.add_argument_group("selection", "only decisions that match all of these options")
     group.add_argument("--study", help="the study's name")
     group.add_argument("--device", help='for instance "a100" or "cpu"')
     group.add_argument("--host", help="the name of the machine")
     group.add_argument("--status", choices=get_args(Status), help="how the run ended")
     group.add_argument("--verdict", choices=("launch", "prune", "repair"), help="what the guard decided")
     group.add_argument("--since", metavar="TIME", help='"2026-11-20", "2026-11-20 14:30" (UTC), or an age: "2h", "90d"')
-    group.add_argument("--before", metavar="TIME", help="likewise")
+    group.add_argument("--before", metavar="TIME", help="the same")
 
 
 def _selection(arguments: argparse.Namespace, *, before: str | None = None) -> Selection:

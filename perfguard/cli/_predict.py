@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
-    parser.add_argument("--mig", metavar="auto|PROFILE", help="the smallest MIG profile that fits, or a prediction on this one")
-    parser.add_argument("--mps", type=float, metavar="SHARE", help="with this share of the multiprocessors, within 0 and 1")
+    parser.add_argument("--mig", metavar="auto|PROFILE", help="predict for the smallest MIG profile that fits, or for this one")
+    parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
     parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with and to draw")
-    parser.add_argument("--explain", action="store_true", help="where the bytes and the time are, by module and operator")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the step")
-    parser.add_argument("--measure", action="store_true", help="run it too: an ONNX file on the CPU, with ONNX Runtime")
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the time of the step")
+    parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_prediction(arguments: argparse.Namespace) -> None:

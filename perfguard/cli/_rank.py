@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words that ``perfguard rank`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpus", default="all", metavar="all|a100,t4", help="names from `perfguard gpus` (default: all)")
-    parser.add_argument("--by", choices=("time", "cost"), default="time", help="the order: fastest or cheapest first")
+    parser.add_argument("--by", choices=("time", "cost"), default="time", help="fastest or cheapest first (default: time)")
     parser.add_argument(
         "--price-table",
         metavar="PRICES.csv",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider", choices=get_args(Provider), help="kind of provider for list prices (default: the cheapest of all)"
     )
-    parser.add_argument("--json", action="store_true", help="data on standard output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_ranking(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STUDY|LOG",
         help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
     )
-    parser.add_argument("--study", metavar="NAME", help="the study's name, where there are several")
+    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
     parser.add_argument(
         "--log", metavar="FILE|URL", help="the log of an Optuna study (default: PERFGUARD_LOG, else your own log)"
     )

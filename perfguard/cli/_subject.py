@@ -130,12 +130,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The words that name a network and how it is run."""
-    command.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="a function build(params) -> Workload, or a model")
-    command.add_argument("--batch-size", type=int, help="of an ONNX file; given to build as params['batch_size']")
+    command.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="function build(params) -> Workload, or an ONNX file")
+    command.add_argument("--batch-size", type=int, help="batch size of an ONNX file; build gets it as params['batch_size']")
     command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
     command.add_argument("--dim", action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable")
-    command.add_argument("--mode", choices=get_args(Mode), help="instead of the workload's own; an ONNX file is run forward")
-    command.add_argument("--precision", choices=get_args(Precision), help="instead of the workload's or the file's own")
+    command.add_argument("--mode", choices=get_args(Mode), help="replaces the workload's own mode; an ONNX file has only infer")
+    command.add_argument("--precision", choices=get_args(Precision), help="replaces the precision of the workload or the file")
     command.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")
 
 
@@ -157,7 +157,7 @@ def check_subject(arguments: argparse.Namespace) -> None:
         if arguments.set:
             raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
         if arguments.mode == "train":
-            raise ConfigurationError("--mode train is for FILE.py:BUILD: an ONNX file holds the forward pass alone.")
+            raise ConfigurationError("--mode train is for FILE.py:BUILD: an ONNX file has only the forward pass.")
         dict(map(_dimension, arguments.dim))
         _check_file(arguments.source)
         return

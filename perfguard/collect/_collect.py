@@ -72,13 +72,13 @@ def collecting_device(gpu: str) -> Device:
         return wanted
     here = resolve_device("auto")
     if here.kind == "cpu":
-        raise MeasuringError("NVML shows no GPU here. To collect on the processor, say --gpu cpu.")
+        raise MeasuringError("NVML shows no GPU here. To collect on the CPU, use --gpu cpu.")
     if wanted.id != here.id:
-        raise MeasuringError(f"--gpu {gpu} is the {wanted.name}, but this machine has the {here.name}; say --gpu auto.")
+        raise MeasuringError(f"--gpu {gpu} is the {wanted.name}, but this machine has the {here.name}. Use --gpu auto.")
     import torch
 
     if not torch.backends.cuda.is_built():
-        raise MeasuringError(f"There is a {here.name}, but this PyTorch ({torch.__version__}) has no CUDA: install one that has.")
+        raise MeasuringError(f"There is a {here.name}, but this PyTorch ({torch.__version__}) has no CUDA. Install one that has.")
     return here
 
 

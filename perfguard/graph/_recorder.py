@@ -44,6 +44,14 @@ def _operator(func: torch._ops.OpOverload) -> _Operator:
     return known
 
 
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """Of a storage that was written down."""
+
+    __slots__ = ("address", "index")
+    address: int
+    index: int
+
+
 class Recorder(TorchDispatchMode):
     """Enter it around the step; afterwards ``ops`` and :meth:`storages` hold what happened.
 
@@ -60,7 +68,9 @@ class Recorder(TorchDispatchMode):
         self._modules = modules
         self._module_of_node: dict[int, str] = {}
         self._index_by_address: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._references: dict[int, _Reference] = {}
+        self._dead: list[_Reference] = []
+        """Storages that died since the last burial. ``append`` notes them: Ctrl-C within a callback in Python would be lost."""
         self._bytes: list[int] = []
         self._kinds: list[StorageKind | None] = []
         self._births: list[int] = []
@@ -87,14 +97,17 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def freeing_in_next_step(self, after: int) -> Iterator[None]:
         """Record storages that are freed inside as freed after operator ``after`` of the next step."""
+        self._bury()
         self._freed_after = after
         try:
             yield
         finally:
+            self._bury()
             self._freed_after = None
 
     def forget(self, tensor: Any) -> None:
         """Count no bytes for an adopted tensor that turned out not to exist."""
+        self._bury()
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             index = self._index_by_address.get(tensor.untyped_storage()._cdata)
             if index is not None and self._births[index] == -1:
@@ -102,6 +115,7 @@ class Recorder(TorchDispatchMode):
 
     def storages(self) -> tuple[Storage, ...]:
         """Recorded storages. Those that are still alive outlive the step."""
+        self._bury()
         end = len(self.ops)
         columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
         return tuple(
@@ -140,22 +154,22 @@ class Recorder(TorchDispatchMode):
             return out
         phase, module = self._where()
         first = outputs[0] if outputs else mutated[0] if mutated else None
-        self.ops.append(
-            Op(
-                name=operator.name,
-                kind=operator.kind,
-                phase=phase,
-                flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
-                bytes_read=sum(map(_moved_bytes, inputs)),
-                bytes_written=sum(map(_moved_bytes, outputs or mutated)),
-                inputs=read,
-                outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
-                module=module,
-                shape=tuple(outputs[0].shape) if outputs else (),
-                dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
-                attributes=attributes_of(operator.name, operator.kind, args) | ({"views": self._views} if self._views else {}),
-            )
+        op = Op(
+            name=operator.name,
+            kind=operator.kind,
+            phase=phase,
+            flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
+            bytes_read=sum(map(_moved_bytes, inputs)),
+            bytes_written=sum(map(_moved_bytes, outputs or mutated)),
+            inputs=read,
+            outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
+            module=module,
+            shape=tuple(outputs[0].shape) if outputs else (),
+            dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+            attributes=attributes_of(operator.name, operator.kind, args) | ({"views": self._views} if self._views else {}),
         )
+        self._bury()
+        self.ops.append(op)
         self._views = 0
         return out
 
@@ -175,6 +189,7 @@ class Recorder(TorchDispatchMode):
     def _storage_index(
         self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
     ) -> int:
+        self._bury()  # its address may be that of a dead one
         storage = tensor.untyped_storage()
         address = storage._cdata
         index = self._index_by_address.get(address)
@@ -189,14 +204,21 @@ class Recorder(TorchDispatchMode):
         self._deaths.append(None)
         self._names.append(name or module)
         self._birth_phases.append(phase)
-        self._references[index] = weakref.ref(storage, lambda _reference: self._bury(address, index))
+        reference = self._references[index] = _Reference(storage, self._dead.append)
+        reference.address, reference.index = address, index
         return index
 
-    def _bury(self, address: int, index: int) -> None:
-        self._deaths[index] = len(self.ops) - 1 if self._freed_after is None else len(self.ops) + 1 + self._freed_after
-        if self._index_by_address.get(address) == index:
-            del self._index_by_address[address]
-        self._references.pop(index, None)
+    def _bury(self) -> None:
+        """Note the deaths since the last call. Called before an operator is added and before an address is looked up."""
+        if not self._dead:
+            return
+        death = len(self.ops) - 1 if self._freed_after is None else len(self.ops) + 1 + self._freed_after
+        while self._dead:
+            reference = self._dead.pop()
+            self._deaths[reference.index] = death
+            if self._index_by_address.get(reference.address) == reference.index:
+                del self._index_by_address[reference.address]
+            self._references.pop(reference.index, None)
 
     def _kind_by_lifetime(self, index: int, death: int | None) -> StorageKind:
         if self._birth_phases[index] is not Phase.FORWARD:

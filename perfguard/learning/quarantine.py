@@ -124,7 +124,7 @@ class Quarantine:
             before, after = measured[max(0, position - enough) : position], measured[position + 1 : position + 1 + enough]
             num_before, num_after = (sum(other in impossible for other in beside) for beside in (before, after))
             if index not in impossible and num_before >= enough // 2 and num_before + num_after >= enough:
-                found[index] = "most readings beside it are impossible"
+                found[index] = "most readings next to it are impossible"
         return found
 
 
@@ -145,7 +145,7 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
         return next((words for words in strange if target == "time" and words in measurement.note), None)
     value = observation.measured(target)
     if value is None:
-        return f"{read} is no {'number of bytes' if target == 'memory' else 'time'} above zero"
+        return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"
     if target == "memory":
         if value > config.max_capacity_share * capacity_bytes:
             return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
@@ -159,9 +159,9 @@ def why_impossible(observation: Observation, target: Target, *, config: Assessme
             return reason
     total_s = measurement.total_time_s
     if not (math.isfinite(total_s) and total_s > 0):
-        return f"a trial of {total_s} s"
+        return f"the time of the trial is {total_s} s"
     if value * measurement.num_steps > config.max_trial_share * total_s + config.trial_slack_s:
-        return f"{measurement.num_steps} steps of {format_seconds(value)} in a trial of {format_seconds(total_s)}"
+        return f"{measurement.num_steps} steps of {format_seconds(value)} take longer than the trial of {format_seconds(total_s)}"
     return _too_little(observation, value, target, config)
 
 
@@ -172,10 +172,8 @@ def _too_little(observation: Observation, value: float, target: Target, config: 
     if observation.measurement.status != "ok" or value >= bound:
         return None
     if target == "memory":
-        return f"{format_bytes(value)} measured, but such a step takes {format_bytes(bound)} at the least"
-    return (
-        f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at the least on {observation.device.name}"
-    )
+        return f"{format_bytes(value)} measured, but such a step takes {format_bytes(bound)} at least"
+    return f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at least on {observation.device.name}"
 
 
 def _far_off(estimate: Estimate, value: float, target: Target) -> str:

@@ -87,7 +87,7 @@ class LatencyConstraint(Judge):
         super().__init__(gpu, budget, risk=risk, predictor=predictor)
         if self.budget.energy_j is not None and self.device.tdp_w <= 0:
             raise ConfigurationError(
-                f"The power of {self.device.name} is not known, so that max_energy_j cannot be held. Give a GPU."
+                f"The power of {self.device.name} is unknown, so max_energy_j cannot be checked. Give a GPU."
             )
         self.inputs = inputs
         self._blocks = SequenceTracer()

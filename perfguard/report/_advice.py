@@ -19,7 +19,7 @@ class AdviceConfig:
     """When a rule applies."""
 
     many_refused: float = 0.2
-    """Share of the proposals that one limit turned down."""
+    """Share of the proposals that one limit rejected."""
     wide_interval: float = 2.5
     """Median ratio of the ends of the 90% intervals."""
     enough_runs: int = 10
@@ -86,7 +86,7 @@ def _refused(report: Report, axes: Sequence[Axis], borders: Mapping[Quantity, Bo
         total = report.summary.num_pruned + report.summary.num_launched
         if count < max(2.0, config.many_refused * total):
             continue
-        text = f"{count} of {total} proposals were turned down for their {NOUNS[limit]}."
+        text = f"{count} of {total} proposals were rejected for their {NOUNS[limit]}."
         close = sum(_is_within(trial, limit) for trial in report.trials)
         if close > count / 2:
             yield (
@@ -157,7 +157,7 @@ def honest_notes(report: Report) -> list[str]:
     """Return what the numbers of the summary do not say: what was not saved, and what is only predicted."""
     summary, notes = report.summary, []
     if summary.saved_s is not None:
-        notes.append("Saved time is predicted: what the pruned trials would have taken, had each run to its end.")
+        notes.append("Saved time is predicted: the time of the pruned trials, if each had run to its end.")
     if summary.num_crashes_avoided:
         notes.append(
             f"{_trials(summary.num_crashes_avoided)} needed more memory than the device has. Without a guard they would have "

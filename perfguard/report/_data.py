@@ -34,7 +34,7 @@ class ReportTrial:
     has_run: bool
     """Whether it was launched, with a verdict or against it."""
     is_measured: bool
-    """Whether it is known of a trial that ran if it broke a limit."""
+    """Whether the trial ran, and it is known whether it exceeded a limit."""
     is_whole: bool
     """Whether it ran to its end, so that its measured time is that of the whole trial."""
     study: str = ""

@@ -225,8 +225,8 @@ class Log:
             return
         self._warned = True
         warn_user(
-            f"The measurement log {self.name} cannot be used now ({reason_of(error)}). Rows are kept, and written as soon as it "
-            f"can be or when it is next opened. Close the program that holds it, or mend what the message says.",
+            f"The measurement log {self.name} cannot be used now ({reason_of(error)}). Rows are kept and written later, at the "
+            f"latest when the log is opened again. Close the program that locks it, or fix the cause.",
             LogWarning,
         )
 

@@ -46,10 +46,10 @@ class MeasurementStore(WeightsRegistry):
     """The measurement log: every verdict, and what the launched trials cost.
 
     Opening raises an error if the log cannot be used, and migrates an older log to the present schema. After that, no failure of
-    the database reaches the study. A row that cannot be written now (locked, disk full, server away) is kept in memory and in a
-    spool file, in order, with one :class:`LogWarning`. A later record, a read, a flush or the next opening of the log delivers
-    it, once. While the database is away, attempts take at most a tenth of the time. Threads and processes may share a store. A
-    fork or a pickle has no waiting rows. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
+    the database reaches the study. If a row cannot be written now (database locked, disk full, server down), it is kept in memory
+    and in a spool file, with one :class:`LogWarning`. A later record, read or flush writes it, or the next opening of the log.
+    Such attempts take at most a tenth of the time. Threads and processes may share a store. A fork or a pickle has no waiting
+    rows. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
     Example:
         >>> with MeasurementStore(":memory:") as store:

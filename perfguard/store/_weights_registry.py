@@ -166,7 +166,7 @@ class WeightsRegistry(ABC):
         """
         with self._log.lock:
             if self._log.is_away:
-                raise LogError(f"The measurement log {self._log.name} was away a moment ago.")
+                raise LogError(f"The measurement log {self._log.name} could not be reached. Try again.")
             with self._log.writing(), self._log.engine.connect() as connection:
                 found = connection.execute(schema.select_promoted(predictor)).scalar()
         return None if found is None else str(found)

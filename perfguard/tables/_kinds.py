@@ -34,8 +34,8 @@ def kind_of_table(columns: Sequence[str]) -> str:
             return kind
     nearest = min(lacking, key=lambda kind: len(lacking[kind]) / len(_NEEDED[kind]))
     raise TableError(
-        f"This is no table of measured runs that is known here: for {'an' if nearest == 'operator' else 'a'} {nearest} table "
-        f"it lacks the columns {', '.join(lacking[nearest])}. It has {', '.join(columns)}."
+        f"PerfGuard does not know this kind of table. For {'an' if nearest == 'operator' else 'a'} {nearest} table it lacks the "
+        f"columns {', '.join(lacking[nearest])}. It has {', '.join(columns)}."
     )
 
 

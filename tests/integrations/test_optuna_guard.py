@@ -105,7 +105,7 @@ def test_check_answers_for_people_with_their_own_loop() -> None:
     ("arguments", "message"),
     [
         ((nn.Linear(2, 2),), "Give a Workload, or a model and an example batch, but got only Linear"),
-        ((Workload(nn.Linear(2, 2), inputs=(1, 2)), (1, 2)), "A Workload says it all"),
+        ((Workload(nn.Linear(2, 2), inputs=(1, 2)), (1, 2)), "A Workload already has its batch"),
     ],
 )
 def test_half_a_workload_is_refused(arguments: tuple[Any, ...], message: str) -> None:

@@ -201,7 +201,7 @@ def test_scattered_times_do_not_end_the_study(way: str) -> None:
             raise optuna.TrialPruned
         return float(width)
 
-    with pytest.warns(BudgetWarning, match="Nothing that was proposed is sure to fit") as caught:
+    with pytest.warns(BudgetWarning, match="No proposal is certain to fit") as caught:
         study.optimize(of_width, n_trials=8)
     assert num_launched(study) >= 7
     assert not [warning for warning in caught if issubclass(warning.category, NothingFeasibleWarning)]

@@ -110,6 +110,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:verdict": "prune",
         "perfguard:reason": record_of(trial).reason,
         "perfguard:p_violation": 1.0,
+        "perfguard:learnt_from": 0,
         "perfguard:predictor": "replay-1",
         "perfguard:memory:predicted_bytes": round(peak),
         "perfguard:memory:low_bytes": round(peak / spread),

@@ -262,7 +262,7 @@ def test_auto_find_batch_size_is_left_to_the_trainer(folder: str) -> None:
 def test_custom_optimizer_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer makes it in a way of its own, which the guard cannot judge."""
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: (object, {})))
-    with pytest.raises(WorkloadError, match="is made in a way of its own"):
+    with pytest.raises(WorkloadError, match="is not a plain optimizer class"):
         workload_of(arguments(folder), Net(SMALL), SPECS)
 
 

@@ -216,7 +216,7 @@ def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: di
 
 
 def test_energy_budget_on_cpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"energy_budget='1J' can never bind: a CPU .* Leave energy_budget out"):
+    with pytest.raises(ConfigurationError, match=r"energy_budget='1J' cannot be checked: a CPU .* Leave energy_budget out"):
         make_pruner(gpu="cpu", energy_budget="1J")
 
 

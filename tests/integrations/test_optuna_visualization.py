@@ -259,7 +259,7 @@ def test_the_account_by_hand(study: optuna.Study) -> None:
     assert [total.label for total in view.totals] == ["18.0 s\nspent", "60.5 s\nwith the pruned"]
     assert view.headline == "2 of 8 trials pruned before launch, about 42.5 s saved (21.2 s to 85.0 s)"
     assert view.caption == [
-        "Saved time is predicted: what the pruned trials would have taken, had each run to its end.",
+        "Saved time is predicted: the time of the pruned trials, if each had run to its end.",
         "A trial that runs out of memory might have crashed sooner.",
     ]
 

@@ -209,7 +209,8 @@ def test_worker_without_guarded_gpu_measures_nothing() -> None:
         run_them()
     assert len(caught) == 1
     said = f"the worker used no {ledger.guard.device.name}; the trial ran on AMD EPYC"
-    assert results == [{"loss": 0.5, "perfguard/not_measured": said}] * 3
+    assert [result["perfguard/not_measured"] for result in results] == [said] * 3
+    assert not [name for result in results for name in result if name.startswith(("perfguard/measured", "perfguard/peak"))]
     assert all(trial.stopping_criterion == {} for trial in trials), "the budget is the A100's, the pace the processor's"
     rows = ledger.guard.log.decisions()
     assert [(row.status, row.measured_device_id) for row in rows] == [("ok", "cpu")] * 3
@@ -232,6 +233,13 @@ def test_guarded_device_measurement_stays_in_results() -> None:
     callback.on_trial_result(0, [], trial, result)
     assert result["perfguard/peak_memory_bytes"] == 124 * 2**10
     assert "perfguard/not_measured" not in result
+    # What Tune's loggers find beside it.
+    predicted = search.ledger.entries["a"].decision.verdict.prediction
+    assert predicted is not None
+    assert result["perfguard/predicted_memory_gib"] == predicted.peak_memory.median / 2**30
+    assert result["perfguard/measured_memory_gib"] == 124 / 2**20
+    assert result["perfguard/verdict"] == "launched"
+    assert result["perfguard/over_budget"] == 0
 
 
 @pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
@@ -305,8 +313,8 @@ def test_rejected_configurations_are_summarized(capsys: pytest.CaptureFixture[st
         ledger.judge({"width": width, "lr": 0.123456}, trial=3, trial_id="a")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "PerfGuard turned down width=5000, lr=0.1235",
-        "PerfGuard turned down width=1073741824, lr=0.1235",
+        "PerfGuard rejected width=5000, lr=0.1235",
+        "PerfGuard rejected width=1073741824, lr=0.1235",
     ]
     assert lines[0].endswith(", the budget is 1.00 MiB")
     summary = perfguard_ray.summarize(search)
@@ -323,12 +331,12 @@ def test_rejected_trial_that_runs_counts_as_launched(
     ledger = search.ledger
     ledger.judge({"width": 4096})
     ledger.verbose = 1
-    with pytest.warns(UnguardedTrialWarning, match="would have turned down"):
+    with pytest.warns(UnguardedTrialWarning, match="would have rejected"):
         ledger.start("a", {"width": 4096}, trial=0)
     ledger.start("b", {"width": 5000}, trial=1)  # of which no rejection is remembered; the warning is said once
     ledger.finish("a", "failed")
     ledger.finish("b", "failed")
-    assert capsys.readouterr().out == "", "a trial that runs is not turned down"
+    assert capsys.readouterr().out == "", "a trial that runs is not rejected"
     rows = ledger.guard.log.decisions()
     assert [(row.trial_id, row.action, row.status) for row in rows] == [
         (None, "prune", None),
@@ -525,7 +533,7 @@ def test_pbt_keeps_running_config_where_nothing_fits() -> None:
     scheduler = population(search, [1024, 2048], max_perturbations=30)
     config = {"batch_size": 128, "lr": 0.1}
     assert change(scheduler, config) == config
-    assert 0 < search.ledger.num_rejected <= 4, "what was turned down is not judged again"
+    assert 0 < search.ledger.num_rejected <= 4, "what was rejected is not judged again"
     assert search.ledger.changes == {}
 
 

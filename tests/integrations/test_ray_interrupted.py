@@ -65,7 +65,7 @@ def test_interrupted_run_is_resumed_into_the_same_rows(ending: str, tmp_path: Pa
     os.kill(process.pid, signal.Signals[ending])
     console = console_of(process, "start", tmp_path)
     assert "measure()" not in console, "it was there"
-    assert "PerfGuard turned down width=4096" in console
+    assert "PerfGuard rejected width=4096" in console
     before = rows_of(tmp_path)
     expected = "interrupted" if ending == "SIGINT" else None
     assert {width: row.status for width, row in before.items()} == {8: expected, 4096: None, 16: expected, 24: None}

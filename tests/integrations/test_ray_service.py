@@ -134,7 +134,7 @@ def test_service_away_falls_back_and_is_found_again(shared: SharedPredictor, mon
     graph = trace(workload(64))
     expected = shared.predict(graph, A100)
     ray.kill(shared._server)
-    with pytest.warns(ServiceWarning, match="is away: it has died.*Predictions are made in this process") as caught:
+    with pytest.warns(ServiceWarning, match="cannot be reached: it has died.*This process predicts instead") as caught:
         answers = [shared.predict(graph, A100) for _ in range(3)]
     assert len(caught) == 1
     assert [answer.peak_memory.median for answer in answers] == pytest.approx([expected.peak_memory.median] * 3)

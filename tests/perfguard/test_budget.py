@@ -190,7 +190,7 @@ def test_what_is_left_of_the_study_limits_a_trial_too(device: Device) -> None:
     [
         ({"step_time": "2s", "time": "1s"}, r"step_time_budget \(2\.00 s\) is more than time_budget \(1\.00 s\)"),
         ({"step_time": "2min", "epoch_time": "1min", "time": "1h"}, "step_time_budget .* is more than epoch_time_budget"),
-        ({"epoch_time": "2h", "time": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or make it less\."),
+        ({"epoch_time": "2h", "time": "1h"}, r"epoch_time_budget .* Leave epoch_time_budget out, or lower it\."),
     ],
 )
 def test_budget_refuses_contradicting_times(times: dict[str, str], message: str) -> None:

@@ -85,7 +85,7 @@ def test_arguments_that_do_not_go_together_are_refused(model: Any, kwargs: dict[
 
 
 def test_an_onnx_file_cannot_be_trained(linear: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds the forward pass alone"):
+    with pytest.raises(ConfigurationError, match="has only the forward pass"):
         predict(linear, gpu="a100", batch_size=4, mode="train")
 
 

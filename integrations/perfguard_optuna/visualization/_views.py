@@ -362,7 +362,7 @@ def _savings_caption(rows: Sequence[_Row], *, in_time: bool) -> Sequence[str]:
         return ()
     if not in_time:
         return ("No trial time was predicted. With Workload(steps=...) this picture shows the time saved.",)
-    lines = ["Saved time is predicted: what the pruned trials would have taken, had each run to its end."]
+    lines = ["Saved time is predicted: the time of the pruned trials, if each had run to its end."]
     if any(row.layer == "memory" for row in pruned):
         lines.append("A trial that runs out of memory might have crashed sooner.")
     if unknown := sum(not row.cost for row in pruned):

@@ -131,7 +131,7 @@ def test_quarantine_lists_what_is_not_believed(log: Path, capsys: pytest.Capture
     assert main(["log", "quarantine"]) == 0
     out = capsys.readouterr().out
     assert "step_time_s was nan" in out
-    assert "a trial of nan s" in out
+    assert "the time of the trial is nan s" in out
     assert "2 readings are quarantined" in out
     assert main(["log", "quarantine", "--json"]) == 0
     row, _ = json.loads(capsys.readouterr().out)

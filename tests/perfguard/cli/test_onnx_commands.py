@@ -85,7 +85,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
         ([], "leaves sizes open: 'side'"),
         (["--dim", "side"], "--dim must look like NAME=8"),
         (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
-        (["--dim", "side=64", "--mode", "train"], "holds the forward pass alone"),
+        (["--dim", "side=64", "--mode", "train"], "has only the forward pass"),
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
         (["--dim", "side=64", "--mig", "9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
         (["--dim", "side=64", "--mig", "auto", "--mps", "0.5"], "exclude each other"),

@@ -160,7 +160,7 @@ def test_a_process_that_cannot_start_says_why() -> None:
 def test_collecting_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is collected in silence on the processor."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(MeasuringError, match=r"NVML shows no GPU here. To collect on the processor, say --gpu cpu"):
+    with pytest.raises(MeasuringError, match=r"NVML shows no GPU here. To collect on the CPU, use --gpu cpu"):
         collecting_device("auto")
     assert collecting_device("cpu").kind == "cpu"
 
@@ -168,7 +168,7 @@ def test_collecting_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_collecting_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here = resolve_device("t4")
     monkeypatch.setattr("perfguard.collect._collect.resolve_device", lambda gpu: here if gpu == "auto" else resolve_device(gpu))
-    with pytest.raises(MeasuringError, match=r"but this machine has the .*T4; say --gpu auto"):
+    with pytest.raises(MeasuringError, match=r"but this machine has the .*T4. Use --gpu auto"):
         collecting_device("a100")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, Literal, cast, get_args
 
 import pytest
@@ -482,3 +483,31 @@ def test_first_trace_of_process_is_like_others() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     first, second = done.stdout.split()
     assert first == second
+
+
+def test_ctrl_c_ends_a_trace_wherever_it_comes() -> None:
+    # What is raised in a callback of a weak reference is printed and lost.
+    calls = 0
+
+    def traced_until(number: int | None) -> None:
+        nonlocal calls
+        calls = 0
+
+        def called(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            if event == "call" and frame.f_code.co_filename.endswith("_recorder.py"):
+                calls += 1
+                if calls == number:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(called)
+        try:
+            trace(Workload(nn.Linear(8, 8), (32, 8), loss=total))
+        finally:
+            sys.setprofile(None)
+
+    for _ in range(2):  # the first fills caches
+        traced_until(None)
+    for number in range(1, calls, 5):
+        with pytest.raises(KeyboardInterrupt):
+            traced_until(number)

@@ -48,11 +48,11 @@ def runs(number: int, seed: int = 0, *, time: float = 1.0, sigma: float = 0.1, *
     [
         (run(memory=1000.0), "memory", "97.7 GiB measured, but the device has 1.00 GiB"),
         (run(memory=0.001), "memory", "no other reading agrees"),
-        (run(step_time_s=math.nan), "time", "nan is no time above zero"),
-        (run(step_time_s=-0.1), "time", "-0.1 is no time above zero"),
-        (run(peak_memory_bytes=0), "memory", "0 is no number of bytes above zero"),
-        (run(step_time_s=0.5), "time", "200 steps of 500 ms in a trial of 21"),
-        (run(total_time_s=-3.0), "time", "a trial of -3.0 s"),
+        (run(step_time_s=math.nan), "time", "the measured step time is nan, which is not above zero"),
+        (run(step_time_s=-0.1), "time", "the measured step time is -0.1, which is not above zero"),
+        (run(peak_memory_bytes=0), "memory", "the measured memory is 0, which is not above zero"),
+        (run(step_time_s=0.5), "time", "200 steps of 500 ms take longer than the trial of 21"),
+        (run(total_time_s=-3.0), "time", "the time of the trial is -3.0 s"),
         (run(time=1000.0), "time", "no other reading agrees"),
     ],
 )
@@ -287,7 +287,7 @@ def test_memory_below_physics_is_quarantined(number: int) -> None:
     step, so its time says nothing either."""
     assessment = assess_log([*runs(10), *(heavy(run(memory=0.001, time=50.0, graph=index)) for index in range(number))])
     assert len(assessment.quarantined) == 2 * number
-    assert "such a step takes 162 MiB at the least" in assessment.quarantined[0].reason
+    assert "such a step takes 162 MiB at least" in assessment.quarantined[0].reason
     assert all(row.measured("memory") is row.measured("time") is None for row in assessment.observations[10:])
     assert assessment.widening == assess_log(runs(10)).widening
 
@@ -303,7 +303,7 @@ def test_time_below_one_launch_is_quarantined(number: int) -> None:
     mocks = [run(time=1e-5, graph=index, total_time_s=1.0) for index in range(number)]
     assessment = assess_log([*runs(10), *mocks])
     assert len(assessment.quarantined) == number
-    assert "1.00 us a step measured, but it takes 2.50 us at the least on Toy" in assessment.quarantined[0].reason
+    assert "1.00 us a step measured, but it takes 2.50 us at least on Toy" in assessment.quarantined[0].reason
     assert assessment.widening["time"] == assess_log(runs(10)).widening["time"]
 
 
@@ -420,7 +420,7 @@ def test_time_beside_impossible_ones_is_quarantined() -> None:
     honest = runs(12, seed=3)
     assessment = assess_log([*honest, *impossible[:4], of_the_mock, *impossible[4:], *runs(12, seed=4)])
     reasons = [found.reason for found in assessment.quarantined if found.observation is of_the_mock]
-    assert reasons == ["most readings beside it are impossible"]
+    assert reasons == ["most readings next to it are impossible"]
     refused = {id(found.observation) for found in assessment.quarantined}
     assert not refused & {id(row) for row in honest}, "what ran before is believed as before"
     assert not assess_log([*honest, *impossible[:3], of_the_mock, *runs(12, seed=4)]).quarantined[3:], "three are not enough"

@@ -201,7 +201,7 @@ def test_advice_names_the_parameter_that_was_turned_down(report: Report) -> None
     border = fit_border(report, axes, "time")
     assert border is not None
     advice = advice_of(report, axes, {"time": border})
-    (refused,) = [text for text in advice if "turned down for their trial time" in text]
+    (refused,) = [text for text in advice if "rejected for their trial time" in text]
     assert "width changes it most" in refused
 
 

@@ -116,5 +116,5 @@ def test_a_table_is_known_by_its_columns() -> None:
         "perceptron",
         "transformer",
     ]
-    with pytest.raises(TableError, match="for an operator table it lacks the columns gpu"):
+    with pytest.raises(TableError, match="For an operator table it lacks the columns gpu"):
         kind_of_table(["op", "b"])

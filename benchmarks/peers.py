@@ -1,0 +1,137 @@
+"""PerfGuard beside other predictors, on the same runs or on runs of the same kind.
+
+    python benchmarks/peers.py RUNS TRANSFORMERS TIMM --cache .perfguard-cache
+
+The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`). With the cache of their training it
+takes three minutes, else an hour. Errors of peers are what they published, apart from the cheap fit, which is made here.
+
+The cheap fit is t = (host³ + device³)^(1/3). The host has a cost for each operator by phase, a constant by mode, and the copy of
+the batch. The device has a factor on the roofline for three kinds of operators by three kinds of arithmetic.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from _record import parser_of, show
+from scipy.optimize import least_squares
+
+from perfguard import load_predictor
+from perfguard.graph import KIND_INDEX, Phase
+from perfguard.tables import evaluate, read_table
+from perfguard_models.features.launches import COLUMNS
+from perfguard_training.cross_validation import FoldPredictions
+from perfguard_training.dataset import Run, dataset_of
+from perfguard_training.leaderboard import predictions
+
+Floats = npt.NDArray[np.float64]
+_COLUMNS = ("what", "runs", "PerfGuard: mean / median", "peers")
+_XMEM = "Stone-ResearchLife/xMem"
+_SMALL_BATCHES = "pytorch-gpu-benchmark"
+_TF32 = COLUMNS.index("tf32")
+_START = np.log([20e-6, 60e-6, 10e-6, 300e-6, 600e-6, 1.0, *[1.8] * 9])
+_BYTES_PER_S = 6e9
+
+
+def memory_errors(table: Path) -> dict[str, Floats]:
+    """Errors of the memory of xMem's runs, for CNNs and for language models."""
+    columns, rows = read_table(table)
+    found: dict[str, list[float]] = {"torchvision": [], "hf": []}
+    for row, prediction, _, _ in evaluate(columns, [row for row in rows if row["source"] == _XMEM], table, load_predictor()):
+        if row is not None and prediction is not None and row.status == "ok" and row.peak_memory_bytes is not None:
+            error = abs(prediction.peak_memory.median / row.peak_memory_bytes - 1)
+            found[row.model.partition(":")[0]].append(error)
+    return {kind: np.array(errors) for kind, errors in found.items()}
+
+
+def errors_by_run(runs: Sequence[Run], predicted: FoldPredictions) -> dict[int, float]:
+    """Error of each step time that was held out, by its index."""
+    return {
+        index: abs(np.expm1(float(values["time"][at]) - runs[index].labels["time"]))
+        for fold, values in predicted
+        for at, index in enumerate(fold.judge)
+        if "time" in runs[index].labels
+    }
+
+
+def cheap_columns(run: Run) -> Floats:
+    """Work of the host and of the device. Shape: (6 + 9,)."""
+    view = run.view
+    launched = np.bincount(view["order"], minlength=len(view["name"]))
+    kind, phase = view["host"] // len(Phase), view["host"] % len(Phase)
+    group = np.where(kind == KIND_INDEX["conv"], 0, np.where(kind == KIND_INDEX["matmul"], 1, 2))
+    is_half = run.variant.startswith(("fp16", "bf16", "amp"))
+    arithmetic = np.full(len(kind), 2) if is_half else (view["x"][:, _TF32] > 0).astype(np.int64)
+    host = [*np.bincount(phase, launched, 3), run.mode == "infer", run.mode == "train", float(view["copied"][0]) / _BYTES_PER_S]
+    return np.concatenate([host, np.bincount(3 * group + arithmetic, launched * view["roofline"], 9)])
+
+
+def cheap_fit(x: Floats, log_s: Floats) -> Floats:
+    """Logarithms of the costs. Shapes: (n, 15), (n,) → (15,)."""
+    found = least_squares(
+        lambda costs: np.concatenate([cheap_log_s(x, costs) - log_s, 0.02 * (costs - _START)]),
+        _START,
+        loss="soft_l1",
+        f_scale=0.2,
+    )
+    return np.asarray(found.x)
+
+
+def cheap_log_s(x: Floats, costs: Floats) -> Floats:
+    """Log seconds of each step. Shape: (n,)."""
+    cost = np.exp(costs)
+    host, device = x[:, :6] @ cost[:6], x[:, 6:] @ cost[6:]
+    return np.asarray(np.log(host**3 + device**3) / 3)
+
+
+def in_words(errors: Sequence[float] | Floats) -> str:
+    """Mean and median."""
+    return f"{np.mean(errors):.1%} / {np.median(errors):.1%}"
+
+
+def main() -> None:
+    """Show the table."""
+    parser = parser_of(__doc__)
+    for name in ("runs", "transformers", "timm"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    tables = [arguments.runs, arguments.transformers, arguments.timm]
+    memory = memory_errors(arguments.runs)
+    lines = [
+        ["memory of CNNs in default settings, training (xMem's runs)", str(len(memory["torchvision"])),
+         in_words(memory["torchvision"]), "medians: xMem 2.2%, SchedTune 15%, DNNMem 25%"],
+        ["memory of language models in default settings, training (xMem's runs)", str(len(memory["hf"])), in_words(memory["hf"]),
+         "medians: xMem 3.8%, DNNMem 19%, SchedTune 50%, LLMem 58%"],
+    ]  # fmt: skip
+    splits = ["family", "source", "gpu"]
+    runs, found = predictions(tables, {"two-clocks": {}}, splits, cache=arguments.cache, most_operators=60_000)
+    views = dataset_of(tables, ("launches",), cache=arguments.cache, most_operators=60_000).runs
+    small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
+    by_gpu = errors_by_run(runs, found["gpu", "two-clocks"])
+    neusight = [error for at, error in by_gpu.items() if runs[at].table == "transformer"]
+    published = "NeuSight: mean 9.2%, on other cards: H100, L4 and A100 80 GB"
+    lines.append(
+        ["step of transformers in float32 (NeuSight's runs), card never seen", str(len(neusight)), in_words(neusight), published]
+    )
+    for split in splits:
+        own = errors_by_run(runs, found[split, "two-clocks"])
+        cheap: list[float] = []
+        for fold, _ in found[split, "two-clocks"]:
+            learn, judge = (sorted(small.intersection(part)) for part in (fold.learn, fold.judge))
+            x, log_s = ([np.array([of(at) for at in part]) for part in (learn, judge)] for of in (
+                lambda at: cheap_columns(views[at]), lambda at: runs[at].labels["time"]))  # fmt: skip
+            if judge:
+                cheap += np.abs(np.expm1(cheap_log_s(x[1], cheap_fit(x[0], log_s[0])) - log_s[1])).tolist()
+        what = f"step at small batches ({_SMALL_BATCHES}), {'card' if split == 'gpu' else split} never seen"
+        lines.append([what, str(len(cheap)), in_words([own[at] for at in sorted(small)]), f"cheap fit: {in_words(cheap)}"])
+    show("peers", _COLUMNS, lines, record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()
