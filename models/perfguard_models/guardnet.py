@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
+_AMD = "AMD GPUs: physics alone, no measurement was ever compared"
 _CPU, MEMORY, TIME = "guardnet_cpu", MemoryForest.name, TwoClocks.name
 
 
@@ -202,7 +203,7 @@ class GuardNet:
                 gpu_util=shares["gpu_util"][at] if shares else None,
                 sm_active=shares["sm_active"][at] if shares else None,
                 energy=None if power is None else time.scaled(math.exp(power[0]), log_sigma=power[1]),
-                unmodelled=launched.skeleton.unmodelled,
+                unmodelled=launched.skeleton.unmodelled + ((_AMD,) if device.is_amd and not has_learnt else ()),
             )
             for at, time in enumerate(step_time)
         ]

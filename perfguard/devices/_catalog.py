@@ -17,7 +17,7 @@ from perfguard.devices._spec import Device
 from perfguard.exceptions import UnknownDeviceError
 
 _SEPARATORS = re.compile(r"[\s_-]+")
-_BRANDS = re.compile(r"^(nvidia|tesla|geforce)+")
+_BRANDS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct)+")
 
 USABLE_MEMORY = 0.975
 """CUDA's total memory is 0.5 to 2.5% below the nominal size on the catalog's cards: the driver keeps the rest."""

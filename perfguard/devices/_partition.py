@@ -42,16 +42,16 @@ def mps_share(device: Device, share: float) -> Device:
     those of the whole (LILOU, section 4).
 
     Args:
-        device: a GPU.
+        device: one of NVIDIA's GPUs.
         share: within (0, 1].
 
     Raises:
-        ConfigurationError: for a share outside (0, 1], or a CPU.
+        ConfigurationError: for a share outside (0, 1], a CPU, or a GPU of AMD's.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigurationError(f"An MPS share must lie in (0, 1], for instance 0.5, but got {share!r}.")
-    if device.kind != "cuda":
-        raise ConfigurationError(f"{device.name} has no multiprocessors to share; MPS is for GPUs.")
+    if device.kind != "cuda" or device.is_amd:
+        raise ConfigurationError(f"{device.name} has no multiprocessors to share; MPS is for NVIDIA's GPUs.")
     part = _with_multiprocessors(device, f"{device.id}:mps{share:.0%}", max(1, math.ceil(share * device.num_sms)))
     return replace(part, name=f"{device.name}, {share:.0%} of its multiprocessors", source=f"{device.source}; an MPS share")
 

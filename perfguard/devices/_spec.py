@@ -25,7 +25,7 @@ class Device:
     name: str
     """The name that people know it by."""
     kind: DeviceKind
-    """"cuda" or "cpu"."""
+    """"cuda" or "cpu". As in PyTorch, AMD's GPUs are "cuda", too; see :attr:`is_amd`."""
     memory_bytes: int
     """Memory for programs, as CUDA reports it."""
     bandwidth_bytes_per_s: float
@@ -33,7 +33,7 @@ class Device:
     peak_flops: Mapping[str, float]
     """FLOP/s by arithmetic: "fp32", "tf32", "fp16", "bf16"; the last three on matrix units. Missing: not supported."""
     num_sms: int
-    """Streaming multiprocessors; cores for a CPU."""
+    """Streaming multiprocessors; AMD's compute units; cores for a CPU."""
     boost_clock_hz: float
     """Highest clock of the data sheet, in hertz."""
     l2_bytes: int
@@ -55,6 +55,14 @@ class Device:
                 raise ConfigurationError(f"Device.{field} of {self.id!r} must be positive, but got {getattr(self, field)!r}.")
         if self.peak_flops.get("fp32", 0) <= 0:
             raise ConfigurationError(f'Device.peak_flops of {self.id!r} must hold a positive "fp32" rate.')
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is one of AMD's GPUs. PyTorch calls them "cuda", too, so ``kind`` does not tell.
+
+        No measurement on them was ever compared with a prediction, so GuardNet predicts for them by physics alone.
+        """
+        return self.architecture.startswith("CDNA")
 
     def flops_per_s(self, arithmetic: str) -> float:
         """Peak rate for ``arithmetic`` ("fp32", "tf32", "fp16", "bf16"); the fp32 rate where the device has no such unit."""

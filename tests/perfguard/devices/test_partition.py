@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perfguard.devices import Device, catalog, cpu, mig_instance, mig_profiles, mps_share
+from perfguard.devices import Device, catalog, mig_instance, mig_profiles, mps_share, resolve_device
 from perfguard.exceptions import ConfigurationError
 
 
@@ -40,6 +40,7 @@ def test_a_share_that_is_none_is_refused(a100: Device, share: Any) -> None:
         mps_share(a100, share)
 
 
-def test_a_processor_cannot_be_shared_so() -> None:
-    with pytest.raises(ConfigurationError, match="MPS is for GPUs"):
-        mps_share(cpu(), 0.5)
+@pytest.mark.parametrize("name", ["cpu", "mi300x"])
+def test_only_nvidia_gpus_can_be_shared_so(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="MPS is for NVIDIA's GPUs"):
+        mps_share(resolve_device(name), 0.5)
