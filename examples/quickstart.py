@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import math
 import statistics
 import sys
 import time
@@ -182,13 +183,14 @@ class Outcome:
         records = [record_of(trial) for trial in study.trials]
         ran = [record for record in records if "time" in record.measured]
         wasted_s = [record.measured["time"] for record in ran if record.violates]
-        return cls([record.measured["time"] for record in ran], wasted_s, len(records) - len(ran), study.best_value)
+        num_pruned = sum(record.verdict == "prune" for record in records)
+        return cls([record.measured["time"] for record in ran], wasted_s, num_pruned, best_of(study))
 
     @classmethod
     def of_unguarded(cls, study: optuna.Study) -> Outcome:
         """From what ``measured_objective`` wrote into them."""
         ran = [trial.user_attrs for trial in study.trials]
-        return cls([of["time_s"] for of in ran], [of["time_s"] for of in ran if of["over"]], 0, study.best_value)
+        return cls([of["time_s"] for of in ran], [of["time_s"] for of in ran if of["over"]], 0, best_of(study))
 
     def cells(self) -> list[str]:
         """A column of the table."""
@@ -196,6 +198,11 @@ class Outcome:
         wasted = f"{format_seconds(wasted_s)}, {wasted_s / spent_s:.0%}" if wasted_s else "none"
         counts = len(self.times_s), len(self.wasted_s), self.num_pruned
         return [*map(str, counts), format_seconds(spent_s), wasted, f"{self.best:.3f}"]
+
+
+def best_of(study: optuna.Study) -> float:
+    """The best accuracy; NaN where no trial has completed."""
+    return max((trial.value for trial in study.trials if trial.value is not None), default=math.nan)
 
 
 def comparison(guarded: optuna.Study, unguarded: optuna.Study) -> Table:

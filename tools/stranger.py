@@ -205,6 +205,7 @@ def play(stranger: Stranger) -> None:
         limit_s = DEMO_LIMIT_S if command == "make demo" else INSTALL_LIMIT_S if "install" in command else COMMAND_LIMIT_S
         text = stranger.step(command, command, limit_s)
         if command == "make demo":
+            expect("The same search for" in text, f"The demo has no table:\n{text}")
             print(text[text.rindex("The same search for") :].rstrip(), flush=True)
             expect((stranger.clone / "out" / "report.html").stat().st_size > 100_000, "The demo's report is empty.")
     too_little = re.sub(r"--max-memory \S+", "--max-memory 1GiB", check)

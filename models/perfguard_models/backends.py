@@ -65,9 +65,9 @@ class PhysicsConfig:
     """The driver's reading is within 10% of replay and context on average, but convolution workspaces can double it."""
     replay_log_sigma: float = 0.055
     """The same in PyTorch's default settings, in float32: xMem's 112 training runs of 10 networks on three cards."""
-    loaded_bytes: float = 100 * 2**20
+    loaded_sigma_bytes: float = 100 * 2**20
     """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
-    eager_bytes: float = 1005 * 2**20
+    all_modules_bytes: float = 1005 * 2**20
     """Bytes that the machine of the memory's training rows held beside replay and context: CUDA loaded all its modules there.
     GPUMemNet's perceptrons, in which cuDNN has no workspaces, show them (`benchmarks/loaded_bytes.py`). Since CUDA 11.7 only
     those that are used are loaded."""
@@ -125,8 +125,7 @@ class RawPrediction(NamedTuple):
     shares: dict[str, Floats]
     """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
     known: dict[str, npt.NDArray[np.bool_]]
-    """Whether the error on similar steps was measured. Where it was not, the value and its prior are those of physics, because a
-    network does not extrapolate. Shapes: (C,)"""
+    """Whether the error on such steps was measured on this device. Shapes: (C,)"""
     step_features: npt.NDArray[np.float32] | None
     """None: they were not computed. Shape: (C, len(STEP_FEATURES))"""
 
@@ -237,53 +236,64 @@ class GpuBackend:
         skeleton, number = graphs.skeleton, len(graphs)
         setting, features = Setting.of(skeleton, device), step_features(graphs, device)
         log_step_s, op_time_s, path = self._clocks(graphs, device)
-        value = {"memory": np.zeros(number), "time": log_step_s[0]}
-        sigma = {"memory": np.full(number, PHYSICS.memory_log_sigma), "time": self._time_sigma(log_step_s, setting, device)}
-        calibration = self._memory.calibration
-        is_calibrated = f"memory/{setting.group}" in calibration.scale
-        known = {
-            "memory": np.full(number, is_calibrated),
-            "time": np.full(number, setting.timed_as in self._time.card["timed"]),
-        }
-        shares: dict[str, Floats] = {}
-        covered = _leaves_workspaces(skeleton)
-        if covered or setting.is_perceptron:
-            steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
-            predicted, spread = predict_with_spread(self._memory.learner, steps)
-            least = graphs.peak_live_bytes + device.context_bytes
-            value["memory"] = np.log(np.maximum(_lazily_loaded(np.nan_to_num(predicted["memory"])), least))
-            own = [
-                calibration.log_sigma("memory", setting.group, one, known_gpu=is_calibrated) for one in spread["memory"].tolist()
-            ]
-            sigma["memory"] = np.hypot(own, PHYSICS.loaded_bytes / np.exp(value["memory"]))
-            covered = covered and bool(np.isfinite(predicted["memory"]).all())
-            if setting.is_perceptron and not device.is_amd:
-                shares = {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
+        memory = self._memory_with_workspaces(graphs, features, setting, device)
+        log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
+        is_measured = f"memory/{setting.group}" in self._memory.calibration.scale, setting.timed_as in self._time.card["timed"]
         raw = RawPrediction(
-            log_value=value,
+            log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,
             path=path,
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
             prior=dict.fromkeys(TARGETS, GUESSED_PRIOR),
-            prior_scale=sigma,
-            shares=shares,
-            known=known,
+            prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
+            shares=self._shares(features) if setting.is_perceptron and not device.is_amd else {},
+            known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
         )
         if device.is_amd:
             # NVIDIA's kernels and workspaces say nothing of AMD's. Carried over, they have a transformer in half precision at
             # 91% of an MI300X's peak, at 83% of an H100's. The host is the same: what waits for it takes as long there.
             roofline_s = PHYSICS.time_factor * batch_roofline_s(graphs, device).sum(axis=1)
-            raw = raw._replace(prior_scale=sigma | {"time": np.maximum(sigma["time"], PHYSICS.time_log_sigma)})
-            rows = {"memory": np.ones(number, dtype=np.bool_), "time": np.log(np.maximum(roofline_s, 1e-12)) > log_step_s[0]}
-            raw = by_physics(raw, graphs, device, rows)
-        elif not covered:
+            is_slower = np.log(np.maximum(roofline_s, 1e-12)) > log_step_s[0]
+            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_), "time": is_slower})
+            unsure = np.maximum(raw.prior_scale["time"], PHYSICS.time_log_sigma)
+            raw = raw._replace(prior_scale=raw.prior_scale | {"time": unsure})
+        elif memory is None:
             raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
         alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
         machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * PROCESS.machine_trust
         alternatives["time"] = torch.cat([alternatives["time"], machine], dim=1)
         return raw._replace(alternatives=alternatives)
+
+    def _memory_with_workspaces(
+        self, graphs: GraphBatch, features: npt.NDArray[np.float32], setting: Setting, device: Device
+    ) -> tuple[Floats, Floats] | None:
+        """Log bytes and their standard deviations where cuDNN's benchmark mode leaves workspaces in the allocator's cache.
+
+        The training rows of float32 are readings, of one machine. Those of half precision say what fitted, on machines of which
+        nobody knows what they had loaded. Shapes: (C,), (C,). None: there are no workspaces, or the forests have no such steps.
+        """
+        skeleton, calibration = graphs.skeleton, self._memory.calibration
+        if "cudnn_benchmark" not in skeleton.options or skeleton.kinds.isdisjoint(CONVOLUTION_KINDS):
+            return None
+        steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
+        predicted, spread = predict_with_spread(self._memory.learner, steps)
+        if not np.isfinite(predicted["memory"]).all():
+            return None
+        there = np.exp(predicted["memory"])  # on the machines of the training rows
+        loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
+        if setting.precision != "fp32":
+            loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
+        num_bytes = np.maximum(there - loaded, graphs.peak_live_bytes + device.context_bytes)
+        known_gpu = f"memory/{setting.group}" in calibration.scale
+        own = np.array([calibration.log_sigma("memory", setting.group, one, known_gpu=known_gpu) for one in spread["memory"]])
+        return np.log(num_bytes), np.hypot(own * there, loaded_sigma) / num_bytes
+
+    def _shares(self, features: npt.NDArray[np.float32]) -> dict[str, Floats]:
+        """Utilisation of perceptrons. Shapes: (C,)."""
+        predicted = self._memory.learner.predict([Step("", False, {"sums": row}) for row in features])
+        return {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
 
     def _clocks(self, graphs: GraphBatch, device: Device) -> tuple[Floats, Floats, PathTimes]:
         """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
@@ -314,15 +324,7 @@ class GpuBackend:
         return 1.0
 
     def summary(self, device: Device, target: str) -> Summary:
-        if target != "memory":
-            return NOTHING
-        found = self._summary.of(device.id)
-        return found._replace(log_value=np.log(_lazily_loaded(found.log_value)))
-
-
-def _lazily_loaded(log_bytes: Floats) -> Floats:
-    """Bytes of processes that would have exp(``log_bytes``) on the machine of the training rows. Shape: (C,) → (C,)."""
-    return np.maximum(np.exp(log_bytes) - PHYSICS.eager_bytes, 1.0)
+        return self._summary.of(device.id) if target == "memory" else NOTHING
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:
@@ -361,13 +363,12 @@ def by_physics(
             bare = batch_roofline_s(graphs, device) * PHYSICS.time_factor
             value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
             op_time_s = np.where(chosen[:, None], bare, op_time_s)
-            there = zip(PathTimes.on_device(bare), path, strict=True)
-            path = PathTimes(*(np.where(chosen if own.ndim == 1 else chosen[:, None], own, other) for own, other in there))
+            path = path.replaced(PathTimes.on_device(bare), chosen)
         is_validated = target == "memory" and device.kind == "cuda" and not device.is_amd
         is_validated = is_validated and _replay_is_validated(graphs.skeleton)
         unsure: float | Floats = PHYSICS.log_sigma(target)
         if is_validated:  # a relative and a constant part
-            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_bytes / np.exp(value))
+            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
         scale = np.where(chosen, unsure, raw.prior_scale[target])
         raw = raw._replace(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
@@ -384,13 +385,8 @@ def _replay_is_validated(graph: OpGraph) -> bool:
     """Whether the replay's memory was compared with measurements of such steps: training in PyTorch's default settings."""
     if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
         return False
-    return _REPLAYED_OPTIONS.issuperset(graph.options) and not graph.unmodelled
-
-
-def _leaves_workspaces(graph: OpGraph) -> bool:
-    """Whether cuDNN's benchmark mode leaves workspaces in the allocator's cache, as in the training rows. Those of training in
-    float32 have readings. Those of half precision and inference say what fitted."""
-    return "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
+    idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
+    return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and not graph.unmodelled
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:

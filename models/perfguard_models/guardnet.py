@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-_AMD = "AMD GPUs: physics alone, no measurement was ever compared"
+_AMD = "AMD GPUs: no prediction for them was ever compared with a measurement"
 _CPU, MEMORY, TIME = "guardnet_cpu", MemoryForest.name, TwoClocks.name
 
 

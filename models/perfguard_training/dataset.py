@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
     @property
     def machine(self) -> tuple[str, str, str]:
-        """Runs of one source on one GPU in one host are from one machine, or from machines that nobody told apart."""
+        """The source, the GPU and the host: one machine, or several that the table does not distinguish."""
         return self.source, self.gpu, self.host
 
     @property

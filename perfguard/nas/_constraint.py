@@ -120,6 +120,7 @@ class LatencyConstraint(Judge):
         return self._predict(self.graph_of(model))
 
     def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """With the rates that were learnt. There is no least reading, because a candidate is not read."""
         return self._rates.apply([self.predictor.predict(graph, self.device, steps=steps)], graph.as_batch(), self.device)[0]
 
     def predict_all(self, graphs: GraphBatch) -> list[Prediction]:
