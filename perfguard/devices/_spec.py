@@ -60,7 +60,7 @@ class Device:
     def is_amd(self) -> bool:
         """Whether it is one of AMD's GPUs. PyTorch calls them "cuda", too, so ``kind`` does not tell.
 
-        No measurement on them was ever compared with a prediction, so GuardNet predicts for them by physics alone.
+        No measurement on them was ever compared with a prediction, so GuardNet does not trust what it learnt of NVIDIA's.
         """
         return self.architecture.startswith("CDNA")
 
