@@ -21,6 +21,7 @@ def a_fresh_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = logger.level, list(logger.handlers), logger.propagate
     logger.setLevel(logging.NOTSET)
     logger.handlers.clear()
+    logger.propagate = True  # else pytest adds handlers of its own
     monkeypatch.setattr(_logging, "_logged_topics", set())
     yield
     logger.level, logger.handlers[:], logger.propagate = before

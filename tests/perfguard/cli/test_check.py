@@ -31,7 +31,7 @@ from torch import nn
 from perfguard import Workload
 
 def build(params):
-    width = params.get("width", 64)
+    width = params.get("width", 16_384)
     size = params.get("batch_size", 32), width
     return Workload(nn.Linear(width, width), inputs=size, loss=lambda output: params.get("scale", 1.0) * output.mean())
 
@@ -195,7 +195,7 @@ def test_each_way_to_read_a_name_is_noticed(read: Callable[[ReadParams], object]
 
 
 def test_matrix_checks_every_combination(check: Check) -> None:
-    words = ["--max-memory", "0.5", "--matrix", "batch_size=64..4194304:x256", "gpu=t4,a100"]
+    words = ["--max-memory", "0.5", "--set", "width=64", "--matrix", "batch_size=64..4194304:x256", "gpu=t4,a100"]
     status, out, _ = check("build", *words, "--json", gpu="")
     document = json.loads(out)
     assert status == document["exit_status"] == 0
