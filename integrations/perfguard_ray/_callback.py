@@ -120,7 +120,7 @@ def record_of(entry: Entry, not_measured: str | None) -> TrialRecord:
     report = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
     return TrialRecord(
         number=-1,
-        verdict=verdict.action,
+        verdict=None if entry.rejected else verdict.action,  # it runs against its verdict, so it is not pruned
         reason=verdict.reason,
         predicted={quantity: estimate.median for quantity, estimate in verdict.estimates.items()},
         intervals={quantity: estimate.interval() for quantity, estimate in verdict.estimates.items()},

@@ -242,6 +242,20 @@ def test_guarded_device_measurement_stays_in_results() -> None:
     assert result["perfguard/over_budget"] == 0
 
 
+def test_running_trial_is_never_shown_as_pruned() -> None:
+    """PB2, or a search without a guard, runs what the guard rejects: nothing is saved, and a broken budget shows."""
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
+    device = search.ledger.guard.device
+    callback, trial = PerfGuardCallback(search), stub("a", {"width": 4096})
+    result = report_of(12, 3.0, device_id=device.id, device_name=device.name, peak_memory_bytes=2 * MIB)
+    with pytest.warns(UnguardedTrialWarning):
+        callback.on_trial_start(0, [], trial)
+    callback.on_trial_result(0, [], trial, result)
+    assert (result["perfguard/verdict"], result["perfguard/over_budget"]) == ("unguarded", 1)
+    assert result["perfguard/reason"].endswith("the budget is 1.00 MiB")
+    assert "perfguard/saved_time_s" not in result
+
+
 @pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
 def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     """A trial that begins anew after an interruption was measured twice."""
