@@ -117,7 +117,10 @@ class PerfGuardCallback(Callback):
 def record_of(entry: Entry, not_measured: str | None) -> TrialRecord:
     """The record of a running trial, with its latest report; ``not_measured``: why that is not one of the guarded device."""
     verdict = entry.decision.verdict
-    report = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
+    names = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
+    report = {} if not_measured else dict(entry.report)
+    if "total_time_s" in report:  # that is the time since the latest start
+        report["total_time_s"] = entry.elapsed_s
     return TrialRecord(
         number=-1,
         verdict=None if entry.rejected else verdict.action,  # it runs against its verdict, so it is not pruned
@@ -125,7 +128,7 @@ def record_of(entry: Entry, not_measured: str | None) -> TrialRecord:
         predicted={quantity: estimate.median for quantity, estimate in verdict.estimates.items()},
         intervals={quantity: estimate.interval() for quantity, estimate in verdict.estimates.items()},
         limits={limit.quantity: limit.limit for limit in verdict.limits},
-        measured={quantity: entry.report[name] for quantity, name in report.items() if name in entry.report and not not_measured},
+        measured={quantity: report[name] for quantity, name in names.items() if name in report},
         status=None,
         not_measured=not_measured or "",
     )

@@ -263,11 +263,16 @@ def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     callback = PerfGuardCallback(search)
     search.ledger.entries["a"] = search.ledger.judge({"width": 8})
     callback.on_trial_start(0, [], stub("a", {"width": 8}))
+    unmeasured = {"loss": 0.5}
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), unmeasured)
+    assert "perfguard/measured_time_s" not in unmeasured
     callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(5, 2.0))
     callback.on_trial_start(0, [], stub("a", {"width": 8}, checkpoint=checkpoint))
-    callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(12, 4.0))
+    result = report_of(12, 4.0)
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), result)
     entry = search.ledger.entries["a"]
     assert (entry.num_steps, entry.elapsed_s) == ((17, 6.0) if checkpoint else (12, 4.0))
+    assert result["perfguard/measured_time_s"] == entry.elapsed_s, "Tune's loggers get the time that the budget is compared with"
 
 
 @pytest.mark.parametrize(("report", "status"), [({}, "interrupted"), (report_of(5, 2.0), "ok")])
