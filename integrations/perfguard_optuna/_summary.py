@@ -73,7 +73,7 @@ def summarize(study: optuna.Study) -> StudySummary:
     pruned = [record for _, record in finished if record.verdict == "prune"]
     complete = [record for trial, record in finished if trial.state == TrialState.COMPLETE]  # others did not take all their time
     errors = [error for record in complete if (error := mean_error(record)) is not None]
-    unjudged = [record for record in launched if not record.predicted]
+    unjudged = [record for record in launched if record.is_unguarded]
     return StudySummary.of(
         launched,
         pruned,
@@ -147,8 +147,8 @@ class TrialPrinter:
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         record = record_of(trial)
         cells = [_cell(record, "memory"), _cell(record, "time")]
-        style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if record.violates else "green")
-        verdict = {"prune": "pruned", "repair": "repaired", None: "unguarded"}.get(record.verdict, "launched")
+        verdict = record.verdict_in_words
+        style = {"pruned": "yellow", "unguarded": "dim"}.get(verdict, "red" if record.violates else "green")
         values = trial.values if trial.state == TrialState.COMPLETE else ()
         value = f"{', '.join(f'{value:.4g}' for value in values)}" if values else ""
         over = "  over" if record.violates else ""

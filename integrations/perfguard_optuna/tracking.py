@@ -25,7 +25,7 @@ from perfguard.integration import warn_user, why_not_imported
 from perfguard.quantities import format_quantity
 from perfguard.summary import QUANTITIES, time_in_words
 from perfguard.tracking import PREFIX as FIELD
-from perfguard.tracking import VERDICTS, Field, fields_of
+from perfguard.tracking import Field, fields_of
 from perfguard_optuna._attributes import PREFIX, proposals_rejected_for, record_of
 from perfguard_optuna._summary import summarize
 
@@ -395,7 +395,7 @@ def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: 
 def _note_of(trial: FrozenTrial) -> str:
     """What the dashboard shows beside a trial, as Markdown."""
     record, attributes = record_of(trial), trial.user_attrs
-    verdict = "pruned before launch" if record.verdict == "prune" else VERDICTS[record.verdict]
+    verdict = "pruned before launch" if record.verdict == "prune" else record.verdict_in_words
     lines = [f"{_NOTE}{verdict}**" + (f": {record.reason}" if record.reason else ""), ""]
     known = [quantity for quantity in QUANTITIES if quantity in record.predicted or quantity in record.measured]
     rows = [_note_row(trial, record, quantity) for quantity in known]

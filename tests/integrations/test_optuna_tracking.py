@@ -123,6 +123,8 @@ def test_fields_by_hand() -> None:
         "perfguard/predicted_time_s": 120, "perfguard/saved_time_s": 120,
     }  # fmt: skip
     assert tracked_fields(create_trial(value=0.5)) == {"perfguard/verdict": "unguarded"}
+    failed = {"perfguard:verdict": "launch", "perfguard:reason": "not judged: BuildError: ..."}  # the guard could not judge it
+    assert tracked_fields(create_trial(value=0.5, user_attrs=failed))["perfguard/verdict"] == "unguarded"
 
 
 @pytest.mark.parametrize("draws_again", [False, True])
