@@ -145,8 +145,8 @@ class MLflowCallback(TrackingCallback):
     3. a new run.
 
     A new run also gets the hyperparameters and the objective's values. Its status is FINISHED, FAILED or, for a pruned trial,
-    KILLED. It is a child of the run that was active when the callback was made, if there was one. Writing a trial twice changes
-    nothing.
+    KILLED. It is a child of the run that was active when the callback was made, if there was one in the same tracking store.
+    Writing a trial twice changes nothing.
 
     Args:
         tracking_uri: where to write. None: as MLflow is configured.
@@ -173,7 +173,8 @@ class MLflowCallback(TrackingCallback):
                 f"MLflow cannot open {where}: {str(error).strip()}. tracking_uri must look like 'http://host:5000' or "
                 "'sqlite:///mlflow.db'."
             ) from error
-        self._parent = mlflow.active_run()
+        knows_active_run = self._client.tracking_uri == mlflow.get_tracking_uri()
+        self._parent = mlflow.active_run() if knows_active_run else None
         self._experiment = experiment
         self._experiment_ids: dict[str, str] = {}
 

@@ -242,6 +242,8 @@ def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str, monkeypatch: pytest.Mo
     own = client.create_run(experiment.experiment_id, run_name="mine")
     mlflow.set_tracking_uri(mlflow_uri)
     with mlflow.start_run(experiment_id=experiment.experiment_id) as parent:
+        assert MLflowCallback("http://127.0.0.1:1")._parent is None, "another server does not know the active run"
+        assert MLflowCallback(mlflow_uri)._parent is not None
         callback = MLflowCallback()
         callback.write(_study_of(create_trial(value=1.0, user_attrs={"mlflow_run_id": own.info.run_id}), create_trial(value=2.0)))
     mine = client.get_run(own.info.run_id)
