@@ -42,6 +42,8 @@ _MOST_DRAWING = 0.01
 """The part of a study's time that its pictures in the dashboard may take."""
 _NOTE = "**PerfGuard: "
 """Beginning of what PerfGuard adds to a note of the dashboard. What stands before it is the user's."""
+_NOTE_END = "[//]: # (PerfGuard ends here)"
+"""End of it: a link that nothing uses, so Markdown shows nothing. What stands after it is the user's, too."""
 _RUN_ID = "mlflow_run_id"
 _STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.FAIL: "FAILED", TrialState.PRUNED: "KILLED"}
 
@@ -324,7 +326,7 @@ class DashboardCallback(TrackingCallback):
     """Writes into a study's storage what optuna-dashboard shows: a note for each trial, the guard's summary, and its pictures.
 
     A note has the verdict, the reason, and what was predicted, measured and allowed, in words with units. A note of your own
-    stays, and PerfGuard's is added below. The summary and the pictures follow the study, and take at most 1% of its time.
+    stays, above PerfGuard's or below it. The summary and the pictures follow the study, and take at most 1% of its time.
     ``write(study)`` at the end brings them up to date.
 
     Raises:
@@ -375,7 +377,7 @@ class DashboardCallback(TrackingCallback):
 
 
 def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: Mapping[str, Any]) -> None:
-    """Put PerfGuard's part of a note below the user's. None: the study's own note.
+    """Put PerfGuard's part into a note, in the place of an earlier one, else below the user's. None: the study's own note.
 
     ``optuna_dashboard.save_note`` takes no finished trial, and reads all notes of a study three times. This writes what it would
     write (optuna-dashboard 0.21).
@@ -383,8 +385,9 @@ def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: 
     from optuna_dashboard import _note
 
     before = _note.get_note_from_system_attrs(attributes, trial_id)
-    own = before["body"].partition(_NOTE)[0].rstrip()
-    after = f"{own}\n\n{text}" if own else text
+    above, _, earlier = before["body"].partition(_NOTE)
+    below = earlier.partition(_NOTE_END)[2]
+    after = "\n\n".join(filter(None, [above.rstrip(), f"{text}\n{_NOTE_END}", below.strip()]))
     if after == before["body"]:
         return
     parts = _note.split_body(after, trial_id)

@@ -49,7 +49,7 @@ def objective(trial: optuna.Trial) -> float:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The storage of a guarded study whose callback has written what the dashboard shows."""
-    pytest.importorskip("optuna_dashboard")
+    optuna_dashboard = pytest.importorskip("optuna_dashboard")
     url = f"sqlite:///{tmp_path_factory.mktemp('dashboard') / 'study.db'}"
     study = create_study(storage=url, study_name="shown")
     for width in WIDTHS:
@@ -61,17 +61,25 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     study.optimize(objective, n_trials=4, count="proposed", pruner=pruner, callbacks=[callback])
     callback.write(study)
     callback.write(study)  # a second time changes nothing
+    first, note = study.trials[0]._trial_id, optuna_dashboard._note
+    attributes = study._storage.get_study_system_attrs(study._study_id)
+    body = note.get_note_from_system_attrs(attributes, first)["body"]
+    note.save_note_with_version(study._storage, study._study_id, first, 3, f"{body}\n\nMore of my own")  # as the page does
+    callback.write(study)
     return url
 
 
-def test_notes_are_written_once_below_the_users(url: str) -> None:
+def test_notes_are_written_once_and_the_users_stay(url: str) -> None:
     from optuna_dashboard._note import get_note_from_system_attrs
 
     study = optuna.load_study(study_name="shown", storage=url)
     attributes = study._storage.get_study_system_attrs(study._study_id)
     notes = [get_note_from_system_attrs(attributes, trial._trial_id) for trial in study.trials]
-    assert [note["version"] for note in notes] == [2, 1, 1, 1]
+    assert [note["version"] for note in notes] == [3, 1, 1, 1]
     assert notes[0]["body"].startswith("A note of *my own*\n\n**PerfGuard: launched**: needs ")
+    assert notes[0]["body"].endswith(
+        "\n- Learnt from: 0 runs\n- The run ended as: ok\n\n[//]: # (PerfGuard ends here)\n\nMore of my own"
+    )
     assert notes[1]["body"].startswith("**PerfGuard: pruned before launch**: needs ")
 
 
@@ -145,8 +153,13 @@ def test_the_dashboard_shows_verdicts_numbers_with_units_and_pictures(address: s
     assert rows[2][0::4] == ["trial time", "10.0 s"]
     assert rows[2][-1] == "holds"
     measured = format_bytes(launched.measured["memory"])
-    text = text_of(browser, f"{address}/studies/1/trials?numbers=0", "A note of my own", measured, "The run ended as: ok")
+    text = text_of(
+        browser, f"{address}/studies/1/trials?numbers=0", "A note of my own", "More of my own", measured, "The run ended as: ok"
+    )
     assert "broken" not in text
+    shown = browser.find_element("tag name", "body").text
+    assert "More of my own" in shown
+    assert "ends here" not in shown
 
     # The study: the summary as a note, and the pictures below the dashboard's own.
     text_of(
