@@ -89,11 +89,12 @@ class TrackingCallback(ABC):
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Write a trial that has just ended."""
         with self._lock:
-            self._waiting += [(study, ended) for ended in (trial, *proposals_rejected_for(study, trial))]
+            self._waiting.append((study, trial))
             began = time.monotonic()
-            if began < self._not_before:
-                return
             try:
+                self._waiting += [(study, rejected) for rejected in proposals_rejected_for(study, trial)]
+                if began < self._not_before:
+                    return
                 self._check()
                 while self._waiting:
                     self._write(*self._waiting[0])
@@ -101,7 +102,7 @@ class TrackingCallback(ABC):
             except Exception as error:
                 self._waiting.append(self._waiting.pop(0))  # it may be the one trial that cannot be written
                 now = time.monotonic()
-                self._not_before = now + _PAUSE * (now - began)
+                self._not_before = max(self._not_before, now + _PAUSE * (now - began))
                 self._warn(error)
 
     def write(self, study: optuna.Study) -> None:
@@ -363,17 +364,19 @@ class DashboardCallback(TrackingCallback):
         from perfguard_optuna.visualization import plot_budget, plot_savings
 
         began = time.monotonic()
-        rows = "\n".join(f"| {label} | {_cell(value)} |" for label, value in summarize(study).rows())
-        attributes = study._storage.get_study_system_attrs(study._study_id)
-        _add_note(study, None, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n", attributes)
-        limited = {quantity for trial in study.get_trials(deepcopy=False) for quantity in record_of(trial).limits}
-        for quantity in QUANTITIES:
-            if quantity in limited:
-                figure = plot_budget(study, quantity=quantity)
-                self._dashboard.save_plotly_graph_object(study, figure, graph_object_id=f"perfguard-{quantity}")
-        self._dashboard.save_plotly_graph_object(study, plot_savings(study), graph_object_id="perfguard-savings")
-        ended = time.monotonic()
-        self._draw_after = ended + (ended - began) / _MOST_DRAWING
+        try:
+            rows = "\n".join(f"| {label} | {_cell(value)} |" for label, value in summarize(study).rows())
+            attributes = study._storage.get_study_system_attrs(study._study_id)
+            _add_note(study, None, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n", attributes)
+            limited = {quantity for trial in study.get_trials(deepcopy=False) for quantity in record_of(trial).limits}
+            for quantity in QUANTITIES:
+                if quantity in limited:
+                    figure = plot_budget(study, quantity=quantity)
+                    self._dashboard.save_plotly_graph_object(study, figure, graph_object_id=f"perfguard-{quantity}")
+            self._dashboard.save_plotly_graph_object(study, plot_savings(study), graph_object_id="perfguard-savings")
+        finally:  # a picture that fails takes its time, too
+            ended = time.monotonic()
+            self._draw_after = ended + (ended - began) / _MOST_DRAWING
 
 
 def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from perfguard import Workload
+from perfguard.exceptions import TrackingWarning
 from perfguard.quantities import format_bytes
 from perfguard_optuna import DashboardCallback, PerfGuardPruner, create_study, record_of, summarize
 from tests.doubles import TOY_CPU, ReplayPredictor
@@ -81,6 +82,26 @@ def test_notes_are_written_once_and_the_users_stay(url: str) -> None:
         "\n- Learnt from: 0 runs\n- The run ended as: ok\n\n[//]: # (PerfGuard ends here)\n\nMore of my own"
     )
     assert notes[1]["body"].startswith("**PerfGuard: pruned before launch**: needs ")
+
+
+def test_pictures_that_fail_are_not_drawn_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_drawn = 0
+
+    def broken(*_: Any, **__: Any) -> None:
+        nonlocal num_drawn
+        num_drawn += 1
+        raise RuntimeError("no picture")
+
+    study = optuna.create_study()
+    study.add_trials([optuna.trial.create_trial(value=1.0), optuna.trial.create_trial(value=2.0)])
+    callback = DashboardCallback()
+    monkeypatch.setattr(callback._dashboard, "save_plotly_graph_object", broken)
+    with pytest.warns(TrackingWarning, match="no picture"):
+        callback(study, study.trials[0])
+    callback._not_before = 0.0
+    callback(study, study.trials[1])
+    assert num_drawn == 1
+    assert callback._waiting == []
 
 
 @pytest.fixture

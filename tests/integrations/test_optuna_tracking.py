@@ -35,6 +35,7 @@ from perfguard_optuna import (
     record_of,
     summarize,
 )
+from perfguard_optuna._progress import progress_line
 from perfguard_optuna.tracking import TrackingCallback, tracked_fields
 from tests.doubles import TOY_CPU, ReplayPredictor
 
@@ -143,6 +144,42 @@ def test_a_failing_tracker_stops_no_study_and_loses_no_trial() -> None:
         study = tracked_study(kept)
     assert [warning.category for warning in caught].count(TrackingWarning) == 1
     assert sorted(kept.numbers) == numbers_of(study)
+
+
+def test_a_storage_that_fails_in_a_callback_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    study, kept = _study_of(create_trial(value=1.0), create_trial(value=2.0)), Kept()
+    first, second = study.trials
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise optuna.exceptions.StorageInternalError("the database is locked")
+
+    with monkeypatch.context() as patch, progress_line(Terminal(), 1, counts_pruned=False) as line:
+        patch.setattr(study._storage, "get_all_trials", broken)
+        for callback, message in ((kept, "not write a trial to a list"), (line, "The progress line failed")):
+            with pytest.warns(TrackingWarning, match=f"{message}.*the database is locked"):
+                callback(study, first)
+    shown.clear()
+    time.sleep(0.1)  # the tracker is left alone for a moment
+    kept(study, second)
+    assert kept.numbers == [0, 1]
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError("Input/output error")
+
+
+def test_a_closed_terminal_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=Gone(), force_terminal=True, force_jupyter=False)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(perfguard_optuna._study, "Console", lambda **_: terminal)
+    streams = sys.stdout, sys.stderr
+    with pytest.warns(TrackingWarning, match="The progress line failed.*Input/output error"):
+        study = tracked_study(show_progress_bar=True, n_trials=3)
+    assert summarize(study).num_launched == 3
+    assert (sys.stdout, sys.stderr) == streams
 
 
 @pytest.mark.parametrize(
