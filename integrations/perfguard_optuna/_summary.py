@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -154,8 +155,18 @@ class TrialPrinter:
         over = "  over" if record.violates else ""
         if not self._has_heading:
             self._has_heading = True
-            self._console.print(_HEADING, style="bold", highlight=False)
-        self._console.print(f"{trial.number:5d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}  {value}{over}", highlight=False)
+            self._print(_HEADING, style="bold")
+        self._print(f"{trial.number:5d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}  {value}{over}")
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        """Print a line; while Rich shows a progress line, through the stream that puts it above that one."""
+        streams = [one for one in (sys.stdout, sys.stderr) if getattr(one, "rich_proxied_file", None) is self._console.file]
+        if not streams:
+            self._console.print(line, style=style, highlight=False)
+            return
+        with self._console.capture() as text:
+            self._console.print(line, style=style, highlight=False)
+        streams[0].write(text.get())
 
 
 def _cell(record: TrialRecord, quantity: str) -> str:

@@ -30,6 +30,7 @@ from perfguard_optuna import (
     PerfGuardPruner,
     PerfGuardSampler,
     TensorBoardCallback,
+    TrialPrinter,
     WandbCallback,
     create_study,
     record_of,
@@ -239,6 +240,20 @@ def test_no_progress_line_in_ci_in_a_pipe_or_unasked(monkeypatch: pytest.MonkeyP
     assert [console.file.getvalue() for console in shown] == ["", ""]  # type: ignore[attr-defined]
     shown.clear()
     assert "launched" not in "".join(capsys.readouterr())
+
+
+def test_lines_of_trials_appear_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written past Rich, they garbled the line that it redraws."""
+    terminal, stdout = Terminal(), io.StringIO()
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    study = _study_of(create_trial(value=0.5))
+    with progress_line(terminal, 1, counts_pruned=False):
+        TrialPrinter()(study, study.trials[0])
+    shown.clear()
+    assert stdout.getvalue() == ""
+    lines = [line.rstrip() for line in terminal.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert any(line.endswith("    0  unguarded          - → -                 - → -         0.5") for line in lines)
 
 
 @pytest.fixture
