@@ -410,15 +410,15 @@ def _note_of(trial: FrozenTrial) -> str:
         head = ("", "predicted", "90% interval", "measured", "budget", "constraint")
         lines += [_row(head), _row(["---"] * len(head)), *rows, ""]
     chance, learnt = attributes.get(f"{PREFIX}:p_violation"), attributes.get(f"{PREFIX}:learnt_from")
-    said = {
+    facts = {
         "Chance to exceed a budget": None if chance is None else f"{chance:.0%}",
-        "Learnt from": None if learnt is None else f"{learnt} runs",
+        "Learnt from": None if learnt is None else f"{learnt} run{'s' if learnt != 1 else ''}",
         "Saved time (predicted)": time_in_words(record.saved_s) if record.verdict == "prune" else None,
         "The run ended as": record.status,
         "Stopped": attributes.get(f"{PREFIX}:stopped"),
         "Not measured": record.not_measured or None,
     }
-    return "\n".join([*lines, *(f"- {label}: {value}" for label, value in said.items() if value is not None), ""])
+    return "\n".join([*lines, *(f"- {label}: {value}" for label, value in facts.items() if value is not None), ""])
 
 
 def _note_row(trial: FrozenTrial, record: TrialRecord, quantity: Any) -> str:

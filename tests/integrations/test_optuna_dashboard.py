@@ -82,6 +82,7 @@ def test_notes_are_written_once_and_the_users_stay(url: str) -> None:
         "\n- Learnt from: 0 runs\n- The run ended as: ok\n\n[//]: # (PerfGuard ends here)\n\nMore of my own"
     )
     assert notes[1]["body"].startswith("**PerfGuard: pruned before launch**: needs ")
+    assert "\n- Learnt from: 1 run\n" in notes[1]["body"]
 
 
 def test_pictures_that_fail_are_not_drawn_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
