@@ -103,7 +103,7 @@ def summarize_rows(
     records = [record for _, record in launched]
     measured = [record for record in records if is_measured(record)]
     if num_unjudged is None:
-        num_unjudged = sum(row.action == "prune" or not record.predicted for row, record in launched)
+        num_unjudged = sum(row.action == "prune" or record.is_unguarded for row, record in launched)
     return kind.of(
         records,
         [record for _, record in pruned],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 RAN_OUT: Mapping[Quantity, str] = {"memory": "oom", "time": "timeout"}
 """The status of a run that ended because it had no more of a quantity."""
+_VERDICTS = {"launch": "launched", "repair": "repaired", "prune": "pruned"}
 _WIDTH = 120
 """Columns of a table that is printed as text; longer cells are wrapped."""
 
@@ -46,6 +47,16 @@ class TrialRecord:
     """Reason why a trial that ran was not measured; empty: it was, or did not run."""
     capacity_bytes: float | None = None
     """The device's own memory. None: not judged, or by an older PerfGuard."""
+
+    @property
+    def is_unguarded(self) -> bool:
+        """Whether the trial was launched without a verdict: PerfGuard was not called, or could not predict."""
+        return self.verdict is None or (self.verdict == "launch" and not self.predicted)
+
+    @property
+    def verdict_in_words(self) -> str:
+        """What happened to the trial: "launched", "repaired", "pruned" or "unguarded"."""
+        return "unguarded" if self.verdict is None or self.is_unguarded else _VERDICTS[self.verdict]
 
     @property
     def broken_limit(self) -> Quantity | None:

@@ -1,6 +1,7 @@
 """The numbers of a trial under the names by which experiment trackers show them: MLflow, Weights & Biases, TensorBoard.
 
-    perfguard/verdict                   launched, repaired, pruned (before launch) or unguarded (launched without a verdict)
+    perfguard/verdict                   launched, repaired, pruned (before launch) or unguarded (launched without a
+                                        verdict, or against it)
     perfguard/reason                    a sentence
     perfguard/status                    how the run ended: ok, oom, timeout, failed or interrupted
     perfguard/predicted_<quantity>_<unit>, perfguard/predicted_<quantity>_low_<unit>, ..._high_<unit>
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 Field = float | str
 PREFIX = "perfguard/"
-VERDICTS = {"launch": "launched", "repair": "repaired", "prune": "pruned", None: "unguarded"}
-"""What happened to a trial, by its verdict."""
 _UNITS = {"memory": ("gib", 2.0**30), "energy": ("j", 1.0), "cost": ("dollars", 1.0)}
 _SECONDS = ("s", 1.0)
 
@@ -40,7 +39,7 @@ def fields_of(record: TrialRecord) -> dict[str, Field]:
 
 
 def _fields(record: TrialRecord) -> Iterator[tuple[str, Field | None]]:
-    yield "verdict", VERDICTS[record.verdict]
+    yield "verdict", record.verdict_in_words
     yield "reason", record.reason
     yield "status", record.status
     yield "not_measured", record.not_measured

@@ -14,6 +14,8 @@ from optuna.trial import FrozenTrial
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from perfguard.exceptions import TrackingWarning
+from perfguard.integration import warn_user
 from perfguard.quantities import format_seconds
 from perfguard_optuna._attributes import proposals_rejected_for, record_of
 
@@ -24,7 +26,7 @@ def can_show(console: Console) -> bool:
 
 
 class ProgressLine:
-    """A study callback that counts finished trials in one line."""
+    """A study callback that counts finished trials in one line. Its failures stop no study."""
 
     def __init__(self, progress: Progress, n_trials: int | None, *, counts_pruned: bool) -> None:
         self._progress = progress
@@ -36,6 +38,10 @@ class ProgressLine:
 
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Count a trial that has just ended, and what was rejected in the search for it."""
+        with _study_goes_on():
+            self._count(study, trial)
+
+    def _count(self, study: optuna.Study, trial: FrozenTrial) -> None:
         records = [record_of(ended) for ended in (*proposals_rejected_for(study, trial), trial)]
         with self._lock:
             for record in records:
@@ -65,12 +71,32 @@ def progress_line(console: Console, n_trials: int | None, *, counts_pruned: bool
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
-    with progress, _logged_above(progress):
-        yield ProgressLine(progress, n_trials, counts_pruned=counts_pruned)
+    line = ProgressLine(progress, n_trials, counts_pruned=counts_pruned)
+    with _study_goes_on():
+        progress.start()
+    try:
+        with _logged_above():
+            yield line
+    finally:
+        with _study_goes_on():
+            progress.stop()
 
 
 @contextmanager
-def _logged_above(progress: Progress) -> Iterator[None]:
+def _study_goes_on() -> Iterator[None]:
+    """Warn of an error of the progress line, for instance where the terminal is gone, and go on."""
+    try:
+        yield
+    except Exception as error:
+        warn_user(
+            "The progress line failed, so its counts may be too small. The study goes on, and perfguard_optuna.summarize(study) "
+            f"has the right counts. The cause is a {type(error).__name__}: {error}",
+            TrackingWarning,
+        )
+
+
+@contextmanager
+def _logged_above() -> Iterator[None]:
     """Let the log of Optuna go through Rich's standard error: its handler holds the one that there was when it was made."""
     handlers = [
         handler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def summarize(study: optuna.Study) -> StudySummary:
     pruned = [record for _, record in finished if record.verdict == "prune"]
     complete = [record for trial, record in finished if trial.state == TrialState.COMPLETE]  # others did not take all their time
     errors = [error for record in complete if (error := mean_error(record)) is not None]
-    unjudged = [record for record in launched if not record.predicted]
+    unjudged = [record for record in launched if record.is_unguarded]
     return StudySummary.of(
         launched,
         pruned,
@@ -147,15 +148,25 @@ class TrialPrinter:
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         record = record_of(trial)
         cells = [_cell(record, "memory"), _cell(record, "time")]
-        style = {"prune": "yellow", None: "dim"}.get(record.verdict, "red" if record.violates else "green")
-        verdict = {"prune": "pruned", "repair": "repaired", None: "unguarded"}.get(record.verdict, "launched")
+        verdict = record.verdict_in_words
+        style = {"pruned": "yellow", "unguarded": "dim"}.get(verdict, "red" if record.violates else "green")
         values = trial.values if trial.state == TrialState.COMPLETE else ()
         value = f"{', '.join(f'{value:.4g}' for value in values)}" if values else ""
         over = "  over" if record.violates else ""
         if not self._has_heading:
             self._has_heading = True
-            self._console.print(_HEADING, style="bold", highlight=False)
-        self._console.print(f"{trial.number:5d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}  {value}{over}", highlight=False)
+            self._print(_HEADING, style="bold")
+        self._print(f"{trial.number:5d}  [{style}]{verdict:9s}[/]  {'  '.join(cells)}  {value}{over}")
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        """Print a line; while Rich shows a progress line, through the stream that puts it above that one."""
+        streams = [one for one in (sys.stdout, sys.stderr) if getattr(one, "rich_proxied_file", None) is self._console.file]
+        if not streams:
+            self._console.print(line, style=style, highlight=False)
+            return
+        with self._console.capture() as text:
+            self._console.print(line, style=style, highlight=False)
+        streams[0].write(text.get())
 
 
 def _cell(record: TrialRecord, quantity: str) -> str:

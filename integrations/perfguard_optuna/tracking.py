@@ -25,7 +25,7 @@ from perfguard.integration import warn_user, why_not_imported
 from perfguard.quantities import format_quantity
 from perfguard.summary import QUANTITIES, time_in_words
 from perfguard.tracking import PREFIX as FIELD
-from perfguard.tracking import VERDICTS, Field, fields_of
+from perfguard.tracking import Field, fields_of
 from perfguard_optuna._attributes import PREFIX, proposals_rejected_for, record_of
 from perfguard_optuna._summary import summarize
 
@@ -42,6 +42,8 @@ _MOST_DRAWING = 0.01
 """The part of a study's time that its pictures in the dashboard may take."""
 _NOTE = "**PerfGuard: "
 """Beginning of what PerfGuard adds to a note of the dashboard. What stands before it is the user's."""
+_NOTE_END = "[//]: # (PerfGuard ends here)"
+"""End of it: a link that nothing uses, so Markdown shows nothing. What stands after it is the user's, too."""
 _RUN_ID = "mlflow_run_id"
 _STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.FAIL: "FAILED", TrialState.PRUNED: "KILLED"}
 
@@ -87,11 +89,12 @@ class TrackingCallback(ABC):
     def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Write a trial that has just ended."""
         with self._lock:
-            self._waiting += [(study, ended) for ended in (trial, *proposals_rejected_for(study, trial))]
+            self._waiting.append((study, trial))
             began = time.monotonic()
-            if began < self._not_before:
-                return
             try:
+                self._waiting += [(study, rejected) for rejected in proposals_rejected_for(study, trial)]
+                if began < self._not_before:
+                    return
                 self._check()
                 while self._waiting:
                     self._write(*self._waiting[0])
@@ -99,7 +102,7 @@ class TrackingCallback(ABC):
             except Exception as error:
                 self._waiting.append(self._waiting.pop(0))  # it may be the one trial that cannot be written
                 now = time.monotonic()
-                self._not_before = now + _PAUSE * (now - began)
+                self._not_before = max(self._not_before, now + _PAUSE * (now - began))
                 self._warn(error)
 
     def write(self, study: optuna.Study) -> None:
@@ -145,8 +148,8 @@ class MLflowCallback(TrackingCallback):
     3. a new run.
 
     A new run also gets the hyperparameters and the objective's values. Its status is FINISHED, FAILED or, for a pruned trial,
-    KILLED. It is a child of the run that was active when the callback was made, if there was one. Writing a trial twice changes
-    nothing.
+    KILLED. It is a child of the run that was active when the callback was made, if there was one in the same tracking store.
+    Writing a trial twice changes nothing.
 
     Args:
         tracking_uri: where to write. None: as MLflow is configured.
@@ -173,7 +176,8 @@ class MLflowCallback(TrackingCallback):
                 f"MLflow cannot open {where}: {str(error).strip()}. tracking_uri must look like 'http://host:5000' or "
                 "'sqlite:///mlflow.db'."
             ) from error
-        self._parent = mlflow.active_run()
+        knows_active_run = self._client.tracking_uri == mlflow.get_tracking_uri()
+        self._parent = mlflow.active_run() if knows_active_run else None
         self._experiment = experiment
         self._experiment_ids: dict[str, str] = {}
 
@@ -323,7 +327,7 @@ class DashboardCallback(TrackingCallback):
     """Writes into a study's storage what optuna-dashboard shows: a note for each trial, the guard's summary, and its pictures.
 
     A note has the verdict, the reason, and what was predicted, measured and allowed, in words with units. A note of your own
-    stays, and PerfGuard's is added below. The summary and the pictures follow the study, and take at most 1% of its time.
+    stays, above PerfGuard's or below it. The summary and the pictures follow the study, and take at most 1% of its time.
     ``write(study)`` at the end brings them up to date.
 
     Raises:
@@ -360,21 +364,23 @@ class DashboardCallback(TrackingCallback):
         from perfguard_optuna.visualization import plot_budget, plot_savings
 
         began = time.monotonic()
-        rows = "\n".join(f"| {label} | {_cell(value)} |" for label, value in summarize(study).rows())
-        attributes = study._storage.get_study_system_attrs(study._study_id)
-        _add_note(study, None, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n", attributes)
-        limited = {quantity for trial in study.get_trials(deepcopy=False) for quantity in record_of(trial).limits}
-        for quantity in QUANTITIES:
-            if quantity in limited:
-                figure = plot_budget(study, quantity=quantity)
-                self._dashboard.save_plotly_graph_object(study, figure, graph_object_id=f"perfguard-{quantity}")
-        self._dashboard.save_plotly_graph_object(study, plot_savings(study), graph_object_id="perfguard-savings")
-        ended = time.monotonic()
-        self._draw_after = ended + (ended - began) / _MOST_DRAWING
+        try:
+            rows = "\n".join(f"| {label} | {_cell(value)} |" for label, value in summarize(study).rows())
+            attributes = study._storage.get_study_system_attrs(study._study_id)
+            _add_note(study, None, f"{_NOTE}summary**\n\n| | |\n| --- | --- |\n{rows}\n", attributes)
+            limited = {quantity for trial in study.get_trials(deepcopy=False) for quantity in record_of(trial).limits}
+            for quantity in QUANTITIES:
+                if quantity in limited:
+                    figure = plot_budget(study, quantity=quantity)
+                    self._dashboard.save_plotly_graph_object(study, figure, graph_object_id=f"perfguard-{quantity}")
+            self._dashboard.save_plotly_graph_object(study, plot_savings(study), graph_object_id="perfguard-savings")
+        finally:  # a picture that fails takes its time, too
+            ended = time.monotonic()
+            self._draw_after = ended + (ended - began) / _MOST_DRAWING
 
 
 def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: Mapping[str, Any]) -> None:
-    """Put PerfGuard's part of a note below the user's. None: the study's own note.
+    """Put PerfGuard's part into a note, in the place of an earlier one, else below the user's. None: the study's own note.
 
     ``optuna_dashboard.save_note`` takes no finished trial, and reads all notes of a study three times. This writes what it would
     write (optuna-dashboard 0.21).
@@ -382,8 +388,9 @@ def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: 
     from optuna_dashboard import _note
 
     before = _note.get_note_from_system_attrs(attributes, trial_id)
-    own = before["body"].partition(_NOTE)[0].rstrip()
-    after = f"{own}\n\n{text}" if own else text
+    above, _, earlier = before["body"].partition(_NOTE)
+    below = earlier.partition(_NOTE_END)[2]
+    after = "\n\n".join(filter(None, [above.rstrip(), f"{text}\n{_NOTE_END}", below.strip()]))
     if after == before["body"]:
         return
     parts = _note.split_body(after, trial_id)
@@ -395,7 +402,7 @@ def _add_note(study: optuna.Study, trial_id: int | None, text: str, attributes: 
 def _note_of(trial: FrozenTrial) -> str:
     """What the dashboard shows beside a trial, as Markdown."""
     record, attributes = record_of(trial), trial.user_attrs
-    verdict = "pruned before launch" if record.verdict == "prune" else VERDICTS[record.verdict]
+    verdict = "pruned before launch" if record.verdict == "prune" else record.verdict_in_words
     lines = [f"{_NOTE}{verdict}**" + (f": {record.reason}" if record.reason else ""), ""]
     known = [quantity for quantity in QUANTITIES if quantity in record.predicted or quantity in record.measured]
     rows = [_note_row(trial, record, quantity) for quantity in known]
@@ -403,15 +410,15 @@ def _note_of(trial: FrozenTrial) -> str:
         head = ("", "predicted", "90% interval", "measured", "budget", "constraint")
         lines += [_row(head), _row(["---"] * len(head)), *rows, ""]
     chance, learnt = attributes.get(f"{PREFIX}:p_violation"), attributes.get(f"{PREFIX}:learnt_from")
-    said = {
+    facts = {
         "Chance to exceed a budget": None if chance is None else f"{chance:.0%}",
-        "Learnt from": None if learnt is None else f"{learnt} runs",
+        "Learnt from": None if learnt is None else f"{learnt} run{'s' if learnt != 1 else ''}",
         "Saved time (predicted)": time_in_words(record.saved_s) if record.verdict == "prune" else None,
         "The run ended as": record.status,
         "Stopped": attributes.get(f"{PREFIX}:stopped"),
         "Not measured": record.not_measured or None,
     }
-    return "\n".join([*lines, *(f"- {label}: {value}" for label, value in said.items() if value is not None), ""])
+    return "\n".join([*lines, *(f"- {label}: {value}" for label, value in facts.items() if value is not None), ""])
 
 
 def _note_row(trial: FrozenTrial, record: TrialRecord, quantity: Any) -> str:

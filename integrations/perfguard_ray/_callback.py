@@ -38,7 +38,10 @@ class PerfGuardCallback(Callback):
       replaces that row.
 
     Each result of a trial also gets what was predicted, by the names of :mod:`perfguard.tracking`. Tune's own loggers write it
-    with the rest: files and TensorBoard always, MLflow and W&B if their callbacks stand after this one.
+    with the rest: files and TensorBoard always, MLflow and W&B if their callbacks stand after this one. So a quantity has two
+    names. ``perfguard/peak_memory_bytes`` and ``perfguard/total_time_s`` are what the trial reports, since its latest start.
+    ``perfguard/measured_memory_gib`` and ``perfguard/measured_time_s`` are what the budget is compared with: the same memory in
+    GiB, and the time of all starts.
 
     The console has a line for each configuration that is rejected. At the end of the run it has the table of
     :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
@@ -69,7 +72,7 @@ class PerfGuardCallback(Callback):
         if not_measured is not None:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report_in(result):
                 del result[f"{PREFIX}{name}"]
-        result.update(fields_of(record_of(entry, not_measured)))  # for the loggers that stand after this callback
+        result.update(fields_of(running_record(entry, not_measured)))  # for the loggers that stand after this callback
         if not_measured is not None:
             return
         guard = self.ledger.guard
@@ -114,18 +117,26 @@ class PerfGuardCallback(Callback):
         self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
 
 
-def record_of(entry: Entry, not_measured: str | None) -> TrialRecord:
-    """The record of a running trial, with its latest report; ``not_measured``: why that is not one of the guarded device."""
+def running_record(entry: Entry, not_measured: str | None) -> TrialRecord:
+    """Return the record of a running trial, with its latest report.
+
+    Args:
+        entry: the trial.
+        not_measured: the reason why its report does not measure the guarded device. None: it does.
+    """
     verdict = entry.decision.verdict
-    report = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
+    names = {"memory": "peak_memory_bytes", "step_time": "step_time_s", "time": "total_time_s"}
+    report = {} if not_measured else dict(entry.report)
+    if "total_time_s" in report:  # that is the time since the latest start
+        report["total_time_s"] = entry.elapsed_s
     return TrialRecord(
         number=-1,
-        verdict=verdict.action,
+        verdict=None if entry.rejected else verdict.action,  # it runs against its verdict, so it is not pruned
         reason=verdict.reason,
         predicted={quantity: estimate.median for quantity, estimate in verdict.estimates.items()},
         intervals={quantity: estimate.interval() for quantity, estimate in verdict.estimates.items()},
         limits={limit.quantity: limit.limit for limit in verdict.limits},
-        measured={quantity: entry.report[name] for quantity, name in report.items() if name in entry.report and not not_measured},
+        measured={quantity: report[name] for quantity, name in names.items() if name in report},
         status=None,
         not_measured=not_measured or "",
     )

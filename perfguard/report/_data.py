@@ -51,7 +51,7 @@ class ReportTrial:
             return "over"
         if record.status in ("failed", "interrupted"):
             return "failed"
-        if not record.predicted:
+        if record.is_unguarded:
             return "unguarded"
         if not self.is_measured:
             return "unmeasured"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from perfguard import Workload
+from perfguard.exceptions import TrackingWarning
 from perfguard.quantities import format_bytes
 from perfguard_optuna import DashboardCallback, PerfGuardPruner, create_study, record_of, summarize
 from tests.doubles import TOY_CPU, ReplayPredictor
@@ -49,7 +50,7 @@ def objective(trial: optuna.Trial) -> float:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The storage of a guarded study whose callback has written what the dashboard shows."""
-    pytest.importorskip("optuna_dashboard")
+    optuna_dashboard = pytest.importorskip("optuna_dashboard")
     url = f"sqlite:///{tmp_path_factory.mktemp('dashboard') / 'study.db'}"
     study = create_study(storage=url, study_name="shown")
     for width in WIDTHS:
@@ -61,18 +62,47 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     study.optimize(objective, n_trials=4, count="proposed", pruner=pruner, callbacks=[callback])
     callback.write(study)
     callback.write(study)  # a second time changes nothing
+    first, note = study.trials[0]._trial_id, optuna_dashboard._note
+    attributes = study._storage.get_study_system_attrs(study._study_id)
+    body = note.get_note_from_system_attrs(attributes, first)["body"]
+    note.save_note_with_version(study._storage, study._study_id, first, 3, f"{body}\n\nMore of my own")  # as the page does
+    callback.write(study)
     return url
 
 
-def test_notes_are_written_once_below_the_users(url: str) -> None:
+def test_notes_are_written_once_and_the_users_stay(url: str) -> None:
     from optuna_dashboard._note import get_note_from_system_attrs
 
     study = optuna.load_study(study_name="shown", storage=url)
     attributes = study._storage.get_study_system_attrs(study._study_id)
     notes = [get_note_from_system_attrs(attributes, trial._trial_id) for trial in study.trials]
-    assert [note["version"] for note in notes] == [2, 1, 1, 1]
+    assert [note["version"] for note in notes] == [3, 1, 1, 1]
     assert notes[0]["body"].startswith("A note of *my own*\n\n**PerfGuard: launched**: needs ")
+    assert notes[0]["body"].endswith(
+        "\n- Learnt from: 0 runs\n- The run ended as: ok\n\n[//]: # (PerfGuard ends here)\n\nMore of my own"
+    )
     assert notes[1]["body"].startswith("**PerfGuard: pruned before launch**: needs ")
+    assert "\n- Learnt from: 1 run\n" in notes[1]["body"]
+
+
+def test_pictures_that_fail_are_not_drawn_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_drawn = 0
+
+    def broken(*_: Any, **__: Any) -> None:
+        nonlocal num_drawn
+        num_drawn += 1
+        raise RuntimeError("no picture")
+
+    study = optuna.create_study()
+    study.add_trials([optuna.trial.create_trial(value=1.0), optuna.trial.create_trial(value=2.0)])
+    callback = DashboardCallback()
+    monkeypatch.setattr(callback._dashboard, "save_plotly_graph_object", broken)
+    with pytest.warns(TrackingWarning, match="no picture"):
+        callback(study, study.trials[0])
+    callback._not_before = 0.0
+    callback(study, study.trials[1])
+    assert num_drawn == 1
+    assert callback._waiting == []
 
 
 @pytest.fixture
@@ -145,8 +175,13 @@ def test_the_dashboard_shows_verdicts_numbers_with_units_and_pictures(address: s
     assert rows[2][0::4] == ["trial time", "10.0 s"]
     assert rows[2][-1] == "holds"
     measured = format_bytes(launched.measured["memory"])
-    text = text_of(browser, f"{address}/studies/1/trials?numbers=0", "A note of my own", measured, "The run ended as: ok")
+    text = text_of(
+        browser, f"{address}/studies/1/trials?numbers=0", "A note of my own", "More of my own", measured, "The run ended as: ok"
+    )
     assert "broken" not in text
+    shown = browser.find_element("tag name", "body").text
+    assert "More of my own" in shown
+    assert "ends here" not in shown
 
     # The study: the summary as a note, and the pictures below the dashboard's own.
     text_of(

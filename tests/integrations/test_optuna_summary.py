@@ -299,6 +299,7 @@ def test_a_record_is_what_was_written() -> None:
         (2, "    2  launched    90.0 MiB → 120 MiB      2.00 s → 2.00 s    0.5  over"),
         (3, "    3  launched    50.0 MiB → 40.0 MiB     3.00 s → 1.00 s      over"),
         (4, "    4  pruned       400 MiB → -            30.0 s → -"),
+        (6, "    6  unguarded          - → -                 - → 7.00 s    0.5"),
         (7, "    7  unguarded          - → -                 - → -         0.5"),
     ],
 )

@@ -30,11 +30,13 @@ from perfguard_optuna import (
     PerfGuardPruner,
     PerfGuardSampler,
     TensorBoardCallback,
+    TrialPrinter,
     WandbCallback,
     create_study,
     record_of,
     summarize,
 )
+from perfguard_optuna._progress import progress_line
 from perfguard_optuna.tracking import TrackingCallback, tracked_fields
 from tests.doubles import TOY_CPU, ReplayPredictor
 
@@ -123,6 +125,8 @@ def test_fields_by_hand() -> None:
         "perfguard/predicted_time_s": 120, "perfguard/saved_time_s": 120,
     }  # fmt: skip
     assert tracked_fields(create_trial(value=0.5)) == {"perfguard/verdict": "unguarded"}
+    failed = {"perfguard:verdict": "launch", "perfguard:reason": "not judged: BuildError: ..."}  # the guard could not judge it
+    assert tracked_fields(create_trial(value=0.5, user_attrs=failed))["perfguard/verdict"] == "unguarded"
 
 
 @pytest.mark.parametrize("draws_again", [False, True])
@@ -141,6 +145,42 @@ def test_a_failing_tracker_stops_no_study_and_loses_no_trial() -> None:
         study = tracked_study(kept)
     assert [warning.category for warning in caught].count(TrackingWarning) == 1
     assert sorted(kept.numbers) == numbers_of(study)
+
+
+def test_a_storage_that_fails_in_a_callback_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    study, kept = _study_of(create_trial(value=1.0), create_trial(value=2.0)), Kept()
+    first, second = study.trials
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise optuna.exceptions.StorageInternalError("the database is locked")
+
+    with monkeypatch.context() as patch, progress_line(Terminal(), 1, counts_pruned=False) as line:
+        patch.setattr(study._storage, "get_all_trials", broken)
+        for callback, message in ((kept, "not write a trial to a list"), (line, "The progress line failed")):
+            with pytest.warns(TrackingWarning, match=f"{message}.*the database is locked"):
+                callback(study, first)
+    shown.clear()
+    time.sleep(0.1)  # the tracker is left alone for a moment
+    kept(study, second)
+    assert kept.numbers == [0, 1]
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError("Input/output error")
+
+
+def test_a_closed_terminal_stops_no_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=Gone(), force_terminal=True, force_jupyter=False)
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(perfguard_optuna._study, "Console", lambda **_: terminal)
+    streams = sys.stdout, sys.stderr
+    with pytest.warns(TrackingWarning, match="The progress line failed.*Input/output error"):
+        study = tracked_study(show_progress_bar=True, n_trials=3)
+    assert summarize(study).num_launched == 3
+    assert (sys.stdout, sys.stderr) == streams
 
 
 @pytest.mark.parametrize(
@@ -202,6 +242,20 @@ def test_no_progress_line_in_ci_in_a_pipe_or_unasked(monkeypatch: pytest.MonkeyP
     assert "launched" not in "".join(capsys.readouterr())
 
 
+def test_lines_of_trials_appear_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written past Rich, they garbled the line that it redraws."""
+    terminal, stdout = Terminal(), io.StringIO()
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    study = _study_of(create_trial(value=0.5))
+    with progress_line(terminal, 1, counts_pruned=False):
+        TrialPrinter()(study, study.trials[0])
+    shown.clear()
+    assert stdout.getvalue() == ""
+    lines = [line.rstrip() for line in terminal.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert any(line.endswith("    0  unguarded          - → -                 - → -         0.5") for line in lines)
+
+
 @pytest.fixture
 def mlflow_uri(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("mlflow")
@@ -240,6 +294,8 @@ def test_mlflow_has_a_run_for_each_trial(mlflow_uri: str, monkeypatch: pytest.Mo
     own = client.create_run(experiment.experiment_id, run_name="mine")
     mlflow.set_tracking_uri(mlflow_uri)
     with mlflow.start_run(experiment_id=experiment.experiment_id) as parent:
+        assert MLflowCallback("http://127.0.0.1:1")._parent is None, "another server does not know the active run"
+        assert MLflowCallback(mlflow_uri)._parent is not None
         callback = MLflowCallback()
         callback.write(_study_of(create_trial(value=1.0, user_attrs={"mlflow_run_id": own.info.run_id}), create_trial(value=2.0)))
     mine = client.get_run(own.info.run_id)

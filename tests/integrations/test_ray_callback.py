@@ -242,6 +242,20 @@ def test_guarded_device_measurement_stays_in_results() -> None:
     assert result["perfguard/over_budget"] == 0
 
 
+def test_running_trial_is_never_shown_as_pruned() -> None:
+    """PB2, or a search without a guard, runs what the guard rejects: nothing is saved, and a broken budget shows."""
+    search = guarded(memory_budget="1MiB", predictor=ReplayPredictor(), gpu=BARE_A100)
+    device = search.ledger.guard.device
+    callback, trial = PerfGuardCallback(search), stub("a", {"width": 4096})
+    result = report_of(12, 3.0, device_id=device.id, device_name=device.name, peak_memory_bytes=2 * MIB)
+    with pytest.warns(UnguardedTrialWarning):
+        callback.on_trial_start(0, [], trial)
+    callback.on_trial_result(0, [], trial, result)
+    assert (result["perfguard/verdict"], result["perfguard/over_budget"]) == ("unguarded", 1)
+    assert result["perfguard/reason"].endswith("the budget is 1.00 MiB")
+    assert "perfguard/saved_time_s" not in result
+
+
 @pytest.mark.parametrize("checkpoint", [None, "a checkpoint"])
 def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     """A trial that begins anew after an interruption was measured twice."""
@@ -249,11 +263,16 @@ def test_resumed_trial_adds_up_from_its_checkpoint(checkpoint: Any) -> None:
     callback = PerfGuardCallback(search)
     search.ledger.entries["a"] = search.ledger.judge({"width": 8})
     callback.on_trial_start(0, [], stub("a", {"width": 8}))
+    unmeasured = {"loss": 0.5}
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), unmeasured)
+    assert "perfguard/measured_time_s" not in unmeasured
     callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(5, 2.0))
     callback.on_trial_start(0, [], stub("a", {"width": 8}, checkpoint=checkpoint))
-    callback.on_trial_result(0, [], stub("a", {"width": 8}), report_of(12, 4.0))
+    result = report_of(12, 4.0)
+    callback.on_trial_result(0, [], stub("a", {"width": 8}), result)
     entry = search.ledger.entries["a"]
     assert (entry.num_steps, entry.elapsed_s) == ((17, 6.0) if checkpoint else (12, 4.0))
+    assert result["perfguard/measured_time_s"] == entry.elapsed_s, "Tune's loggers get the time that the budget is compared with"
 
 
 @pytest.mark.parametrize(("report", "status"), [({}, "interrupted"), (report_of(5, 2.0), "ok")])
