@@ -24,8 +24,9 @@ demo: $(DEMO_INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# The slow tests wait half of their time, for Ray and for servers: three of them share two processors.
 test-slow: $(INSTALLED)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --numprocesses $$((($$(nproc) * 3 + 1) / 2)) -m slow $(ARGS)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(ARGS)
