@@ -389,7 +389,8 @@ def log_ticks(low: float, high: float) -> Sequence[float]:
     """Round values between ``low`` and ``high``: as many as stay legible on a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: Sequence[float] = ()
-    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+    fine = ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0),) if high <= 10 * low else ()  # over more, 1,500 and 2,000 would touch
+    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), *fine):
         finer = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
         if len(finer) > 8:
             break
