@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import _record  # noqa: E402
 
 RESULTS = runpy.run_path(str(ROOT / "tools" / "results.py"))
+STRANGER = runpy.run_path(str(ROOT / "tools" / "stranger.py"))
+BLOCK: re.Pattern[str] = STRANGER["BLOCK"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 pytestmark = pytest.mark.timeout(900)  # a page takes half a minute, and ten times as long where the machine is busy
-BLOCK = re.compile(r"^```([^\n`]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def python_of(text: str) -> str:
@@ -41,12 +42,10 @@ def python_of(text: str) -> str:
 
 def commands_of(text: str) -> Iterator[list[str]]:
     """The arguments of each `perfguard` command in the blocks fenced as ```bash."""
-    for block in BLOCK.finditer(text):
-        if block[1] == "bash":
-            for line in block[2].replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words[:1] == ["perfguard"]:
-                    yield words[1:]
+    for command in STRANGER["commands_of"](text):
+        program, *arguments = shlex.split(command)
+        if program == "perfguard":
+            yield arguments
 
 
 def run_python(*arguments: str, cwd: Path) -> None:
@@ -129,8 +128,8 @@ def test_a_recorded_table_is_read_back_and_says_how_it_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [
-        "/home/me/benchmarks/speed.py",
-        "/home/me/runs.csv.gz",
+        str(tmp_path / "benchmarks" / "speed.py"),
+        str(tmp_path / "table.csv"),
         "--cache",
         "/tmp/c",
         "--rows",

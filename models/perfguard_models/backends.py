@@ -238,7 +238,7 @@ class GpuBackend:
         log_step_s, op_time_s, path = self._clocks(graphs, device)
         memory = self._memory_with_workspaces(graphs, features, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_measured = f"memory/{setting.group}" in self._memory.calibration.scale, setting.timed_as in self._time.card["timed"]
+        is_measured = self._has_readings(setting), setting.timed_as in self._time.card["timed"]
         raw = RawPrediction(
             log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,
@@ -286,9 +286,13 @@ class GpuBackend:
         if setting.precision != "fp32":
             loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
         num_bytes = np.maximum(there - loaded, graphs.peak_live_bytes + device.context_bytes)
-        known_gpu = f"memory/{setting.group}" in calibration.scale
+        known_gpu = self._has_readings(setting)
         own = np.array([calibration.log_sigma("memory", setting.group, one, known_gpu=known_gpu) for one in spread["memory"]])
         return np.log(num_bytes), np.hypot(own * there, loaded_sigma) / num_bytes
+
+    def _has_readings(self, setting: Setting) -> bool:
+        """Whether the training rows have enough readings of the memory in this setting."""
+        return f"memory/{setting.group}" in self._memory.calibration.scale
 
     def _shares(self, features: npt.NDArray[np.float32]) -> dict[str, Floats]:
         """Utilisation of perceptrons. Shapes: (C,)."""

@@ -19,6 +19,7 @@ import perfguard_optuna
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = ROOT / "optunahub" / "package"
+CODE_OF = runpy.run_path(str(ROOT / "tools" / "stranger.py"))["code_of"]
 PACKAGES = ("pruners/perfguard", "samplers/perfguard")
 FRONT_MATTER = {"author", "title", "description", "tags", "optuna_versions", "license"}
 """What the README of each package of the registry begins with, as of November 2026."""
@@ -43,7 +44,7 @@ def assert_guarded(study: optuna.Study) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_readme_of_a_hub_package_runs_a_guarded_study(package: str) -> None:
     text = (REGISTRY / package / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (code,) = CODE_OF(text, "python")
     names: dict[str, Any] = {}
     exec(code, names)
     assert_guarded(names["study"])
