@@ -1,9 +1,10 @@
 """PerfGuard beside other predictors, on the same runs or on runs of the same kind.
 
-    python benchmarks/peers.py RUNS TRANSFORMERS TIMM --cache .perfguard-cache
+    python benchmarks/peers.py RUNS TABLE... --cache .perfguard-cache
 
-The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`). With the cache of their training it
-takes three minutes, else an hour. Errors of peers are what they published, apart from the cheap fit, which is made here.
+The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`), in the order of their training.
+With its cache it takes three minutes, else an hour. Errors of peers are what they published, apart from the cheap fit, which is
+made here.
 
 The cheap fit is t = (host³ + device³)^(1/3). The host has a cost for each operator by phase, a constant by mode, and the copy of
 the batch. The device has a factor on the roofline for three kinds of operators by three kinds of arithmetic.
@@ -96,12 +97,14 @@ def in_words(errors: Sequence[float] | Floats) -> str:
 def main() -> None:
     """Show the table."""
     parser = parser_of(__doc__)
-    for name in ("runs", "transformers", "timm"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("--most-operators", type=int, default=8_000)
     parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    tables = [arguments.runs, arguments.transformers, arguments.timm]
+    tables = [arguments.runs, *arguments.tables]
+    reading = {"cache": arguments.cache, "most_operators": arguments.most_operators}
     memory = memory_errors(arguments.runs)
     lines = [
         ["memory of CNNs in default settings, training (xMem's runs)", str(len(memory["torchvision"])),
@@ -110,8 +113,8 @@ def main() -> None:
          "medians: xMem 3.8%, DNNMem 19%, SchedTune 50%, LLMem 58%"],
     ]  # fmt: skip
     splits = ["family", "source", "gpu"]
-    runs, found = predictions(tables, {"two-clocks": {}}, splits, cache=arguments.cache, most_operators=60_000)
-    views = dataset_of(tables, ("launches",), cache=arguments.cache, most_operators=60_000).runs
+    runs, found = predictions(tables, {"two-clocks": {}}, splits, **reading)
+    views = dataset_of(tables, ("launches",), **reading).runs
     small = {at for at, run in enumerate(runs) if _SMALL_BATCHES in run.source and "time" in run.labels}
     by_gpu = errors_by_run(runs, found["gpu", "two-clocks"])
     neusight = [error for at, error in by_gpu.items() if runs[at].table == "transformer"]

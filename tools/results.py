@@ -44,12 +44,29 @@ _COMPILERS = {"all": "all", "inductor-cpu": "Inductor, CPU", "inductor-cuda": "I
 def step_times() -> Table:
     """Return the errors of step times by what people do, over all runs, and with all sources alike."""
     card = _weights("perfguard_models", "two-clocks")
-    errors = [error for error in card["errors"] if error["quantity"] == "time"]
+    errors = [error for error in card["errors"] if error["quantity"] == "time" and not _operators_in(error["group"])]
     groups = {use: [error for error in errors if _use_of(error["group"]) == use] for use in [*_USES, "others"]}
     rows = [[use, *_cells(own)] for use, own in groups.items() if own]
     rows.append(["**all runs**", *_cells(errors)])
     alike = (_share(statistics.fmean(_by_source(errors, split)) if _by_source(errors, split) else None) for split in _SPLITS)
     return _of(card, ["what people do", "runs", *_SPLITS.values()], [*rows, ["**all sources alike**", "", *alike]])
+
+
+def operators() -> Table:
+    """Return the errors of single operators, by who measured them and on which card."""
+    card = _weights("perfguard_models", "two-clocks")
+    columns = ["single operators of", "card", "rows", "model never seen", "source never seen", "card never seen"]
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for error in card["errors"]:
+        if error["quantity"] == "time" and (name := _operators_in(error["group"])):
+            found.setdefault(name, []).append(error)
+    rows = [[*name.rsplit(" ", 1), *_cells(own)] for name, own in sorted(found.items())]
+    return _of(card, columns, rows)
+
+
+def _operators_in(group: str) -> str:
+    """The source and the card of a group of single operators. Empty: it is a group of steps."""
+    return group.removeprefix("operators of ") if group.startswith("operators of ") else ""
 
 
 def _use_of(group: str) -> str:
@@ -158,6 +175,7 @@ def fusion_kernels() -> Table:
 
 DERIVED: dict[str, Callable[[], Table]] = {
     "step-times": step_times,
+    "operators": operators,
     "memory-errors": memory_errors,
     "memory-fits": memory_fits,
     "fusion-labels": fusion_labels,

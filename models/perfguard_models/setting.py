@@ -28,7 +28,7 @@ class Setting:
     compiled: bool
     has_convolutions: bool
     is_single: bool
-    """Whether the step is one operator, as in tables of single operators."""
+    """Whether it is an operator of a table of single operators, and no step."""
 
     @classmethod
     def of(cls, graph: OpGraph, device: Device) -> Setting:
@@ -41,7 +41,7 @@ class Setting:
             layout=graph.layout,
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
-            is_single=len(graph.skeleton.ops) == 1,
+            is_single=is_single(graph.skeleton),
         )
 
     @property
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def is_perceptron(self) -> bool:
-        """Whether it is like the perceptrons of the tables, whose utilisation was measured: no convolution, several operators."""
+        """Whether it is like the perceptrons of the tables, whose utilisation was measured: a step without convolutions."""
         return not (self.has_convolutions or self.is_single)
 
     @property
@@ -64,6 +64,11 @@ class Setting:
         words += ["compiled"] if self.compiled else []
         words += ["with convolutions"] if self.has_convolutions else []
         return " ".join(words)
+
+
+def is_single(skeleton: OpGraph) -> bool:
+    """Whether the graph is an operator of a table of single operators, and no step."""
+    return not {"operator", "kernel"}.isdisjoint(skeleton.options)
 
 
 def arithmetic_of(precision: str, options: Collection[str], device: Device) -> str:

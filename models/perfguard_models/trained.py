@@ -16,6 +16,7 @@ from perfguard_models.calibration import Calibration
 from perfguard_models.features import launches, step
 from perfguard_models.learner import Arrays, Learner, Step
 from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.setting import is_single
 from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 
@@ -153,9 +154,9 @@ def steps_of(
     learner: Learner, graphs: GraphBatch, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS
 ) -> list[Step]:
     """Return each of ``graphs`` on ``device`` with the features that ``learner`` reads."""
-    is_single = len(graphs.skeleton.ops) == 1
+    single = is_single(graphs.skeleton)
     views: list[Arrays] = [{} for _ in range(len(graphs))]
     for name in learner.views:
         for view, found in zip(views, feature_sets[name].compute(graphs, device), strict=True):
             view.update(found)
-    return [Step(device.id, is_single, view) for view in views]
+    return [Step(device.id, single, view) for view in views]

@@ -5,11 +5,12 @@ is the longest path that follows the host up to some launch, and then the device
 
     t = c + m + max over i of ( h_1 + ... + h_i + d_i + ... + d_n )
 
-A device time d_i is the operator's roofline time multiplied by a learnt inefficiency, plus a latency. A host time h_i is a learnt
-cost of the operator's kind in its phase, and of the views before it. Before the first launch come a constant c and the copy m of
-the batch to the device. Each machine has one factor for all host times and one for all device times. This is the critical path
-of Lin et al. 2022, "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821),
-section IV, in closed form.
+A device time d_i is the operator's roofline time multiplied by a learnt inefficiency, plus a latency. The time steps of a
+recurrent layer depend on one another, so each adds a latency of its own. A host time h_i is a learnt cost of the operator's kind
+in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the batch to the device.
+Each machine has one factor for all host times and one for all device times. This is the critical path of Lin et al. 2022,
+"Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821), section IV, in closed
+form.
 
 Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.
 """
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from perfguard.graph import Phase
-from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HOST_KINDS, NAMES
+from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HOST_KINDS, NUM_NAMES
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ Floats = npt.NDArray[np.float64]
 _LAUNCHES_A_BATCH = 40_000
 _EMBEDDING = 8
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
+_CLOCK = DEVICE_COLUMNS.index("log_clock")
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
 _LOG_INEFFICIENCY = -3.0, 6.0
-_MOST_UNUSUAL = 1.5
-"""Largest log factor of the host that a card's figures stand for: hosts of the tables are apart by a factor of five."""
-_START_S = {"latency": 4e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
+_START_S = {"latency": 4e-6, "dependent": 10e-6, "host": 15e-6, "view": 2e-6, "copy": 1 / 6e9}
 _START_CONSTANT_S = 200e-6, 400e-6
+_START_CLOCK_POWER = 0.1
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
@@ -57,12 +58,15 @@ class Packed(NamedTuple):
     name: torch.Tensor  # shape: (R,)
     host: torch.Tensor  # shape: (R,)
     roofline: torch.Tensor  # shape: (R,), seconds
+    steps: torch.Tensor  # shape: (R,), dependent time steps of a recurrent layer
     order: torch.Tensor  # shape: (B, N), rows
     is_launch: torch.Tensor  # shape: (B, N), 0 beyond the end of a step
     views: torch.Tensor  # shape: (B, N)
     compiled: torch.Tensor  # shape: (B, 1), 0 or 1
     train: torch.Tensor  # shape: (B,), 0 or 1
     copied: torch.Tensor  # shape: (B,), bytes
+    launched: torch.Tensor  # shape: (B, 1), 0 where the time is that of a kernel alone
+    started: torch.Tensor  # shape: (B,), 0 where the time is that of an operator alone
     device: torch.Tensor  # shape: (B, len(DEVICE_COLUMNS))
 
 
@@ -135,7 +139,7 @@ class Network(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.name = nn.Embedding(len(NAMES) + 1, _EMBEDDING)
+        self.name = nn.Embedding(NUM_NAMES, _EMBEDDING)
         nn.init.normal_(self.name.weight, std=0.1)
         self.inefficiency = nn.Sequential(
             nn.Linear(len(COLUMNS) + len(DEVICE_COLUMNS) + _EMBEDDING, hidden),
@@ -150,14 +154,12 @@ class Network(nn.Module):
         nn.init.constant_(last.bias, 0.7)
         self.phase = nn.Parameter(torch.full((len(Phase),), math.log(_START_S["host"])))
         self.kind = nn.Parameter(torch.zeros(HOST_KINDS // len(Phase), len(Phase)))
-        self.view, self.latency, self.copy = (
-            nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "copy")
+        self.view, self.latency, self.dependent, self.copy = (
+            nn.Parameter(torch.tensor(math.log(_START_S[name]))) for name in ("view", "latency", "dependent", "copy")
         )
         self.constant = nn.Parameter(torch.tensor(_START_CONSTANT_S).log())  # of inference and of training
         self.compiled = nn.Parameter(torch.zeros(()))
-        self.usual_host = nn.Linear(len(DEVICE_COLUMNS), 1)
-        nn.init.zeros_(self.usual_host.weight)
-        nn.init.zeros_(self.usual_host.bias)
+        self.clock_power = nn.Parameter(torch.tensor(_START_CLOCK_POWER**0.5))  # squared, so that it is never negative
 
     @property
     def prior(self) -> torch.Tensor:
@@ -171,13 +173,15 @@ class Network(nn.Module):
     def forward(self, packed: Packed) -> Clocks:
         """The clocks of ``packed``."""
         inefficiency = self.inefficiency(torch.cat([packed.x, self.name(packed.name)], dim=1))[:, 0].clamp(*_LOG_INEFFICIENCY)
-        device = packed.roofline * inefficiency.exp() + self.latency.exp()
+        computed = packed.roofline * inefficiency.exp() + packed.steps * self.dependent.exp()
+        device = computed[packed.order] + packed.launched * self.latency.exp()
         host = (self.phase + self.kind).exp().ravel()[packed.host][packed.order] + packed.views * self.view.exp()
-        usual = _MOST_UNUSUAL * torch.tanh(self.usual_host(packed.device) / _MOST_UNUSUAL)  # new cards are in new machines
+        # In the tables, cards with a higher clock are in machines with a faster host. A better card is never in a slower one.
+        usual = -self.clock_power.square() * packed.device[:, _CLOCK]
         return Clocks(
-            device[packed.order] * packed.is_launch,
-            host * packed.is_launch * (usual + packed.compiled * self.compiled).exp(),
-            (self.constant[packed.train] + usual[:, 0]).exp(),
+            device * packed.is_launch,
+            host * packed.is_launch * packed.launched * (usual[:, None] + packed.compiled * self.compiled).exp(),
+            (self.constant[packed.train] + usual).exp() * packed.started,
             packed.copied * self.copy.exp(),
         )
 
@@ -203,7 +207,7 @@ class TwoClocks:
         *,
         networks: int = 2,
         epochs: int = 14,
-        hidden: int = 64,
+        hidden: int = 96,
         learning_rate: float = 1e-2,
         host_sigma: float = 0.5,
         device_sigma: float = 0.01,
@@ -287,19 +291,25 @@ class TwoClocks:
             before[at, :length] = view["views"]
             is_launch[at, :length] = 1
         x = torch.from_numpy(np.concatenate([columns_of(view) for view in views]))
-        joined = {key: torch.from_numpy(np.concatenate([view[key] for view in views])) for key in ("name", "host", "roofline")}
+        joined = {
+            key: torch.from_numpy(np.concatenate([view[key] for view in views])) for key in ("name", "host", "roofline", "steps")
+        }
         flags = np.array([view["x"][0, [_COMPILED, _TRAIN]] if len(view["x"]) else (0, 0) for view in views], dtype=np.float32)
+        timed = torch.from_numpy(np.stack([view["timed"] for view in views]))
         return Packed(
             x=((x - self.scale[0]) / self.scale[1]).clamp(-_FARTHEST, _FARTHEST),
             name=joined["name"].long(),
             host=joined["host"].long(),
             roofline=joined["roofline"],
+            steps=joined["steps"],
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
             compiled=torch.from_numpy(flags[:, :1]),
             train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
+            launched=timed[:, :1],
+            started=timed[:, 1],
             device=torch.from_numpy(np.stack([view["device"] for view in views])),
         )
 

@@ -24,7 +24,7 @@ import torch
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import KIND_INDEX, OpGraph, Phase
-from perfguard.tables import MeasuredRow, kind_of_table, parser_of, read_table
+from perfguard.tables import MeasuredRow, OperatorRow, kind_of_table, parser_of, read_table
 from perfguard.workload import Layout
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Arrays
@@ -240,7 +240,7 @@ def _fingerprint(groups: Sequence[Group], name: str) -> str:
     rows = [
         (group.archive.name, [(row.gpu, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
     ]
-    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES)
+    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES, OperatorRow.__module__)
     source = [inspect.getsource(importlib.import_module(module)) for module in modules]
     return hashlib.sha256(repr((source, rows)).encode()).hexdigest()[:16]
 

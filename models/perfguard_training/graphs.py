@@ -27,7 +27,7 @@ from perfguard.graph import OpGraph, TraceCache
 from perfguard.tables import MeasuredRow, OperatorRow, model_on_meta
 
 T = TypeVar("T")
-_FORMAT = "1"
+_FORMAT = "2"
 _ERROR = "error"
 
 

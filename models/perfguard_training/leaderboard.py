@@ -163,7 +163,7 @@ def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_oper
 def label_of(run: Run) -> str:
     """Group of runs that are evaluated together."""
     if run.table == "operator":
-        return f"operator {run.model}"
+        return f"operators of {run.source} {run.gpu}"
     if run.table == "run":
         return run.source
     if run.table == "transformer":

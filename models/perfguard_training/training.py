@@ -68,8 +68,8 @@ def train_and_write(
     used = _used(learner, own)
     card = {
         "version": 1,
-        "trained_devices": sorted({run.gpu for run in used}),
-        "timed": sorted({run.timed_as for run in used if "time" in run.labels}),
+        "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
+        "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
         "command": _command(name, settings, len(tables), most_operators),

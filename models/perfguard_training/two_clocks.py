@@ -21,6 +21,7 @@ from perfguard_training.dataset import Run
 from perfguard_training.learner import Epochs, OnEpoch, identity_of
 
 _RUNS_A_BATCH = 16
+_OPERATORS_A_BATCH = 64
 _HUBER = 0.2
 _NOISE = 0.1
 """Standard deviation of log times beside which the priors of machines are weighed."""
@@ -46,7 +47,7 @@ class _Machines(nn.Module):
 class TrainableClocks(TwoClocks):
     """The two clocks, with `fit`."""
 
-    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run")
+    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_training.learner.Trainable`."""
@@ -61,8 +62,8 @@ class TrainableClocks(TwoClocks):
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)
         network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({run.machine for run in runs}))
-        constants = [network.phase, network.kind, network.view, network.latency, network.constant, network.copy, network.compiled]
-        constants += [*network.usual_host.parameters()]
+        constants = [network.phase, network.kind, network.view, network.latency, network.dependent, network.constant]
+        constants += [network.copy, network.compiled, network.clock_power]
         slow = {id(parameter) for parameter in constants}
         weights = [parameter for parameter in network.parameters() if id(parameter) not in slow]
         rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
@@ -85,7 +86,8 @@ class TrainableClocks(TwoClocks):
                 some = [runs[index] for index in batch]
                 error = self._errors(network, machines, some)
                 own = weight[batch]
-                loss = (nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none") * own).mean()
+                huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
+                loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
                 loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
                 optimizer.zero_grad()
                 loss.backward()
@@ -125,11 +127,12 @@ def _weights_of(runs: Sequence[Run]) -> torch.Tensor:
 
 
 def _batches(runs: Sequence[Run], seed: int) -> list[list[int]]:
-    """Batches of runs of about the same length, in a random order."""
+    """Batches of runs of about the same length, in a random order. Single operators have their own."""
     random_numbers = np.random.default_rng(seed)
     lengths = np.array([len(run.view["order"]) for run in runs])
     order = np.argsort(lengths + random_numbers.normal(size=len(runs)) * _LENGTHS_APART).tolist()
-    batches = list(batches_of(runs, order, _RUNS_A_BATCH))
+    steps, single = ([index for index in order if runs[index].is_single == one] for one in (False, True))
+    batches = [*batches_of(runs, steps, _RUNS_A_BATCH), *batches_of(runs, single, _OPERATORS_A_BATCH)]
     random.Random(seed).shuffle(batches)
     return batches
 

@@ -22,6 +22,8 @@ _SOURCES = {
     "gpumemnet-mlp": "GPUMemNet's perceptrons (itu-rad/GPUMemNet, CC-BY-4.0)",
     "timm-benchmark": "timm's benchmark results (huggingface/pytorch-image-models, Apache-2.0)",
     "neusight-e2e": "NeuSight's transformers (sitar-lab/NeuSight, MIT)",
+    "microsoft/vidur": "Vidur's kernels (microsoft/vidur, MIT)",
+    "baidu-research/DeepBench": "DeepBench (baidu-research/DeepBench, Apache-2.0)",
     "": "ours",
 }
 """Tables of runs name their sources by repository, OWNER/NAME."""
@@ -40,7 +42,7 @@ Utilisation was measured only for perceptrons on the A100. The data has no recur
 Times are for one GPU. They leave out communication between GPUs, and waiting for data. On most GPUs the networks are those of
 torchvision at small batches. Training of transformers was measured on few GPUs. If a step has small operators, its time depends
 on the host that launches them. Hosts differ more than GPUs of one kind do. So on another machine, such a step can be wrong by a
-factor of two or more until some runs are measured there. The data has no recurrent networks. {_OF_ALL}""",
+factor of two or more until some runs are measured there. Of recurrent networks, the data has single layers only. {_OF_ALL}""",
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""
 _LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are for half precision on the RTX 3090 and 4090. The data has no times of float32

@@ -89,6 +89,8 @@ _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_emp
 _MAX_FFT_SIZE = 256
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
 """Index of the left factor of a matrix product in the arguments. The right factor follows it."""
+_TAKING = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "_embedding_bag"})
+"""Operators that read a part of their first input."""
 _COUNTED_BY_INPUT = ("reduction", "loss", "norm_backward")
 _ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
 
@@ -106,6 +108,28 @@ def kind_of(name: str) -> str:
 def launches_kernel(name: str) -> bool:
     """False for operators that only allocate or look at metadata."""
     return name not in _FREE
+
+
+def bytes_read(name: str, inputs: Sequence[int], taken: int) -> int:
+    """Bytes that one call reads.
+
+    Args:
+        name: the aten operator.
+        inputs: bytes of each input, in the order of the arguments.
+        taken: bytes of the rows or elements that a gather or an embedding takes of its first input. Others read it all.
+    """
+    return sum(inputs) if name not in _TAKING else taken + sum(inputs[1:])
+
+
+def bytes_taken(name: str, inputs: Sequence[torch.Tensor], written: int) -> int:
+    """Bytes that a gather or an embedding takes of its first input: as many as it writes, but a bag writes only sums.
+
+    A row that is taken twice counts twice.
+    """
+    if name != "_embedding_bag":
+        return written
+    table, indices = inputs[:2]
+    return indices.numel() * table.shape[1] * table.element_size()
 
 
 def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

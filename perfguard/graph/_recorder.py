@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perfguard.graph._costs import attributes_of, flops_of, kind_of, launches_kernel
+from perfguard.graph._costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
 from perfguard.graph._pytree import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
 from perfguard.graph._shape_rules import outputs_of
@@ -154,13 +154,14 @@ class Recorder(TorchDispatchMode):
             return out
         phase, module = self._where()
         first = outputs[0] if outputs else mutated[0] if mutated else None
+        written_bytes = sum(map(_moved_bytes, outputs or mutated))
         op = Op(
             name=operator.name,
             kind=operator.kind,
             phase=phase,
             flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
-            bytes_read=sum(map(_moved_bytes, inputs)),
-            bytes_written=sum(map(_moved_bytes, outputs or mutated)),
+            bytes_read=bytes_read(operator.name, [*map(_moved_bytes, inputs)], bytes_taken(operator.name, inputs, written_bytes)),
+            bytes_written=written_bytes,
             inputs=read,
             outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
             module=module,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import onnx
 
 from perfguard.exceptions import ConfigurationError, OnnxError
+from perfguard.graph._costs import bytes_read
 from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._target import Target, target_of
 from perfguard.onnx._file import read_model
@@ -289,7 +290,8 @@ class _Builder:
 
     def _record(self, node: Node, launch: Launch, inputs: tuple[str, ...]) -> None:
         index = len(self._ops)
-        read = [found for found in map(self._find, inputs) if found is not None]
+        given = [*map(self._find, inputs)]
+        read = [one for one in given if one is not None]
         named = [name for at, name in enumerate(node.outputs) if name and (at == 0 or self._readers_left[name] > 0)]
         name = launch.name
         in_place = name in IN_PLACE and len(named) == 1 and bool(read) and self._dies(read[0], node.inputs[0], named[0])
@@ -311,14 +313,15 @@ class _Builder:
             # Fused kernels write (batch, length, heads, width), so that the transposition after them costs nothing.
             self._where[named[0]] = self._where[named[0]]._replace(order=(0, 2, 1, 3))
         first = self._types.get(named[0]) if named else None
+        written_bytes = sum(map(self._num_bytes, named))
         self._ops.append(
             Op(
                 name=name,
                 kind=launch.kind,
                 phase=Phase.FORWARD,
                 flops=launch.flops,
-                bytes_read=sum(found.num_bytes for found in read),
-                bytes_written=sum(map(self._num_bytes, named)) + launch.scratch_bytes,
+                bytes_read=bytes_read(launch.name, [0 if one is None else one.num_bytes for one in given], written_bytes),
+                bytes_written=written_bytes + launch.scratch_bytes,
                 inputs=tuple(dict.fromkeys(found.storage for found in read)),
                 outputs=tuple(dict.fromkeys(found.storage for found in written)),
                 module=node.module,

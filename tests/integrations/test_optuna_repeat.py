@@ -49,7 +49,7 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
     """What was proposed and what was said of it, trial by trial, as the log has it."""
     study = perfguard_optuna.create_study(study_name="repeat", sampler=optuna.samplers.TPESampler(seed=3))
     store = MeasurementStore(log if isinstance(log, Path) else ":memory:")
-    pruner = PerfGuardPruner("a100", build=build, step_time_budget="10ms", log=store)
+    pruner = PerfGuardPruner("a100", build=build, step_time_budget="4ms", log=store)
     study.optimize(objective, n_trials=NUM_TRIALS, pruner=pruner)
     rows = [
         (row.trial, row.params, row.action, row.reason, row.predicted_peak_memory_bytes, row.predicted_step_time_s)

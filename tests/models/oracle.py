@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind
+from perfguard_models.features import launches as launch_features
 from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
 from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
 from perfguard_models.features.step import (
@@ -450,6 +451,9 @@ def _operator_sizes(op: Op) -> tuple[int, ...]:
     )
 
 
+SAME_KERNEL = {"mm": "addmm", "baddbmm": "bmm"}
+
+
 def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     """One operator after the other; equal ones have one row, that of the first."""
     ops, known = graph.ops, {name: index for index, name in enumerate(NAMES)}
@@ -462,16 +466,22 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     for at, key in enumerate(keys):
         members.setdefault(key, []).append(at)
     first = [some[0] for some in members.values()]
-    own = [_switches(graph, op) for op in ops]
+    own = [(*_switches(graph, op), _log_idle_waves(op, device)) for op in ops]
+    names = {name: index for index, name in enumerate(launch_features.NAMES)}
     row_of = {key: row for row, key in enumerate(members)}
     return {
-        "x": np.concatenate([x, np.array(own, dtype=np.float16).reshape(len(ops), 3)], axis=1)[first],
-        "name": np.array([known.get(ops[at].name, len(NAMES)) for at in first], dtype=np.int16),
+        "x": np.concatenate([x, np.array(own, dtype=np.float16).reshape(len(ops), 4)], axis=1)[first],
+        "name": np.array(
+            [names.get(SAME_KERNEL.get(ops[at].name, ops[at].name), len(names) + KIND_INDEX[ops[at].kind]) for at in first],
+            dtype=np.int16,
+        ),
         "host": np.array([KIND_INDEX[ops[at].kind] * len(Phase) + ops[at].phase for at in first], dtype=np.int16),
         "roofline": roofline_s[first].astype(np.float32),
+        "steps": np.array([ops[at].attributes.get("steps", 0) for at in first], dtype=np.float32),
         "order": np.array([row_of[key] for key in keys], dtype=np.int32),
         "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
         "copied": np.array([float(_copied_bytes(graph))]),
+        "timed": np.array(_timed(graph), dtype=np.float32),
     }
 
 
@@ -479,9 +489,21 @@ def work(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float64], npt.N
     """Seconds of each operator's arithmetic, and of its arithmetic or traffic without a launch."""
     padding = channel_padding(graph, device)
     parts = [_parts_of_work(graph, op, device, *padding[:, at]) for at, op in enumerate(graph.ops)]
-    least = [max(1e-7, 10e-6 * op.attributes.get("steps", 0)) for op in graph.ops]
-    longest = [max(*part, floor) for part, floor in zip(parts, least, strict=True)]
+    longest = [max(*part, 1e-7) for part in parts]
     return np.array([part[0] for part in parts], dtype=np.float64), np.array(longest, dtype=np.float64)
+
+
+def _timed(graph: OpGraph) -> tuple[bool, bool]:
+    """Whether the time holds the host's launches, and the start of the step."""
+    return "kernel" not in graph.options, "kernel" not in graph.options and "operator" not in graph.options
+
+
+def _log_idle_waves(op: Op, device: Device) -> float:
+    if "product" not in op.attributes:
+        return 0.0
+    batch, rows, columns, _ = op.attributes["product"]
+    waves = batch * math.ceil(rows / 128) * math.ceil(columns / 128) / device.num_sms
+    return math.log(math.ceil(waves) / waves)
 
 
 def _switches(graph: OpGraph, op: Op) -> tuple[bool, bool, bool]:
@@ -497,7 +519,7 @@ def in_tf32(graph: OpGraph) -> tuple[str, ...]:
 
 
 def _copied_bytes(graph: OpGraph) -> float:
-    if "batch-on-device" in graph.options:
+    if "batch-on-device" in graph.options or not _timed(graph)[1]:
         return 0.0
     return float(sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.INPUT))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from perfguard.devices import resolve_device
 from perfguard.graph import GraphBatch, OpGraph, TraceCache, batch_roofline_s, trace
+from perfguard.tables import parser_of
 from perfguard.workload import Workload
 from perfguard_models.features.graph import graph_features
 from perfguard_models.features.launches import launches
@@ -74,7 +75,7 @@ def by_first_launch(view: dict[str, Any]) -> dict[str, Any]:
     """The launches with rows in the order of their first launch."""
     _, first = np.unique(view["order"], return_index=True)
     rows = np.argsort(first)
-    moved = {key: view[key][rows] for key in ("x", "name", "host", "roofline")}
+    moved = {key: view[key][rows] for key in ("x", "name", "host", "roofline", "steps")}
     return view | moved | {"order": np.argsort(rows)[view["order"]].astype(view["order"].dtype)}
 
 
@@ -153,6 +154,17 @@ def test_launches_of_recurrent_layers_equal_oracle() -> None:
         graph = trace(Workload(Last(), (4, 50, 16), mode=mode, **loss))
         assert any(op.attributes.get("steps") == 50 for op in graph.ops)
         assert_same(by_first_launch(launches(graph.as_batch(), device)[0]), oracle.launches(graph, device), beside=("device",))
+
+
+@pytest.mark.parametrize(
+    ("op", "direction"),
+    [("conv", "backward_weight"), ("lstm", "backward_input"), ("lstm", ""), ("linear", "forward"), ("linear", "")],
+)
+def test_launches_of_single_operators_equal_oracle(op: str, direction: str) -> None:
+    sizes = dict.fromkeys(("b", "c_in", "c_out", "kernel", "stride", "h", "steps", "m", "n", "k"), "130") | {"img": "200"}
+    row = {"op": op, "gpu": "a100", "dtype": "float16", "direction": direction, **sizes}
+    graph = parser_of(list(row), "table.csv")(row).graph(None, TraceCache(), resolve_device("a100"))
+    assert_equal_to_oracle(graph.as_batch())
 
 
 def test_launches_have_views_and_copied_bytes() -> None:

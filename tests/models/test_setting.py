@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
+from perfguard.graph import TraceCache
+from perfguard.tables import parser_of
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.setting import Setting
 from perfguard_training.dataset import Run
@@ -49,11 +51,19 @@ def test_setting_of_perceptron_has_group_and_no_layout() -> None:
     assert setting.group == run_of("perceptron", "train", "fp32").group
 
 
-def test_setting_of_one_operator_is_of_operator_tables() -> None:
-    setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
+@pytest.mark.parametrize("direction", ["", "forward"])
+def test_setting_of_an_operator_of_a_table_is_of_operator_tables(direction: str) -> None:
+    row = {"op": "add", "gpu": GPU.id, "b": "2", "h": "8", "direction": direction}
+    setting = Setting.of(parser_of(list(row), "table.csv")(row).graph(None, TraceCache(), GPU), GPU)
     assert setting.is_single
     assert not setting.is_perceptron
     assert setting.group == run_of("operator", "infer", "fp32").group == OPERATOR
+
+
+def test_step_of_one_operator_is_a_step() -> None:
+    setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
+    assert not setting.is_single
+    assert setting.group == run_of("perceptron", "infer", "fp32").group
 
 
 def test_shipped_calibration_groups_are_settings() -> None:

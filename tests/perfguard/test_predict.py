@@ -47,7 +47,7 @@ def test_predict_agrees_on_file_workload_graph_module(linear: Path) -> None:
         predict(module, inputs=(32, 64), gpu="a100"),
     ]
     for answer in answers[1:]:
-        assert answer.step_time.median == pytest.approx(answers[0].step_time.median, rel=2e-2)  # a file has no views
+        assert answer.step_time.median == pytest.approx(answers[0].step_time.median, rel=5e-2)  # a file has no views
         assert answer.peak_memory.median == pytest.approx(answers[0].peak_memory.median, rel=5e-3)
 
 

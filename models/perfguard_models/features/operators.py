@@ -201,11 +201,6 @@ def columns_in_order(
     return columns, _hashed(sizes, flags, fixed.group * np.uint64(len(OP_KINDS)) + fixed.kind)
 
 
-def names_of(skeleton: OpGraph) -> npt.NDArray[np.int16]:
-    """Return the name of each operator as an index into NAMES, or len(NAMES). Shape: (N,)."""
-    return _fixed_of(skeleton).name
-
-
 def _varying(
     graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device, fixed: _Fixed
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.uint64]]:

@@ -43,6 +43,17 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+class Rows(nn.Module):
+    """A function of a table and indices."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.table = function, nn.Parameter(torch.zeros(1000, 8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.function(self.table, ids)
+
+
 def traced(model: nn.Module, shape: tuple[int, ...]) -> OpGraph:
     return trace(Workload(model, shape, loss=lambda output: output.sum()))
 
@@ -124,6 +135,22 @@ def test_matmul_bytes_are_those_of_its_operands() -> None:
     graph = traced(nn.Linear(8, 16, bias=False), (32, 8))
     product = graph.ops[0]
     assert (product.bytes_read, product.bytes_written) == (4 * (32 * 8 + 8 * 16), 4 * 32 * 16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows"),
+    [
+        (lambda: nn.Embedding(1000, 8), 3 * 5),
+        (lambda: nn.EmbeddingBag(1000, 8), 3 * 5),  # what it writes is less: one row for each bag
+        (lambda: Rows(lambda table, ids: table[ids]), 3 * 5),
+        (lambda: Rows(lambda table, ids: torch.index_select(table, 0, ids[0])), 5),
+    ],
+)
+def test_gathers_read_the_rows_that_they_take(layer: Callable[[], nn.Module], rows: int) -> None:
+    graph = trace(Workload(layer(), torch.zeros(3, 5, dtype=torch.int64), mode="infer"))
+    (gather,) = (op for op in graph.ops if op.kind == "embedding" or op.name.startswith("index"))
+    indices = 8 * 3 * 5 if rows == 15 else 8 * 5
+    assert rows * 8 * 4 <= gather.bytes_read - indices <= rows * 8 * 4 + 8 * 3  # a bag also reads its offsets
 
 
 def test_inplace_operator_reads_and_writes_argument() -> None:
