@@ -130,9 +130,14 @@ def is_better(one: Device, other: Device) -> bool:
     return figures_hold and one.launch_overhead_s <= other.launch_overhead_s and one.is_amd == other.is_amd
 
 
+def of_one_generation(one: Device, other: Device) -> bool:
+    """Whether both are NVIDIA's and of one architecture."""
+    return one.architecture == other.architecture and not one.is_amd
+
+
 PAIRS = [(one, other) for one, other in itertools.permutations(CARDS, 2) if is_better(one, other)]
 """A card, and one that is not better in any figure."""
-SAME_GENERATION = [pair for pair in PAIRS if pair[0].architecture == pair[1].architecture and not pair[0].is_amd]
+SAME_GENERATION = [pair for pair in PAIRS if of_one_generation(*pair)]
 VARIANTS = [
     pair
     for pair in itertools.combinations(CARDS, 2)
@@ -151,7 +156,7 @@ def of_cards(network: Network) -> Excess:
     for better, worse in PAIRS:
         excess = log_s[better.id] - log_s[worse.id]
         yield f"a better card is not slower{which}", excess
-        if better.architecture == worse.architecture and not better.is_amd:
+        if of_one_generation(better, worse):
             yield f"a better card of the same generation is not slower{which}", excess
     for one, other in VARIANTS:
         apart = float(np.abs(np.log(figures(one) / figures(other))).max())
@@ -160,29 +165,28 @@ def of_cards(network: Network) -> Excess:
 
 def of_steps(network: Network) -> Excess:
     """Laws of one step and a larger one."""
-    which = " (recurrent)" if network.kind in RECURRENT else ""
     larger = {
-        f"time: twice the batch does not take less{which}": replace(network, batch=2 * network.batch),
-        "time: one more layer does not take less": replace(network, depth=network.depth + 1),
+        "twice the batch": replace(network, batch=2 * network.batch),
+        "one more layer": replace(network, depth=network.depth + 1),
     }
     if network.kind in PLAIN:
-        larger["time: one more operator does not take less"] = replace(network, more_operators=1)
+        larger["one more operator"] = replace(network, more_operators=1)
     for card in CARDS:
         seconds, num_bytes = network.costs(card)
-        for law, more in larger.items():
+        for what, more in larger.items():
             more_s, more_bytes = more.costs(card)
-            yield law, math.log(seconds / more_s)
-            yield (
-                f"memory{law.removeprefix('time').replace(which, '')}, but for a segment",
-                math.log(max(num_bytes - SEGMENT_BYTES, 1) / more_bytes),
-            )
+            which = " (recurrent)" if network.kind in RECURRENT and what == "twice the batch" else ""
+            yield f"time: {what} does not take less{which}", math.log(seconds / more_s)
+            less = math.log(max(num_bytes - SEGMENT_BYTES, 1) / more_bytes)
+            yield f"memory: {what} does not take less, but for a segment", less
 
 
 def of_sequences(network: Network) -> Excess:
     """Laws of recurrent layers that wait for their time steps."""
+    short = replace(network, width=64, batch=2, length=1024)
+    long = replace(short, length=2048)
     for card in CARDS:
-        small = replace(network, width=64, batch=2, length=1024)
-        ratio = replace(small, length=2048).costs(card)[0] / small.costs(card)[0]
+        ratio = long.costs(card)[0] / short.costs(card)[0]
         yield "time: twice the sequence takes 1.5 times as long (recurrent)", math.log(1.5 / ratio)
 
 

@@ -140,7 +140,7 @@ def dataset_of(
     """The runs of ``tables``, seen as ``view`` (the name of one of `feature_sets`, or several).
 
     Args:
-        tables: tables of runs. Their kinds are workload, operator, transformer or perceptron.
+        tables: tables of runs, of any of ALL_TABLES.
         view: what the predictor reads.
         cache: a folder for graphs and views.
         jobs: number of processes for traces and views.

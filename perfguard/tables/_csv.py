@@ -7,6 +7,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def positive(row: Row, column: str) -> int:
     if value is None or value != int(value):
         raise TableError(f"column {column!r} must be a positive integer, but is {row.get(column)!r}")
     return int(value)
+
+
+def whole(row: Row, column: str) -> int:
+    """An integer that is not negative; 0 where the column is empty."""
+    with suppress(ValueError):
+        if float(row.get(column) or 0) == 0:
+            return 0
+    return positive(row, column)
 
 
 def share(row: Row, column: str, whole: float = 1.0) -> float | None:

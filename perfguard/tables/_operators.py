@@ -6,7 +6,6 @@ Their graphs have one operator; they are written down here, not traced, because 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from perfguard.devices import Device
 from perfguard.exceptions import TableError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind, TraceCache
 from perfguard.graph._costs import convolution_attributes, product_flops
-from perfguard.tables._csv import Row, one_of, positive, scaled, text
+from perfguard.tables._csv import Row, one_of, positive, scaled, text, whole
 from perfguard.tables._rows import MeasuredRow
 from perfguard.workload import Workload
 
@@ -54,7 +53,6 @@ OPERATORS = tuple(_SIZES)
 _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _DIRECTIONS = ("forward", "backward_input", "backward_weight")
 _LARGEST = 2**40
-_ZERO = re.compile(r" *0*\.?0* *")
 _WITH_BACKWARD = ("conv", *_GATES)
 
 
@@ -213,6 +211,4 @@ def _size(row: Row, op: str, column: str) -> int:
     name = of_both if row.get(of_both) and not row.get(column) else column
     if op == "linear" and column == "b" and not row.get(name):
         return 1
-    if column.startswith("padding") and _ZERO.fullmatch(row.get(name) or "0"):
-        return 0
-    return positive(row, name)
+    return whole(row, name) if column.startswith("padding") else positive(row, name)

@@ -23,6 +23,7 @@ from coherence import (
     CARDS,
     FIVE_PERCENT,
     PAIRS,
+    PRECISIONS,
     RECURRENT,
     ROUNDING,
     SAME_GENERATION,
@@ -45,7 +46,7 @@ def networks(*kinds: str) -> st.SearchStrategy[Network]:
         depth=st.integers(1, 3),
         batch=st.integers(0, 6).map(lambda power: 2**power),
         length=st.sampled_from([16, 32]),
-        precision=st.sampled_from(["fp32", "tf32", "no-tf32", "amp-bf16", "amp-fp16"]),
+        precision=st.sampled_from(PRECISIONS),
         mode=st.sampled_from(["train", "infer"]),
         benchmark=st.booleans(),
     )
