@@ -13,7 +13,7 @@ import importlib
 import inspect
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -334,7 +334,11 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     """
     if split in ("gpu", "source"):
         names = [getattr(run, split) for run in runs]
-        parts = _parts_of(Counter(names), number, seed)
+        # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
+        sizes: defaultdict[str, float] = defaultdict(float)
+        for name, run in zip(names, runs, strict=True):
+            sizes[name] += 1e-6 if run.is_single else 1.0
+        parts = _parts_of(sizes, number, seed)
         held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
         made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]
         return [fold for fold in made if fold.learn]
@@ -359,7 +363,7 @@ def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tupl
     return part_of
 
 
-def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:
+def _parts_of(sizes: Mapping[str, float], number: int, seed: int) -> dict[str, int]:
     """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
 
     Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
@@ -367,7 +371,7 @@ def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int
     """
     names = sorted(sizes)
     random.Random(seed).shuffle(names)
-    load, part_of = [0] * number, {}
+    load, part_of = [0.0] * number, {}
     for name in sorted(names, key=lambda name: -sizes[name]):
         part_of[name] = load.index(min(load))
         load[part_of[name]] += sizes[name]

@@ -177,6 +177,14 @@ def test_each_source_and_gpu_is_held_out_once(split: str) -> None:
         assert fold.name == f"without {', '.join(sorted(judged))}"
 
 
+def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:
+    steps = [run_from("", f"gpu-{at}") for at in range(10) for _ in range(10)]
+    kernels = [run_from("", "gpu-0")._replace(table="operator") for _ in range(1000)]
+    made = folds(steps + kernels, "gpu")
+    assert [sum(index < len(steps) for index in fold.judge) for fold in made] == [20] * 5
+    assert len(folds(kernels + [one._replace(table="operator") for one in steps], "gpu")) == 5  # a table of nothing else
+
+
 @pytest.mark.parametrize("split", ["source", "gpu"])
 def test_few_names_have_a_fold_each(split: str) -> None:
     runs = [run_from(name, name) for name in ("a", "b", "b", "c")]
