@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from _record import parser_of, show
 
-from perfguard.devices import resolve_device
 from perfguard.quantities import format_bytes
 from perfguard_training.dataset import dataset_of, graphs_of
 
@@ -30,9 +29,9 @@ def main() -> None:
     arguments = parser.parse_args()
     dataset_of([arguments.table], "sums", cache=arguments.cache)  # traces what is not in the cache
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for run, graph in graphs_of([arguments.table], lambda run: "memory" in run.labels, cache=arguments.cache):
+    for run, device, graph in graphs_of([arguments.table], lambda run: "memory" in run.labels, cache=arguments.cache):
         kind = "with convolutions" if "conv" in graph.kinds else "without convolutions"
-        replayed = graph.reserved_bytes + resolve_device(run.gpu).context_bytes
+        replayed = graph.reserved_bytes + device.context_bytes
         found[f"{run.source} {run.gpu}, {run.mode}, {kind}"].append((math.exp(run.labels["memory"]), replayed))
     lines = []
     for name, runs in sorted(found.items()):

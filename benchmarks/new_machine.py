@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from _record import parser_of, show
 
-from perfguard.devices import resolve_device
+from perfguard.devices import Device
 from perfguard.graph import OpGraph
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, Observation
@@ -31,21 +31,20 @@ _FEWEST = 30
 _JUDGED = 60
 
 
-def observed(run: Run, graph: OpGraph) -> Observation:
+def observed(run: Run, device: Device, graph: OpGraph) -> Observation:
     """The run as a guard would have logged it."""
-    device = resolve_device(run.gpu)
     seconds = math.exp(run.labels["time"])
     return Observation(graph, device, Measurement("ok", device.id, device.name, None, seconds, 10 * seconds, 10, "nvml", ""))
 
 
-def score(rows: Sequence[tuple[Run, OpGraph]], learnt: int) -> tuple[float, float, float]:
+def score(rows: Sequence[tuple[Run, Device, OpGraph]], learnt: int) -> tuple[float, float, float]:
     """Mean and median error, and the share inside the 90% interval, of the runs from the 21st on."""
     net = load()
     if learnt:
         net.fine_tune([observed(*row) for row in rows[:learnt]])
     later = rows[_LEARNT[-1] :][:_JUDGED]
-    times = [net.predict(graph, resolve_device(run.gpu)).step_time for run, graph in later]
-    apart = np.array([run.labels["time"] - math.log(time.median) for (run, _), time in zip(later, times, strict=True)])
+    times = [net.predict(graph, device).step_time for _, device, graph in later]
+    apart = np.array([run.labels["time"] - math.log(time.median) for (run, *_), time in zip(later, times, strict=True)])
     errors = np.abs(np.expm1(-apart))
     inside = np.abs(apart) <= HALF_INTERVAL * np.array([time.log_sigma for time in times])
     return float(errors.mean()), float(np.median(errors)), float(inside.mean())
@@ -64,9 +63,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dataset_of([arguments.table], "launches", cache=arguments.cache)  # traces what is not in the cache
-    machines: defaultdict[tuple[str, str, str], list[tuple[Run, OpGraph]]] = defaultdict(list)
-    for run, graph in graphs_of([arguments.table], lambda run: "time" in run.labels, cache=arguments.cache):
-        machines[run.machine].append((run, graph))
+    machines: defaultdict[tuple[str, str, str], list[tuple[Run, Device, OpGraph]]] = defaultdict(list)
+    for row in graphs_of([arguments.table], lambda run: "time" in run.labels, cache=arguments.cache):
+        machines[row[0].machine].append(row)
     lines = []
     for machine, rows in sorted(machines.items()):
         if len(rows) >= _FEWEST:

@@ -37,10 +37,10 @@ from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
 from perfguard.store import MeasurementStore
-from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_models.two_clocks import PathTimes, TwoClocks
@@ -120,8 +120,8 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-class HeldOut:
-    """A backend of GuardNet that answers from a list of rows; a graph's one storage holds the row's number."""
+class HeldOut(Weights):
+    """Weights that answer from a list of rows; a graph's one storage holds the row's number."""
 
     version = "held out"
 
@@ -134,9 +134,6 @@ class HeldOut:
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
         return True
-
-    def interval_scale(self, target: str) -> float:
-        return 1.0
 
     def summary(self, device: Device, target: str) -> Summary:
         return self._summary.of(self._rows[0].run.gpu) if target == "memory" else NOTHING
@@ -193,8 +190,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     generator = random.Random(seed + 1)
 
     def make() -> GuardNet:
-        backend = HeldOut(rows, streamed.summary)
-        return GuardNet({"cuda": backend, "cpu": backend})
+        return GuardNet(dict.fromkeys(("cpu", "cuda"), HeldOut(rows, streamed.summary)))
 
     seen_by_all = [index for index in judged if math.isfinite(rows[index].by_all)]
     of_all = [relative(rows[index].by_all, rows[index].run, target) for index in seen_by_all]
@@ -316,7 +312,7 @@ def streamed_of(
     """The scenario's rows, and some that the weights know of their GPU, with what the weights say of their graphs."""
     weights: dict[Target, FittedModel] = {target: shipped_weights(name) for target, name in LEARNERS.items()}
     weights[scenario.target] = weights_without(scenario, runs, cache)
-    net = GuardNet({"cuda": GpuBackend(weights["memory"], weights["time"])})
+    net = GuardNet({"cuda": Weights(weights["memory"], weights["time"])})
     own = [run for run in runs if scenario.is_streamed(run) and scenario.target in run.labels]
     gpus = {run.gpu for run in own}
     seen = [run for run in runs if run.gpu in gpus and not scenario.is_unseen(run) and scenario.target in run.labels]
@@ -327,10 +323,8 @@ def streamed_of(
     chosen = {*place_of, *for_summary, *for_judging}
     found = graphs_of(tables, lambda run: key_of(run) in chosen, cache=cache)
     rows = {
-        key_of(run): Row(
-            run, net._raw(graph, resolve_device(run.gpu)), by_all.get(key_of(run), {}).get(scenario.target, math.nan)
-        )
-        for run, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
+        key_of(run): Row(run, net._raw(graph, device), by_all.get(key_of(run), {}).get(scenario.target, math.nan))
+        for run, device, graph in track(found, total=len(chosen), description=scenario.name, transient=True)
     }
     known, shipped = ([rows[key] for key in sorted(keys, key=str) if key in rows] for keys in (for_judging, for_summary))
     return Streamed(

@@ -52,6 +52,17 @@ def step_times() -> Table:
     return _of(card, ["what people do", "runs", *_SPLITS.values()], [*rows, ["**all sources alike**", "", *alike]])
 
 
+def cpus() -> Table:
+    """Return the errors on a CPU, of families that were held out."""
+    cards = [_weights("perfguard_models", f"cpu-{name}") for name in ("two-clocks", "memory-forest")]
+    rows = []
+    for group in sorted({error["group"] for error in cards[0]["errors"]}):
+        found = [error for card in cards for error in card["errors"] if error["group"] == group]
+        cells = (f"{_share(e['mean'])} / {_share(e['median'])}; {_share(e['coverage'], digits=0)}" for e in found)
+        rows.append([group.removeprefix("cpu "), str(found[0]["rows"]), *cells])
+    return _of(cards[0], ["setting", "runs", "step time", "memory"], rows)
+
+
 def operators() -> Table:
     """Return the errors of single operators, by who measured them and on which card."""
     card = _weights("perfguard_models", "two-clocks")
@@ -176,6 +187,7 @@ def fusion_kernels() -> Table:
 DERIVED: dict[str, Callable[[], Table]] = {
     "step-times": step_times,
     "operators": operators,
+    "cpus": cpus,
     "memory-errors": memory_errors,
     "memory-fits": memory_fits,
     "fusion-labels": fusion_labels,

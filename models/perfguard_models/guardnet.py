@@ -1,10 +1,9 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-For CPUs a graph network (`graph_network`). For GPUs, trees for memory (`memory_forest`) and two clocks for time (`two_clocks`).
-They are trained on many measured runs and
-ship with the package. Their residuals on a particular machine (a slower host, a constant factor, a region) are small and smooth.
-A process on an embedding of the graph learns them from the first few trials, in closed form, with an uncertainty. Trees learn the
-remaining residuals from many runs (`refinement`).
+Time has two clocks (`two_clocks`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries algorithms.
+They are trained on many measured runs and ship with the package. Their residuals on a particular machine (a slower host, a
+constant factor, a region) are small and smooth. A process on an embedding of the graph learns them from the first few trials, in
+closed form, with an uncertainty. Trees learn the remaining residuals from many runs (`refinement`).
 
     log value = shipped weights + refinement + process, conditioned on the runs of the device
 """
@@ -15,7 +14,7 @@ import hashlib
 import math
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,26 +28,25 @@ import torch
 from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, memory_parts, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
-from perfguard_models.backends import (
+from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.fusion import Compiled, as_compiled
+from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.raw_prediction import (
     PHYSICS,
-    Backend,
-    CpuBackend,
-    GpuBackend,
+    PRIOR,
     RawPrediction,
+    Weights,
     embedding_of,
     gp_inputs,
     physics_of,
     scale_of,
 )
-from perfguard_models.features.step import STEP_FEATURES, step_features
-from perfguard_models.fusion import Compiled, as_compiled
-from perfguard_models.memory_forest import MemoryForest
 from perfguard_models.refinement import ResidualForest, ResidualRows, fit_residual_forest, rows_of
 from perfguard_models.residual import Bounds, GPInputs, ResidualPosterior, ResidualPrior, condition
 from perfguard_models.summary import NAME as SUMMARY
 from perfguard_models.summary import read_summary
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import FittedModel, trained_of
+from perfguard_models.trained import CPU_PREFIX, FittedModel, trained_of
 from perfguard_models.two_clocks import TwoClocks
 from perfguard_models.weight_files import read_pair
 
@@ -58,7 +56,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _AMD = "AMD GPUs: no prediction for them was ever compared with a measurement"
-_CPU, MEMORY, TIME = "guardnet_cpu", MemoryForest.name, TwoClocks.name
+MEMORY, TIME = MemoryForest.name, TwoClocks.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,41 +92,40 @@ TRIALS = TrialConfig()
 
 @undisturbed
 def load(path: str | Path | None = None) -> GuardNet:
-    """GuardNet with the shipped weights: one set for CPUs, two for GPUs.
+    """GuardNet with the shipped weights: for GPUs and for CPUs, one file for memory and one for time.
 
     Args:
-        path: other weights, without suffix (PATH.safetensors and PATH.json). They replace those of the same kind.
+        path: other weights, without suffix (PATH.safetensors and PATH.json). They replace those of the same learner and the same
+            kind of device.
 
     Raises:
         PredictorError: if the files are missing, damaged, of another version, or do not belong together.
     """
     folder = files("perfguard_models") / "weights"
-    found = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in (_CPU, MEMORY, TIME))
+    names = [prefix + name for prefix in ("", CPU_PREFIX) for name in (MEMORY, TIME)]
+    found = dict(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in names)
     if path is not None:
         found |= [_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), str(path))]
-    cpu, memory, time = found[_CPU], found[MEMORY], found[TIME]
-    assert isinstance(cpu, CpuBackend)
-    assert isinstance(memory, FittedModel)
-    assert isinstance(time, FittedModel)
+    memory = found["cuda", MEMORY]
     tensors, card = (folder / f"{SUMMARY}.{suffix}" for suffix in ("safetensors", "json"))
-    gpu = GpuBackend(memory, time, read_summary(tensors, card, memory.card["sha256"]))
-    return GuardNet({"cpu": cpu, "cuda": gpu})
+    summary = read_summary(tensors, card, memory.card["sha256"])
+    gpu, cpu = Weights(memory, found["cuda", TIME], summary), Weights(found["cpu", MEMORY], found["cpu", TIME])
+    return GuardNet({"cuda": gpu, "cpu": cpu})
 
 
-def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[str, CpuBackend | FittedModel]:
-    """The kind of weights, and the weights. `perfguard train` writes cards with a format. Those for CPUs have none."""
+def _read(tensors: Traversable, card: Traversable, name: str) -> tuple[tuple[str, str], FittedModel]:
+    """The kind of device and the name of the learner, and the weights."""
     data, document = read_pair(tensors, card, "GuardNet's weights", "train them again")
-    if "format" not in document:
-        return _CPU, CpuBackend(data, document, name)
     trained = trained_of(data, document, name)
-    return trained.learner.name, trained
+    kind = "cpu" if trained.card["trained_devices"] == ["cpu"] else "cuda"
+    return (kind, trained.learner.name), trained
 
 
 class GuardNet:
     """See the module's docstring. Build it with :func:`load`."""
 
-    def __init__(self, backends: dict[str, Backend]) -> None:
-        self._backends = backends
+    def __init__(self, weights: Mapping[str, Weights]) -> None:  # by the kind of device
+        self._weights = weights
         self._posteriors: dict[tuple[str, Target], ResidualPosterior] = {}
         self._overheads: dict[str, tuple[float, float]] = {}
         self._powers: dict[str, tuple[float, float]] = {}
@@ -144,7 +141,7 @@ class GuardNet:
     @property
     def lineage(self) -> str:
         """Name and hash of the shipped weights. A refinement is valid for these alone."""
-        versions = repr(sorted((kind, backend.version) for kind, backend in self._backends.items()))
+        versions = repr(sorted((kind, weights.version) for kind, weights in self._weights.items()))
         return f"guardnet-{hashlib.sha256(versions.encode()).hexdigest()[:8]}"
 
     @property
@@ -157,7 +154,7 @@ class GuardNet:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
         compiled = self._compiled(graph, device)
         launched = (graph if compiled is None else compiled.graph).as_batch()
-        raw = self._raw(graph, device, with_step_features=self._refinement is not None)
+        raw = self._raw(graph, device)
         return self._predictions(graph.as_batch(), launched, raw, device, steps)[0]
 
     @undisturbed
@@ -165,20 +162,18 @@ class GuardNet:
         """See :class:`perfguard.predictor.BatchPredictor`."""
         if self._compiled(graphs.skeleton, device) is not None:  # which operators share a kernel depends on sizes
             return [self.predict(graph, device) for graph in graphs]
-        raw = _widened(self._backends[device.kind].predict(graphs, device), graphs)
+        raw = _widened(self._weights[device.kind].predict(graphs, device), graphs)
         return self._predictions(graphs, graphs, raw, device)
 
     def _predictions(
         self, graphs: GraphBatch, launched: GraphBatch, raw: RawPrediction, device: Device, steps: int | None = None
     ) -> list[Prediction]:
         """The prediction of each of ``graphs``. ``launched`` has the operators that really run."""
-        if self._refinement is not None:
-            raw = _with_step_features(raw, graphs, device)
         memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
-        trained = np.logical_and.reduce(list(raw.known.values())) & self._backends[device.kind].trained_on(device)
+        trained = np.logical_and.reduce(list(raw.known.values())) & self._weights[device.kind].trained_on(device)
         kinds = sorted(graphs.skeleton.kinds)
         place = {kind: at for at, kind in enumerate(kinds)}
         of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
@@ -268,10 +263,10 @@ class GuardNet:
         return None if forest is None else forest.to_bytes()
 
     def _residual_rows(self, device_id: str, target: Target, rows: Sequence[Observation]) -> ResidualRows:
-        raws = [self._raw(row.graph, row.device, with_step_features=True) for row in rows]
+        raws = [self._raw(row.graph, row.device) for row in rows]
         residuals = _residuals_of(rows, raws, target)
         posterior = condition(residuals.prior, residuals.at, residuals.y)
-        summary = self._backends[rows[0].device.kind].summary(rows[0].device, target)
+        summary = self._weights[rows[0].device.kind].summary(rows[0].device, target)
         sums, values = _features_and_values(target, raws)
         x = _tree_inputs(target, np.concatenate([sums, summary.sums]), np.concatenate([values, summary.log_value]))
         ids = [*(row.decision_id for row in rows), *[""] * len(summary.sums)]
@@ -292,7 +287,7 @@ class GuardNet:
         if not known:
             return None
         refinement = self._refinement
-        raws = [self._raw(row.graph, row.device, with_step_features=refinement is not None) for row in known]
+        raws = [self._raw(row.graph, row.device) for row in known]
         found = _residuals_of(known, raws, target, prior)
         if refinement is None:
             return found
@@ -322,40 +317,38 @@ class GuardNet:
         self._posteriors[key] = condition(known.prior, at, y, limits)
 
     def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
-        x, prior, prior_scale = raw.embedding[target], raw.prior[target], raw.prior_scale[target]
+        x, prior_scale = raw.embedding[target], raw.prior_scale[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = np.zeros(len(x)), prior.before(x).sqrt().numpy() * prior_scale
+            mean, log_sigma = np.zeros(len(x)), PRIOR.before(x).sqrt().numpy() * prior_scale
         else:
             of_the_process = posterior.prior.total
-            scale = torch.tensor([scale_of(prior.total * one, of_the_process) for one in prior_scale.tolist()]).double()
+            scale = torch.tensor([scale_of(PRIOR.total * one, of_the_process) for one in prior_scale.tolist()]).double()
             inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton))
             # The process has one prior; a graph may be harder or easier than those that it was made for.
-            before = torch.from_numpy(prior.total * prior_scale)
+            before = torch.from_numpy(PRIOR.total * prior_scale)
             means, log_sigmas = posterior.at(inputs)
             log_sigmas = log_sigmas * before / of_the_process / scale
             means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
-        log_sigma = np.maximum(log_sigma * self._backends[device.kind].interval_scale(target), TRIALS.least_log_sigma(target))
+        log_sigma = np.maximum(log_sigma, TRIALS.least_log_sigma(target))
         median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
         return list(map(Estimate, median.tolist(), log_sigma.tolist()))
 
-    def _raw(self, graph: OpGraph, device: Device, *, with_step_features: bool = False) -> RawPrediction:
+    def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The weights' prediction for ``graph``, as a batch of one. It is cached for the life of the graph."""
         of_graph = self._known.setdefault(graph, {})
         key = repr(device)
         if key not in of_graph:
-            backend, compiled = self._backends[device.kind], self._compiled(graph, device)
+            compiled = self._compiled(graph, device)
             eager = (graph if compiled is None else compiled.eager).as_batch()
-            raw = _widened(backend.predict(eager, device), eager)
+            raw = _widened(self._weights[device.kind].predict(eager, device), eager)
             of_graph[key] = raw if compiled is None else _on_kernels(raw, compiled, device)
-        if with_step_features:
-            of_graph[key] = _with_step_features(of_graph[key], graph.as_batch(), device)
         return of_graph[key]
 
     def _compiled(self, graph: OpGraph, device: Device) -> Compiled | None:
         """The kernels of a compiled graph; None: it is not compiled, or the weights were trained on compiled runs like it."""
-        if "compiled" not in graph.options or self._backends[device.kind].knows_compiled(graph, device):
+        if "compiled" not in graph.options or self._weights[device.kind].knows_compiled(graph, device):
             return None
         return as_compiled(graph, device)
 
@@ -379,7 +372,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     device_s[:, opaque] += (raw.path.total_s * np.expm1(half["time"]) / len(opaque))[:, None]
     scale = dict(raw.prior_scale)
     for target in TARGETS:
-        before = raw.prior[target].before(raw.embedding[target]).sqrt().numpy() * scale[target]
+        before = PRIOR.before(raw.embedding[target]).sqrt().numpy() * scale[target]
         scale[target] = scale[target] * np.hypot(before, half[target] / HALF_INTERVAL) / before
     return raw._replace(
         log_value={target: raw.log_value[target] + half[target] for target in TARGETS},
@@ -394,27 +387,26 @@ def _on_kernels(raw: RawPrediction, compiled: Compiled, device: Device) -> RawPr
     left = compiled.time_shares(device)
     op_time_s = raw.op_time_s * left
     path = raw.path._replace(host_s=raw.path.host_s * left, device_s=raw.path.device_s * left)
-    saved = np.log(np.maximum(op_time_s.sum(axis=1), 1e-12) / np.maximum(raw.op_time_s.sum(axis=1), 1e-12))
-    changes = {"memory": math.log(compiled.memory_share(device)), "time": saved}
-    log_value = {target: value + changes[target] for target, value in raw.log_value.items()}
-    raw = raw._replace(log_value=log_value, op_time_s=op_time_s, path=path)
-    if raw.step_features is None:
-        return raw
+    log_value = {
+        "memory": raw.log_value["memory"] + math.log(compiled.memory_share(device)),
+        "time": raw.log_value["time"] + np.log(path.total_s / raw.path.total_s),
+    }
     features = raw.step_features.copy()
     features[:, STEP_FEATURES.index("compiled")] = 1.0
-    return raw._replace(step_features=features, embedding=dict.fromkeys(TARGETS, embedding_of(features)))
-
-
-def _with_step_features(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
-    return raw if raw.step_features is not None else raw._replace(step_features=step_features(graphs, device))
+    return raw._replace(
+        log_value=log_value,
+        op_time_s=op_time_s,
+        path=path,
+        step_features=features,
+        embedding=dict.fromkeys(TARGETS, embedding_of(features)),
+    )
 
 
 def _features_and_values(
     target: Target, raws: Sequence[RawPrediction]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """The step features and the log values of all graphs of ``raws``. Shapes: (n, len(STEP_FEATURES)), (n,)."""
-    features = [raw.step_features for raw in raws if raw.step_features is not None]
-    return np.concatenate(features), np.concatenate([raw.log_value[target] for raw in raws])
+    return np.concatenate([raw.step_features for raw in raws]), np.concatenate([raw.log_value[target] for raw in raws])
 
 
 def _tree_inputs(target: Target, sums: npt.NDArray[np.float32], log_value: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:

@@ -1,8 +1,8 @@
-"""GuardNet's memory on GPUs: boosted trees on step features correct the replay of the allocator.
+"""GuardNet's memory: boosted trees on step features correct the replay of the allocator.
 
-The features describe the whole step, and the replay's peaks with each of cuDNN's algorithms. The training rows were measured
-with cuDNN's benchmark mode on, which leaves workspaces in the allocator's cache. For perceptrons the trees also predict
-utilisation.
+The features describe the whole step, and the replay's peaks with each of cuDNN's algorithms. On GPUs, the training rows were
+measured with cuDNN's benchmark mode on, which leaves workspaces in the allocator's cache. For perceptrons the trees also predict
+utilisation. On CPUs the trees correct the bytes that are alive, because the C library keeps what was freed.
 """
 
 from __future__ import annotations

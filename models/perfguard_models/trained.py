@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 FORMAT = 1
+CPU_PREFIX = "cpu-"
+"""Begins the names of weights for CPUs."""
 
 
 class FeatureSet(NamedTuple):

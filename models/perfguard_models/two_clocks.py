@@ -10,7 +10,7 @@ recurrent layer depend on one another, so each adds a latency of its own. A host
 in its phase, and of the views before it. Before the first launch come a constant c and the copy m of the batch to the device.
 Each machine has one factor for all host times and one for all device times. This is the critical path of Lin et al. 2022,
 "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821), section IV, in closed
-form.
+form. A CPU is its own host, so nothing overlaps there: the maximum is replaced by the sum of all h_i and d_i.
 
 Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.
 """
@@ -68,6 +68,7 @@ class Packed(NamedTuple):
     launched: torch.Tensor  # shape: (B, 1), 0 where the time is that of a kernel alone
     started: torch.Tensor  # shape: (B,), 0 where the time is that of an operator alone
     device: torch.Tensor  # shape: (B, len(DEVICE_COLUMNS))
+    is_cpu: torch.Tensor  # shape: (B,), 0 or 1
 
 
 class PathTimes(NamedTuple):
@@ -80,7 +81,7 @@ class PathTimes(NamedTuple):
 
     @classmethod
     def on_device(cls, op_time_s: Floats) -> Self:
-        """The path through nothing but operators, as on a CPU. Without operators it is all start. Shape: (C, N)."""
+        """The path through nothing but operators. Without operators it is all start. Shape: (C, N)."""
         number, num_ops = op_time_s.shape
         return cls(np.full(number, float(num_ops == 0)), np.zeros(number), np.zeros_like(op_time_s), op_time_s)
 
@@ -107,6 +108,7 @@ class Clocks(NamedTuple):
     host_s: torch.Tensor  # shape: (B, N), of each launch
     constant_s: torch.Tensor  # shape: (B,), of the host before the first launch
     copy_s: torch.Tensor  # shape: (B,), of the batch
+    is_cpu: torch.Tensor  # shape: (B,), 0 or 1
 
     def log_step_s(self, is_launch: torch.Tensor, machine: torch.Tensor, *, smooth: bool = False) -> torch.Tensor:
         """Log seconds of each step on machines whose host and device take exp(``machine``) times as long.
@@ -117,21 +119,23 @@ class Clocks(NamedTuple):
             smooth: with a smooth maximum, which has a gradient for every path.
         """
         host, device = machine[..., :1].exp(), machine[..., 1:].exp()
-        path = (self.host_s * host).cumsum(1) + (self.device_s * device).flip(1).cumsum(1).flip(1)
+        host_s, device_s = self.host_s * host, self.device_s * device
+        path = host_s.cumsum(1) + device_s.flip(1).cumsum(1).flip(1)
         longest = path.amax(1) if path.shape[1] else path.sum(1)  # a step without operators has no path
         if smooth:
             temperature = _SHARPNESS * longest.detach()[:, None]
             closed = torch.where(is_launch > 0, path / temperature, -1e9)
             longest = (temperature * torch.logsumexp(closed, 1, keepdim=True))[:, 0]
+        longest = torch.where(self.is_cpu > 0, (host_s + device_s).sum(1), longest)
         return (longest + self.constant_s * host[..., 0] + self.copy_s).log()
 
     def longest_path(self) -> tuple[torch.Tensor, ...]:
-        """Seconds of each part of the longest path on a usual machine, in the order of :class:`PathTimes`."""
+        """Seconds of each part of the longest path on a usual machine, in the order of :class:`PathTimes`. On a CPU: of all."""
         number = self.host_s.shape[1]
         path = self.host_s.cumsum(1) + self.device_s.flip(1).cumsum(1).flip(1)
         turn = path.argmax(1, keepdim=True) if number else 0  # the launch at which the path leaves the host
-        at = torch.arange(number)
-        return self.constant_s, self.copy_s, self.host_s * (at <= turn), self.device_s * (at >= turn)
+        at, all_of_it = torch.arange(number), self.is_cpu[:, None] > 0
+        return self.constant_s, self.copy_s, self.host_s * ((at <= turn) | all_of_it), self.device_s * ((at >= turn) | all_of_it)
 
 
 class Network(nn.Module):
@@ -183,6 +187,7 @@ class Network(nn.Module):
             host * packed.is_launch * packed.launched * (usual[:, None] + packed.compiled * self.compiled).exp(),
             (self.constant[packed.train] + usual).exp() * packed.started,
             packed.copied * self.copy.exp(),
+            packed.is_cpu,
         )
 
 
@@ -296,6 +301,7 @@ class TwoClocks:
         }
         flags = np.array([view["x"][0, [_COMPILED, _TRAIN]] if len(view["x"]) else (0, 0) for view in views], dtype=np.float32)
         timed = torch.from_numpy(np.stack([view["timed"] for view in views]))
+        is_cpu = torch.from_numpy(np.concatenate([view["is_cpu"] for view in views]))
         return Packed(
             x=((x - self.scale[0]) / self.scale[1]).clamp(-_FARTHEST, _FARTHEST),
             name=joined["name"].long(),
@@ -305,19 +311,23 @@ class TwoClocks:
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
-            compiled=torch.from_numpy(flags[:, :1]),
+            compiled=torch.from_numpy(flags[:, :1]) * (1 - is_cpu[:, None]),
             train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
             launched=timed[:, :1],
             started=timed[:, 1],
             device=torch.from_numpy(np.stack([view["device"] for view in views])),
+            is_cpu=is_cpu,
         )
 
 
 def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
     """The operators' columns and the device's. Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS))."""
-    x = view["x"].astype(np.float32)
-    return np.concatenate([x, np.broadcast_to(view["device"], (len(x), len(DEVICE_COLUMNS)))], axis=1)
+    x, device = view["x"].astype(np.float32), view["device"]
+    if view["is_cpu"][0]:
+        x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
+        device = np.zeros_like(device)  # one CPU was measured: what its figures change, beside the roofline, is not known
+    return np.concatenate([x, np.broadcast_to(device, (len(x), len(DEVICE_COLUMNS)))], axis=1)
 
 
 def batches_of(runs: Sequence[Example], order: Iterable[int], most: float = math.inf) -> Iterator[list[int]]:

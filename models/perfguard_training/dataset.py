@@ -13,7 +13,7 @@ import importlib
 import inspect
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from perfguard.devices import resolve_device
+from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import KIND_INDEX, OpGraph, Phase
 from perfguard.tables import MeasuredRow, OperatorRow, kind_of_table, parser_of, read_table
@@ -107,6 +107,8 @@ class Run(NamedTuple):
         return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("count_conv")] > 0)
 
 
+_KERNELS_A_STEP = 1_000_000
+"""A step counts as much as so many kernels when folds are balanced."""
 _ARITHMETIC_OF_FP32 = ("tf32", "no-tf32")
 _FEATURES_OF_PAPERS = "perfguard_papers.served"
 """Imported by name, because the papers' package imports this one."""
@@ -124,6 +126,8 @@ class Dataset(NamedTuple):
 
     runs: list[Run]
     rejected: list[str]
+    cpus: frozenset[str] = frozenset()
+    """Names of the processors that rows were measured on."""
 
     def rejections(self) -> str:
         """A sentence for a person: how many rows were left out, and the commonest reasons."""
@@ -152,25 +156,30 @@ def dataset_of(
     """
     runs: list[Run] = []
     rejected: list[str] = []
+    cpus = set[str]()
     names = (view,) if isinstance(view, str) else tuple(view)
     for table in tables:
         read = _read(table, most_operators, seed)
+        cpus |= {row.device.name for row in read.rows if row.gpu == "cpu"}
         found = _seen(read.kind, read.rows, names, cache, jobs)
         runs += [run for run in found if isinstance(run, Run)]
         rejected += [*read.rejected, *(reason for reason in found if isinstance(reason, str))]
-    return Dataset(runs, rejected)
+    return Dataset(runs, rejected, frozenset(cpus))
 
 
-def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, OpGraph]]:
-    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its graph, which must be in the ``cache``."""
+def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
+    """The runs of ``tables`` that are ``wanted``, seen as nothing, each with its device and graph.
+
+    The graphs must be in the ``cache``.
+    """
     for table in tables:
         kind, rows, _ = _read(table, 0, 0)
         for group in groups_of(rows, cache / "graphs"):
             runs = [_run(kind, row, []) for row in group.rows]
             if any(isinstance(run, Run) and wanted(run) for run in runs):
-                for run, (_, _, graph) in zip(runs, read_group(group), strict=True):
+                for run, (_, device, graph) in zip(runs, read_group(group), strict=True):
                     if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
-                        yield run, graph
+                        yield run, device, graph
 
 
 class _Read(NamedTuple):
@@ -197,6 +206,8 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
             rejected.append("the same row twice")
         elif row.status not in _STATUSES:
             rejected.append(f"status {row.status!r}")
+        elif row.gpu == "cpu" and getattr(row, "figures", None) is None:
+            rejected.append("a CPU without its figures, which `perfguard collect` writes")
         elif row.status == "ok" and (reason := _absurd(row)):
             rejected.append(reason)
         else:
@@ -209,7 +220,8 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
 
 def _absurd(row: MeasuredRow) -> str:
     """The reason why a reading is impossible, for instance a unit that is off by 1,024."""
-    if row.peak_memory_bytes is not None and not 2**20 <= row.peak_memory_bytes <= 2**40:
+    least = 0 if row.gpu == "cpu" else 2**20  # a process may have room for a small step
+    if row.peak_memory_bytes is not None and not least <= row.peak_memory_bytes <= 2**40:
         return "a peak below a mebibyte or above a tebibyte"
     if row.step_time_s is not None and not 1e-6 <= row.step_time_s <= 3600:
         return "a step below a microsecond or above an hour"
@@ -238,7 +250,7 @@ def _seen(kind: str, rows: Sequence[MeasuredRow], names: Sequence[str], cache: P
 
 def _fingerprint(groups: Sequence[Group], name: str) -> str:
     rows = [
-        (group.archive.name, [(row.gpu, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
+        (group.archive.name, [(row.device, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
     ]
     modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES, OperatorRow.__module__)
     source = [inspect.getsource(importlib.import_module(module)) for module in modules]
@@ -247,15 +259,15 @@ def _fingerprint(groups: Sequence[Group], name: str) -> str:
 
 def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
     found: list[dict[str, Arrays] | str] = []
-    previous: tuple[OpGraph, dict[str, Arrays]] | None = None
+    previous: tuple[OpGraph, Device, dict[str, Arrays]] | None = None
     for _, device, graph in read_group(group):
         if isinstance(graph, str):
             found.append(graph)
             continue
-        if previous is None or previous[0] is not graph:
+        if previous is None or previous[0] is not graph or previous[1] != device:
             batch, known = graph.as_batch(), feature_sets()
-            previous = graph, {name: known[name].compute(batch, device)[0] for name in names}
-        found.append(previous[1])
+            previous = graph, device, {name: known[name].compute(batch, device)[0] for name in names}
+        found.append(previous[2])
     return found
 
 
@@ -277,18 +289,19 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
         "gpu_util": _logit(row.gpu_util),
         "sm_active": _logit(row.sm_active),
     }
+    device = row.device
     return Run(
         table=table,
         source=row.source,
         family=row.family,
         model=row.model,
-        gpu=resolve_device(row.gpu).id,
+        gpu=device.id,
         mode=row.mode,
         variant=_variant(row),
         structure=f"{row.structure} {row.framework}",
         batch_size=row.batch_size,
         labels={name: value for name, value in labels.items() if value is not None} if fits else {},
-        capacity_bytes=int(row.capacity_bytes or resolve_device(row.gpu).memory_bytes),
+        capacity_bytes=int(row.capacity_bytes or device.memory_bytes),
         fits=fits,
         view=arrays,
         host=getattr(row, "host", ""),
@@ -299,7 +312,7 @@ def _variant(row: MeasuredRow) -> str:
     words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
     if words and (tf32 := getattr(row, "tf32", None)) is not None:
         option = {"on": "tf32", "off": "no-tf32", "default": ""}[tf32]
-        words[0] = arithmetic_of(words[0], [option], resolve_device(row.gpu))
+        words[0] = arithmetic_of(words[0], [option], row.device)
     return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
 
 
@@ -335,9 +348,9 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
     if split in ("gpu", "source"):
         names = [getattr(run, split) for run in runs]
         # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
-        sizes: defaultdict[str, float] = defaultdict(float)
+        sizes = Counter[str]()
         for name, run in zip(names, runs, strict=True):
-            sizes[name] += 1e-6 if run.is_single else 1.0
+            sizes[name] += 1 if run.is_single else _KERNELS_A_STEP
         parts = _parts_of(sizes, number, seed)
         held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
         made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]
@@ -363,7 +376,7 @@ def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tupl
     return part_of
 
 
-def _parts_of(sizes: Mapping[str, float], number: int, seed: int) -> dict[str, int]:
+def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:
     """The part, out of ``number``, of each name. Names go from the largest on, each to the part with the fewest runs.
 
     Scikit-learn's GroupKFold does the same, but sorts equal sizes by NumPy's unstable sort, which depends on the processor.
@@ -371,7 +384,7 @@ def _parts_of(sizes: Mapping[str, float], number: int, seed: int) -> dict[str, i
     """
     names = sorted(sizes)
     random.Random(seed).shuffle(names)
-    load, part_of = [0.0] * number, {}
+    load, part_of = [0] * number, {}
     for name in sorted(names, key=lambda name: -sizes[name]):
         part_of[name] = load.index(min(load))
         load[part_of[name]] += sizes[name]

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from rich.progress import track
 
-from perfguard.devices import Device, resolve_device
+from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.tables import MeasuredRow, OperatorRow, model_on_meta
@@ -71,7 +71,7 @@ def read_group(group: Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | st
     previous: tuple[str, OpGraph | str] = ("", "")
     if isinstance(group.rows[0], OperatorRow):  # written down, not traced
         for row in group.rows:
-            device = resolve_device(row.gpu)
+            device = row.device
             yield row, device, row.graph(None, TraceCache(), device)
         return
     with zipfile.ZipFile(group.archive) as archive:
@@ -83,7 +83,7 @@ def read_group(group: Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | st
                     previous = name, OpGraph.from_bytes(archive.read(name))
                 else:
                     previous = name, archive.read(_ERROR).decode() if _ERROR in names else "not traced"
-            yield row, resolve_device(row.gpu), previous[1]
+            yield row, row.device, previous[1]
 
 
 def _member(row: MeasuredRow) -> str:
@@ -112,7 +112,7 @@ def _trace(group: Group) -> None:
             for row in group.rows:
                 if _member(row) not in written:
                     written.add(_member(row))
-                    graph = row.graph(model, traces, resolve_device(row.gpu))
+                    graph = row.graph(model, traces, row.device)
                     archive.writestr(_member(row), graph.to_bytes())
         except PerfGuardError as error:
             archive.writestr(_ERROR, str(error))

@@ -1,4 +1,4 @@
-"""Training of GuardNet's forests for the memory on GPUs.
+"""Training of GuardNet's forests for memory.
 
 Most GPUs of the tables have no reading of memory. It is only known that a batch fitted and that the next one did not. Such a
 pair gives an interval for the true factor on the replay's live bytes. It gives none for the reserved bytes, because the
@@ -50,7 +50,7 @@ class TrainableMemory(MemoryForest):
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_training.learner.Trainable`."""
         whole = [run for run in runs if not run.is_single]
-        self.constant = _constant_of(whole)
+        self.constant = 0.0 if {run.gpu for run in whole} == {"cpu"} else _constant_of(whole)
         for target in PREDICTED if whole else ():
             measured = labels_of(whole, target) - self.start(whole, target)
             self._fit_forests(target, whole, _Interval(measured, measured))

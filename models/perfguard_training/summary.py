@@ -1,4 +1,4 @@
-r"""Makes the summary of what GuardNet's weights for GPUs were fitted to; see `perfguard_models.summary`.
+r"""Makes the summary of what GuardNet's weights were fitted to; see `perfguard_models.summary`.
 
 python -m perfguard_training.summary TABLE... --cache .perfguard-cache --out models/perfguard_models/weights
 """
@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from perfguard.devices import resolve_device
-from perfguard_models.backends import GpuBackend, RawPrediction
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.memory_forest import MemoryForest
+from perfguard_models.raw_prediction import PRIOR, RawPrediction, Weights
 from perfguard_models.summary import NAME, Summary
 from perfguard_models.trained import read_trained
 from perfguard_models.two_clocks import TwoClocks
@@ -30,13 +29,13 @@ _MOST_OPERATORS = 30_000
 
 def summary_of(raws: Iterable[tuple[str, RawPrediction]]) -> Summary:
     """The summary of raw predictions on the GPUs of these names."""
-    found = [(device_id, raw, features) for device_id, raw in raws if (features := raw.step_features) is not None]
+    found = [(device_id, raw, raw.step_features) for device_id, raw in raws]
     known = np.concatenate([raw.known["memory"] for _, raw, _ in found])
     columns = (
         np.array([device_id for device_id, _, features in found for _ in features], dtype=np.str_),
         np.concatenate([features for _, _, features in found]),
         np.concatenate([raw.log_value["memory"] for _, raw, _ in found]),
-        np.concatenate([raw.prior["memory"].total * raw.prior_scale["memory"] for _, raw, _ in found]),
+        np.concatenate([PRIOR.total * raw.prior_scale["memory"] for _, raw, _ in found]),
     )
     return Summary(*(column[known] for column in columns))
 
@@ -84,13 +83,13 @@ def main() -> None:
     folder = files("perfguard_models") / "weights"
     names = MemoryForest.name, TwoClocks.name
     memory, time = (read_trained(folder / f"{name}.safetensors", folder / f"{name}.json", name) for name in names)
-    backend = GpuBackend(memory, time)
+    weights = Weights(memory, time)
     runs = dataset_of(arguments.tables, ("sums",), cache=arguments.cache, most_operators=_MOST_OPERATORS).runs
     chosen = drawn(runs)
     wanted = {_key_of(runs[index]) for index in chosen}
     raws: dict[tuple[object, ...], tuple[str, RawPrediction]] = {}
-    for run, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
-        raws[_key_of(run)] = run.gpu, backend.predict(graph.as_batch(), resolve_device(run.gpu))
+    for run, device, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
+        raws[_key_of(run)] = run.gpu, weights.predict(graph.as_batch(), device)
     command = f"python -m perfguard_training.summary {' '.join(['TABLE'] * len(arguments.tables))} --out DIR"
     print(write_summary(arguments.out / NAME, summary_of(raws.values()), memory.card["sha256"], command), end="")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.learner import Learner
-from perfguard_models.trained import write_trained
+from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_training.calibration import calibrated
 from perfguard_training.cross_validation import errors_of
 from perfguard_training.dataset import Run, dataset_of, feature_sets
@@ -38,13 +38,13 @@ def train_and_write(
     most_operators: int = 60_000,
     on_epoch: OnEpoch = lambda done, of, loss: None,
 ) -> str:
-    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json.
+    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs it is OUT/cpu-NAME.
 
     Returns:
         A sentence for a person.
 
     Raises:
-        TableError: if the tables leave too few rows.
+        TableError: if the tables leave too few rows, or have runs on a CPU and on GPUs.
         ConfigurationError: for settings that the predictor does not have.
     """
     kind = learner_class(name)
@@ -57,18 +57,25 @@ def train_and_write(
     if len(own) < _FEWEST_RUNS:
         known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
         raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
+    gpus = {run.gpu for run in own}
+    if "cpu" in gpus and len(gpus) > 1:
+        raise TableError(
+            "These tables have runs on a CPU and on GPUs. Weights are for one of them: train them one after the other."
+        )
+    stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus else name
     started = time.monotonic()
     runs, found = predictions(
         tables, {name: settings}, ["family", "source", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators
     )
     learner = kind(**settings)
-    checkpoint = cache / f"{name}.checkpoint"
+    checkpoint = cache / f"{stem}.checkpoint"
     learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
     errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
     used = _used(learner, own)
     card = {
         "version": 1,
         "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
+        "trained_cpus": sorted(dataset.cpus),
         "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
         "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
         "left_out": dataset.rejections(),
@@ -80,11 +87,11 @@ def train_and_write(
             for (split, group, _), score in fit_scores(runs, found).items()
         ],
     }
-    write_trained(out / name, name, learner, card, calibrated(errors), feature_sets=feature_sets())
+    write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=feature_sets())
     for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
         path.unlink()
-    size = (out / name).with_suffix(".safetensors").stat().st_size
-    return f"{out / name}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
+    size = (out / stem).with_suffix(".safetensors").stat().st_size
+    return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 
 
 def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:

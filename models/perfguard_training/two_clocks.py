@@ -1,7 +1,8 @@
 """Training of the two clocks on measured step times.
 
 Sources differ in their machines: another host, another clock. Each machine has a host factor and a device factor with a prior
-around one. They are learnt beside the network and left out when serving.
+around one. They are learnt beside the network and left out when serving. CPUs have none: one was measured, and
+the network learns its host, too.
 """
 
 from __future__ import annotations
@@ -38,16 +39,23 @@ _LENGTHS_APART = 60
 class _Machines(nn.Module):
     """The log factors of machines."""
 
-    def __init__(self, machines: Sequence[tuple[str, str, str]]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__()
+        machines = sorted({run.machine for run in runs})
         self.index = {machine: at for at, machine in enumerate(machines)}
+        self.has_factors = torch.tensor([[float(gpu != "cpu")] for _, gpu, _ in machines])
         self.factor = nn.Parameter(torch.zeros(len(machines), 2))
+
+    def of(self, runs: Sequence[Run]) -> torch.Tensor:
+        """Log factors of the host and the device of each run. Shape: (len(runs), 2)."""
+        at = [self.index[run.machine] for run in runs]
+        return self.factor[at] * self.has_factors[at]
 
 
 class TrainableClocks(TwoClocks):
     """The two clocks, with `fit`."""
 
-    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator")
+    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
         """See :class:`perfguard_training.learner.Trainable`."""
@@ -61,7 +69,7 @@ class TrainableClocks(TwoClocks):
 
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)
-        network, machines = Network(self.settings["hidden"]).float(), _Machines(sorted({run.machine for run in runs}))
+        network, machines = Network(self.settings["hidden"]).float(), _Machines(runs)
         constants = [network.phase, network.kind, network.view, network.latency, network.dependent, network.constant]
         constants += [network.copy, network.compiled, network.clock_power]
         slow = {id(parameter) for parameter in constants}
@@ -102,11 +110,10 @@ class TrainableClocks(TwoClocks):
 
     def _errors(self, network: Network, machines: _Machines, runs: Sequence[Run]) -> torch.Tensor:
         """log(predicted / measured). Shape: (len(runs),)."""
-        of_run = machines.factor[[machines.index[run.machine] for run in runs]]
         packed = self.pack(runs)
         measured = torch.tensor([run.labels["time"] for run in runs])
         clocks: Clocks = network(packed)
-        return clocks.log_step_s(packed.is_launch, of_run, smooth=True) - measured
+        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
 
     def _prior(self, machines: _Machines) -> torch.Tensor:
         sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])

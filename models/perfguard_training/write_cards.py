@@ -24,6 +24,7 @@ _SOURCES = {
     "neusight-e2e": "NeuSight's transformers (sitar-lab/NeuSight, MIT)",
     "microsoft/vidur": "Vidur's kernels (microsoft/vidur, MIT)",
     "baidu-research/DeepBench": "DeepBench (baidu-research/DeepBench, Apache-2.0)",
+    "collected": "ours (`perfguard collect`)",
     "": "ours",
 }
 """Tables of runs name their sources by repository, OWNER/NAME."""
@@ -35,6 +36,10 @@ _OF_MEMORY = """
 Memory was measured only on the A100. For the RTX 3090 and 4090, the data only say which batches fitted. cuDNN's benchmark mode
 was on."""
 _OF_ALL = "Do not use it to compare GPUs that are not in the list above, or for billing."
+_OF_CPUS = """
+The data is from one machine: two cores of an AMD EPYC, Linux with glibc 2.36. On another CPU, the rates are measured, and the
+errors are not known. Networks are small: a step takes up to 30 ms by the roofline. One row in eight is in bfloat16, which this
+machine has no units for. Compiled steps are not in the data."""
 _LIMITS = {
     "memory-forest": f"""{_OF_MEMORY} With this mode off, convolutional networks need less memory than predicted.
 Utilisation was measured only for perceptrons on the A100. The data has no recurrent networks. {_OF_ALL}""",
@@ -43,6 +48,7 @@ Times are for one GPU. They leave out communication between GPUs, and waiting fo
 torchvision at small batches. Training of transformers was measured on few GPUs. If a step has small operators, its time depends
 on the host that launches them. Hosts differ more than GPUs of one kind do. So on another machine, such a step can be wrong by a
 factor of two or more until some runs are measured there. Of recurrent networks, the data has single layers only. {_OF_ALL}""",
+    **dict.fromkeys(("cpu-two-clocks", "cpu-memory-forest"), _OF_CPUS),
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""
 _LIMITS_OF_PAPERS = f"""{_OF_MEMORY} Times are for half precision on the RTX 3090 and 4090. The data has no times of float32
@@ -76,7 +82,7 @@ def card_of(name: str, card: dict[str, Any], num_bytes: int) -> str:
         for fit in card["fits"]:
             cells = [_cell(fit[key]) for key in _FITS]
             lines.append(f"| {fit['split']} | {fit['group']} | {' | '.join(cells)} |")
-    limits = _LIMITS.get(card["predictor"], _LIMITS_OF_PAPERS)
+    limits = _LIMITS.get(name, _LIMITS_OF_PAPERS)
     lines += ["", "## What it must not be used for", "", *_wrapped(limits), "", "## How it was made", ""]
     lines += [f"    {card['command']}", "", f"{card['made']} (without folds that were in the cache); {num_bytes / 1e6:.1f} MB."]
     return "\n".join(lines) + "\n"

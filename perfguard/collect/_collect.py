@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from perfguard.collect._plan import Plan, planned
-from perfguard.collect._rows import Journal, columns_of
+from perfguard.collect._rows import Journal, columns_of, figures_of
 from perfguard.collect._run import Row
 from perfguard.collect._spaces import Draft, drafts, without_missing_packages
 from perfguard.collect._worker import Worker, preload_libraries
@@ -30,7 +30,9 @@ from perfguard.tables._recipe import Space
 
 CPU_MEMORY_BYTES = 2**28
 """Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
-_REACH = {"cuda": 1.0, "cpu": 0.35}
+_REACH = {"cuda": 1.0, "cpu": 0.6}
+_ORDER = 2
+"""Changes if the configurations of an order do."""
 _MOST_FAILURES_IN_A_ROW = 25
 _PLANS_AHEAD = 4
 _GRACE_S = 30.0
@@ -126,7 +128,7 @@ def collect(
         preload_libraries()
     if memory_limit is None and device.kind == "cpu":
         memory_limit = CPU_MEMORY_BYTES
-    order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
+    order = f"{_ORDER}/{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
     summary = CollectReport()
     journal = Journal(out, resume=resume)
     summary.earlier_rows = len(journal.earlier)
@@ -144,6 +146,7 @@ def collect(
         fixed = {
             "gpu": device.id,
             "gpu_name": device.name,
+            "device": figures_of(device),
             "versions": worker.facts.get("versions", ""),
             "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / _MIB:.6g}",
             "order": order,

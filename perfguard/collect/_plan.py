@@ -23,8 +23,8 @@ _TOLERANCE = 0.05
 _MOST_TRACES = 5
 _ROUND = 16
 """Batches are rounded to this multiple, which suits tensor cores and is a common choice."""
-_LONGEST_STEP_S = {"cuda": 0.25, "cpu": 0.005}
-"""Longest step by the roofline, in seconds. Longer steps take the time of many rows. Runs that should not fit are exempt,
+_LONGEST_STEP_S = {"cuda": 0.25, "cpu": 0.03}
+"""Longest step by the roofline, in seconds. Longer steps take the time of many rows. Runs that should not fit a card are exempt,
 because they end early."""
 
 
@@ -37,15 +37,22 @@ class Plan(NamedTuple):
 
 
 def planned(draft: Draft, device: Device, capacity_bytes: int) -> Plan:
-    """``draft`` with the batch whose predicted peak is its share of ``capacity_bytes`` (the driver's context included)."""
+    """``draft`` with the batch whose predicted peak is its share of ``capacity_bytes`` (the driver's context included).
+
+    The batch is smaller if its step would be too long. On a CPU, most steps are short.
+    """
     try:
         with torch.device("meta"):
             model = draft.recipe.make_model()
         cost = functools.cache(functools.partial(_cost, draft.recipe, model, device))
         target = draft.memory_share * capacity_bytes - device.context_bytes
         batch_size = batch_at(target, lambda batch_size: cost(batch_size)[0])
-        longest_s = _LONGEST_STEP_S[device.kind]
-        if draft.memory_share < 1 and cost(batch_size)[1] > longest_s:
+        on_cpu, longest_s = device.kind == "cpu", _LONGEST_STEP_S[device.kind]
+        if on_cpu:
+            if cost(_PROBED_BATCHES[0])[1] > longest_s:
+                return Plan(draft, None, "a step would take too long on a CPU")
+            longest_s *= min(draft.memory_share, 1.0)
+        if (on_cpu or draft.memory_share < 1) and cost(batch_size)[1] > longest_s:
             batch_size = min(batch_size, batch_at(longest_s, lambda batch_size: cost(batch_size)[1]))
     except Exception as error:  # one configuration that cannot be traced is no reason to stop
         text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from perfguard.collect._plan import Plan
+from perfguard.devices import Device, catalog
 from perfguard.exceptions import ConfigurationError
 from perfguard.tables import read_table
 
@@ -26,7 +29,7 @@ COLUMNS = (
     # How far to trust it.
     "method", "confidence", "trouble", "note", "rows_in_process",
     # Where and as what.
-    "gpu_name", "driver", "versions", "order", "index", "recipe",
+    "gpu_name", "device", "driver", "versions", "order", "index", "recipe",
 )  # fmt: skip
 """docs/collect.md has the meaning of each."""
 
@@ -36,7 +39,7 @@ def columns_of(plan: Plan) -> dict[str, str]:
     recipe = plan.recipe
     assert recipe is not None
     return {
-        "source": f"collected-{recipe.space}",
+        "source": "collected",
         "model": recipe.model,
         "family": recipe.family,
         "mode": recipe.mode,
@@ -55,6 +58,11 @@ def columns_of(plan: Plan) -> dict[str, str]:
         "index": str(plan.draft.number),
         "recipe": recipe.to_json(),
     }
+
+
+def figures_of(device: Device) -> str:
+    """The figures of a device that the catalog does not have, as JSON; empty for a card of the catalog."""
+    return "" if device.id in catalog() else json.dumps(dataclasses.asdict(device), separators=(",", ":"))
 
 
 class Journal:

@@ -90,7 +90,7 @@ def _row(measurement: Measurement, leftovers: str) -> Row:
     ok = measurement.status == "ok"
     return {
         "status": measurement.status,
-        "peak_memory_mib": _text(measurement.peak_memory_bytes, 1 / _MIB),
+        "peak_memory_mib": _text(measurement.peak_memory_bytes or None, 1 / _MIB),
         "allocated_peak_mib": _text(measurement.allocated_peak_bytes, 1 / _MIB),
         "reserved_peak_mib": _text(measurement.reserved_peak_bytes, 1 / _MIB),
         "step_time_ms": _text(measurement.step_time_s if ok else None, 1e3),

@@ -179,7 +179,7 @@ def _draft(index: int, space: Space, point: Point) -> Draft:
         ("amp-bf16", "default"),
     )  # fmt: skip
     if not point.scope.on_gpu:
-        precisions = ("fp32", "default"), ("fp32", "default"), ("fp32", "default"), ("amp-bf16", "default")
+        precisions = (*(("fp32", "default"),) * 7, ("amp-bf16", "default"))
     precision, tf32 = point.choice(precisions)
     optimizer = point.choice(("sgd-momentum", "adamw"))
     layout: Layout = point.choice(("nchw", "nhwc"))

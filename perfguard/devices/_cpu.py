@@ -1,4 +1,4 @@
-"""The processor as a device: its rates are measured once per process, in about a quarter of a second."""
+"""The processor as a device: its rates are measured once per process, in about a third of a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perfguard.devices._spec import Device
 
 _MATRIX_SIZE = 768
 _COPY_BYTES = 60 * 2**20
-_REPEATS = 5
+_REPEATS = 15
 
 
 @functools.lru_cache(maxsize=1)

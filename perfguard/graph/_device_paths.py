@@ -21,7 +21,7 @@ from perfguard.graph._attention import attention
 from perfguard.graph._device_semantics import cast_weights
 from perfguard.graph._pytree import is_meta, tensors_in
 from perfguard.graph._rms_norm import fused_rms_norm
-from perfguard.graph._rnn import FUSED_RNNS, fused_rnn
+from perfguard.graph._rnn import FUSED_RNNS, fused_rnn, is_fused_on_cpu
 from perfguard.graph._target import Target
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -114,7 +114,7 @@ class DevicePaths(TorchFunctionMode):
             return self._softmax(func, name, args, kwargs)
         if name == "rms_norm" and not self._target.is_cpu and is_meta(args[0]):
             return fused_rms_norm(*args, **kwargs)
-        if name in FUSED_RNNS and not self._target.is_cpu and is_meta(args[0]):
+        if name in FUSED_RNNS and is_meta(args[0]) and (not self._target.is_cpu or is_fused_on_cpu(name, *args)):
             return fused_rnn(name, *args, **kwargs)
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Recurrent layers as cuDNN runs them: one kernel for all time steps and layers.
+"""Recurrent layers as cuDNN runs them, and oneDNN some of them: one kernel for all time steps and layers.
 
 On meta tensors ``torch.lstm`` and its kin decompose into one cell a time step. Two operators of our own stand for cuDNN's
 forward and backward, with the outputs of ``aten::_cudnn_rnn`` and the reserve space that training keeps for the backward pass.
@@ -88,6 +88,12 @@ class _FusedRnn(torch.autograd.Function):
         if cx is None:
             return None, None, None, None, grad_input, grad_hx, None, *rest
         return None, None, None, None, grad_input, grad_hx, *rest
+
+
+def is_fused_on_cpu(kind: str, input: torch.Tensor, states: Any, *_: Any) -> bool:
+    """Whether oneDNN runs the layer: an LSTM in float32, padded and without projections (PyTorch's RNN.cpp, `use_mkldnn`)."""
+    is_padded = not isinstance(states, torch.Tensor)
+    return kind == "lstm" and is_padded and input.dtype is torch.float32 and states[0].shape == states[1].shape
 
 
 def fused_rnn(kind: str, input: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:

@@ -384,7 +384,7 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:
-        yield "recurrent layers: the size of cuDNN's reserve space is an estimate"
+        yield "recurrent layers: the size of their reserve space is an estimate"
     if "opaque" in names:
         yield "opaque functions: their bytes are counted, their arithmetic is not"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from perfguard.devices import Device, resolve_device
+from perfguard.exceptions import ConfigurationError, TableError
 from perfguard.tables._csv import Row, scaled, share, text
 from perfguard.tables._recipe import Recipe
 from perfguard.tables._rows import MIB, MeasuredRow
-from perfguard.workload import Layout, Precision, Workload
+from perfguard.workload import Layout, Precision, Tf32, Workload
 
 COLUMNS = ("recipe", "gpu", "space", "memory_share")
 """Columns that identify a table of collected rows. A row can be rebuilt from its recipe alone."""
@@ -23,6 +26,13 @@ class CollectedRow(MeasuredRow):
     recipe: Recipe
     step_energy_j: float | None = None
     """Joules of one step, by the driver's counter."""
+    figures: Device | None = field(default=None, hash=False)
+    """The device, if the catalog does not have it."""
+
+    @property
+    def device(self) -> Device:
+        """The device of the run, as it was measured or as the catalog has it."""
+        return resolve_device(self.gpu) if self.figures is None else self.figures
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -33,6 +43,11 @@ class CollectedRow(MeasuredRow):
     def precision(self) -> Precision:
         """Precision of the step."""
         return self.recipe.precision
+
+    @property
+    def tf32(self) -> Tf32:
+        """Where TF32 was used."""
+        return self.recipe.tf32
 
     @property
     def layout(self) -> Layout:
@@ -61,7 +76,7 @@ def collected_row(row: Row) -> CollectedRow:
     """
     recipe = Recipe.from_json(text(row, "recipe"))
     return CollectedRow(
-        source=row.get("source") or f"collected-{recipe.space}",
+        source=row.get("source") or "collected",
         model=recipe.model,
         family=recipe.family,
         mode=recipe.mode,
@@ -75,4 +90,17 @@ def collected_row(row: Row) -> CollectedRow:
         gpu_util=share(row, "gpu_util", 100),
         step_energy_j=scaled(row, "step_energy_j", 1.0),
         status=(row.get("status") or "ok").lower(),
+        figures=_figures(row, text(row, "gpu")),
     )
+
+
+def _figures(row: Row, gpu: str) -> Device | None:
+    if not (written := row.get("device")):
+        return None
+    try:
+        device = Device(**json.loads(written))
+    except (ValueError, TypeError, AttributeError, ConfigurationError) as error:
+        raise TableError(f"column 'device' must be a device as `perfguard collect` writes it: {error}") from error
+    if device.id != gpu or device.kind not in ("cpu", "cuda"):
+        raise TableError(f"column 'device' has the figures of {device.id!r} ({device.kind}), but column 'gpu' has {gpu!r}")
+    return device

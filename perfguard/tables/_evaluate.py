@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from perfguard.devices import Device, resolve_device
+from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import TraceCache
 from perfguard.predictor import Prediction, Predictor
@@ -112,7 +112,7 @@ class _Maker:
 
     def evaluate(self, row: MeasuredRow, predictor: Predictor) -> Evaluated:
         try:
-            device = resolve_device(row.gpu)
+            device = row.device
             if row.capacity_bytes is not None:
                 device = device.with_memory(int(row.capacity_bytes))
             if row.structure != self._structure:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from perfguard.devices import Device
+from perfguard.devices import Device, resolve_device
 from perfguard.graph import OpGraph, TraceCache
 from perfguard.workload import Mode, Workload
 
@@ -38,6 +38,15 @@ class MeasuredRow(ABC):
     """Share of the multiprocessors' time in which they had work, 0 to 1."""
     capacity_bytes: float | None = None
     """Memory limit of the run, if it was below the device's memory."""
+
+    @property
+    def device(self) -> Device:
+        """The device of the run.
+
+        Raises:
+            UnknownDeviceError: if the catalog does not have it.
+        """
+        return resolve_device(self.gpu)
 
     @property
     @abstractmethod

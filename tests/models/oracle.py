@@ -17,7 +17,6 @@ import numpy.typing as npt
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind
 from perfguard_models.features import launches as launch_features
-from perfguard_models.features.graph import SMALL_STORAGE_BYTES, WORKSPACE_KINDS
 from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
 from perfguard_models.features.step import (
     ABSENT,
@@ -128,7 +127,8 @@ def step_features(graph: OpGraph, device: Device) -> dict[str, float]:
 
 
 def _memory(graph: OpGraph, device: Device) -> dict[str, float]:
-    peak, reserved = max(graph.peak_live_bytes, 1), graph.reserved_bytes
+    peak = max(graph.peak_live_bytes, 1)
+    reserved = peak if device.kind == "cpu" else graph.reserved_bytes
     at, end = graph.peak_index, max(len(graph.ops), 1)
     by_kind = graph.bytes_by_kind()
     sizes = sorted((storage.num_bytes for storage in graph.storages), reverse=True)
@@ -146,7 +146,9 @@ def _memory(graph: OpGraph, device: Device) -> dict[str, float]:
         "peak_phase": float(graph.ops[at].phase) if at >= 0 else -1.0,
         "live_at_start": float(graph.live_bytes[0]) / peak,
         "live_at_end": float(graph.live_bytes[-1]) / peak,
-        "log_capacity_share": math.log((reserved + device.context_bytes) / device.memory_bytes),
+        "log_capacity_share": math.log(
+            (reserved + device.context_bytes) / (2**34 if device.kind == "cpu" else device.memory_bytes)
+        ),
     }
 
 
@@ -480,7 +482,8 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
         "steps": np.array([ops[at].attributes.get("steps", 0) for at in first], dtype=np.float32),
         "order": np.array([row_of[key] for key in keys], dtype=np.int32),
         "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
-        "copied": np.array([float(_copied_bytes(graph))]),
+        "copied": np.array([_copied_bytes(graph, device)]),
+        "is_cpu": np.array([device.kind == "cpu"], dtype=np.float32),
         "timed": np.array(_timed(graph), dtype=np.float32),
     }
 
@@ -518,127 +521,7 @@ def in_tf32(graph: OpGraph) -> tuple[str, ...]:
     return tuple(MATRIX_KINDS) if "tf32" in graph.options else (*_CONVOLUTIONS, "rnn")
 
 
-def _copied_bytes(graph: OpGraph) -> float:
-    if "batch-on-device" in graph.options or not _timed(graph)[1]:
+def _copied_bytes(graph: OpGraph, device: Device) -> float:
+    if device.kind == "cpu" or "batch-on-device" in graph.options or not _timed(graph)[1]:
         return 0.0
     return float(sum(storage.num_bytes for storage in graph.storages if storage.kind is StorageKind.INPUT))
-
-
-def graph_features(graph: OpGraph, device: Device) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Columns of the operators, and of the graph."""
-    seconds = roofline(graph, device)
-    padding = channel_padding(graph, device)
-    ops = graph.ops
-    peak = max(graph.peak_live_bytes, 1)
-    total_s = max(float(seconds.sum()), 1e-9)
-    launch_bound = seconds <= device.launch_overhead_s
-    working = _working_bytes(graph, padding)
-    sizes = np.array([_graph_sizes(op) for op in ops], dtype=np.float64).reshape(len(ops), 10)
-    flags = np.array([_graph_flags(op) for op in ops], dtype=np.float64).reshape(len(ops), 5)
-    logs = np.log1p(sizes) / 10
-    columns = [
-        *logs[:, :3].T,
-        np.log(np.maximum(seconds, 1e-9)) / 4 + 3,
-        seconds / total_s,
-        launch_bound.astype(np.float64),
-        graph.live_bytes[1:] / peak,
-        _kept_bytes(graph) / peak,
-        *(flags[:, 0] == phase for phase in Phase),
-        *logs[:, 3:].T,
-        *flags[:, 1:3].T,
-        working / peak,
-        *np.log(padding),
-        *flags[:, 3:].T,
-    ]
-    return (
-        np.stack(columns, axis=1).astype(np.float32),
-        _globals(graph, device, seconds, launch_bound, working).astype(np.float32),
-    )
-
-
-def _graph_sizes(op: Op) -> tuple[float, ...]:
-    attributes = op.attributes
-    weight = attributes.get("weight_shape", (1, 1))
-    return (
-        *_operator_sizes(op),
-        math.prod(weight[2:]),
-        attributes.get("groups", 1),
-        attributes.get("in_shape", (1, 1))[1],
-        max(attributes.get("stride", (1,)), default=1),
-    )
-
-
-def _graph_flags(op: Op) -> tuple[float, ...]:
-    get = op.attributes.get
-    return op.phase, bool(get("transposed")), op.dtype in ("float16", "bfloat16"), bool(get("winograd")), bool(get("fft"))
-
-
-def _kept_bytes(graph: OpGraph) -> npt.NDArray[np.float64]:
-    kept = np.zeros(len(graph.ops))
-    peak = graph.peak_index
-    for storage in graph.storages:
-        if 0 <= storage.birth < len(kept):
-            kept[storage.birth] += times_alive(storage, peak, graph) * storage.num_bytes
-    return kept
-
-
-def _working_bytes(graph: OpGraph, padding: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    copies = np.zeros(len(graph.ops))
-    for index, op in enumerate(graph.ops):
-        if op.kind in WORKSPACE_KINDS:
-            copies[index] = op.bytes_read * padding[0, index] + op.bytes_written * padding[1, index]
-    return np.asarray(graph.live_bytes[1:] + copies, dtype=np.float64)
-
-
-def _globals(
-    graph: OpGraph,
-    device: Device,
-    seconds: npt.NDArray[np.float64],
-    launch_bound: npt.NDArray[np.bool_],
-    working: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
-    peak = max(graph.peak_live_bytes, 1)
-    by_kind = graph.bytes_by_kind()
-    total_s = max(float(seconds.sum()), 1e-9)
-    num_ops = max(len(graph.ops), 1)
-    at = graph.peak_index
-    small = sum(times_alive(s, at, graph) * s.num_bytes for s in graph.storages if s.num_bytes < SMALL_STORAGE_BYTES)
-    churn = sum(s.num_bytes for s in graph.storages)
-    return np.array(
-        [
-            math.log(peak) / 10,
-            (by_kind[StorageKind.PARAMETER] + by_kind[StorageKind.BUFFER]) / peak,
-            by_kind[StorageKind.GRADIENT] / peak,
-            by_kind[StorageKind.OPTIMIZER_STATE] / peak,
-            by_kind[StorageKind.ACTIVATION] / peak,
-            by_kind[StorageKind.TEMPORARY] / peak,
-            max((storage.num_bytes for storage in graph.storages), default=0) / peak,
-            math.log(total_s) / 4 + 2,
-            math.log1p(graph.flops) / 10,
-            math.log(num_ops) / 4,
-            float(seconds[launch_bound].sum()) / total_s,
-            math.log(total_s / num_ops) / 4 + 3,
-            *_setting_columns(graph, device),
-            math.log(max(float(working.max(initial=0.0)) / peak, 1.0)),
-            small / peak,
-            math.log(max(churn / peak, 1.0)),
-            float("cudnn_benchmark" in graph.options),
-            float("compiled" in graph.options),
-            0.0 if device.kind == "cpu" else math.log(graph.reserved_bytes / peak),
-        ]
-    )
-
-
-def _setting_columns(graph: OpGraph, device: Device) -> list[float]:
-    arithmetic = {"fp16": "fp16", "amp-fp16": "fp16", "bf16": "bf16", "amp-bf16": "bf16"}.get(graph.precision, "tf32")
-    return [
-        float(graph.mode == "train"),
-        float(graph.precision != "fp32"),
-        float(graph.layout == "nhwc"),
-        float(device.kind == "cpu"),
-        math.log(device.flops_per_s("fp32") / 1e12) / 4,
-        math.log(device.bandwidth_bytes_per_s / 1e12) / 4,
-        math.log(device.num_sms) / 4,
-        math.log(device.memory_bytes / 2**30) / 4,
-        math.log(device.flops_per_s(arithmetic) / device.flops_per_s("fp32")) / 4,
-    ]

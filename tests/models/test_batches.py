@@ -108,10 +108,12 @@ def test_prediction_in_a_batch_equals_prediction_alone(gpu: str, what: str, fiel
     assert_alike(found, [predictor.predict(graph, device) for graph in graphs])
 
 
-def test_unknown_processor_is_predicted_by_physics() -> None:
-    predictor, graphs, other = load(), graphs_of("cpu"), dataclasses.replace(TOY_CPU, id="other")
+def test_predictions_for_an_unknown_processor_are_less_sure() -> None:
+    predictor, graphs = load(), graphs_of("cpu")
+    other, known = TOY_CPU, dataclasses.replace(TOY_CPU, name="AMD EPYC")
     expected = [predictor.predict(graph, other) for graph in graphs]
-    assert not any(prediction.trained_on_device for prediction in expected)
+    for prediction, graph in zip(expected, graphs, strict=True):
+        assert prediction.step_time.log_sigma > predictor.predict(graph, known).step_time.log_sigma
     assert_alike(predictor.predict_all(GraphBatch.of(graphs), other), expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from perfguard.devices import resolve_device
 from perfguard.graph import GraphBatch, OpGraph, TraceCache, batch_roofline_s, trace
 from perfguard.tables import parser_of
 from perfguard.workload import Workload
-from perfguard_models.features.graph import graph_features
 from perfguard_models.features.launches import launches
 from perfguard_models.features.operators import operator_features
 from perfguard_models.features.step import STEP_FEATURES, step_features
@@ -57,14 +57,11 @@ def assert_equal_to_oracle(graphs: GraphBatch) -> None:
     for device in map(resolve_device, DEVICES):
         seconds, steps = batch_roofline_s(graphs, device), step_features(graphs, device)
         operators, launched = operator_features(graphs, device), launches(graphs, device)
-        of_network = graph_features(graphs, device)
         assert steps.dtype == np.float32
         for at, graph in enumerate(graphs):
             assert seconds[at].tolist() == oracle.roofline(graph, device).tolist()
             expected = {name: np.float32(value) for name, value in oracle.step_features(graph, device).items()}
             assert dict(zip(STEP_FEATURES, steps[at], strict=True)) == expected
-            x, columns = oracle.graph_features(graph, device)
-            assert (of_network.x[at].tolist(), of_network.globals[at].tolist()) == (x.tolist(), columns.tolist())
             assert_same(operators[at], oracle.operator_features(graph, device), beside=("device",))
             expected_launches = oracle.launches(graph, device)
             # Rows may come in any order: that of a hash. The oracle has that of the first launch.
@@ -173,6 +170,38 @@ def test_launches_have_views_and_copied_bytes() -> None:
     assert view["views"].max() > 0
     assert view["copied"][0] > 0
     assert len(view["x"]) < len(view["order"])  # blocks repeat
+
+
+def test_batch_is_not_copied_to_a_cpu() -> None:
+    batch = many_graphs("sequences", "infer")[0].as_batch()
+    (on_cpu,), (on_gpu,) = (launches(batch, resolve_device(name)) for name in ("cpu", "a100"))
+    assert on_cpu["copied"][0] == 0 < on_gpu["copied"][0]
+    assert (on_cpu["is_cpu"].tolist(), on_gpu["is_cpu"].tolist()) == ([1], [0])
+
+
+def relabelled(graph: OpGraph, rng: random.Random) -> OpGraph:
+    """The same graph with its storages in another order and under other names."""
+    order = rng.sample(range(len(graph.storages)), len(graph.storages))
+    new_index = {old: new for new, old in enumerate(order)}
+    storages = tuple(graph.storages[old]._replace(module="renamed") for old in order)
+    ops = tuple(
+        op._replace(
+            inputs=tuple(rng.sample([new_index[s] for s in op.inputs], len(op.inputs))),
+            outputs=tuple(new_index[s] for s in op.outputs),
+            module="renamed",
+        )
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops, storages=storages)
+
+
+@pytest.mark.parametrize("device", ["a100", "cpu"])
+@pytest.mark.parametrize(("network", "mode"), [("convolutions", "train"), ("sequences", "infer")])
+def test_launches_ignore_numbering_and_names(network: str, mode: str, device: str) -> None:
+    graph = many_graphs(network, mode)[0]
+    other = relabelled(graph, random.Random(0))
+    found, expected = (by_first_launch(launches(one.as_batch(), resolve_device(device))[0]) for one in (other, graph))
+    assert_same(found, expected, beside=())
 
 
 def test_stored_and_inference_features_equal_oracle() -> None:

@@ -22,8 +22,8 @@ from perfguard.measure import Measurement
 from perfguard.predictor import Observation
 from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet
-from perfguard_models.backends import GpuBackend, physics_of
 from perfguard_models.guardnet import GuardNet
+from perfguard_models.raw_prediction import Weights, physics_of
 from perfguard_models.refinement import RefinementConfig, fit_residual_forest, rows_of
 from perfguard_models.summary import NAME, Summary, read_summary
 from perfguard_models.trained import FittedModel, read_trained
@@ -39,8 +39,8 @@ def trained(name: str = "memory-forest") -> FittedModel:
     return read_trained(WEIGHTS / f"{name}.safetensors", WEIGHTS / f"{name}.json", name)
 
 
-def without_summary() -> GpuBackend:
-    return GpuBackend(trained(), trained("two-clocks"))
+def without_summary() -> Weights:
+    return Weights(trained(), trained("two-clocks"))
 
 
 def shipped(weights: str = "") -> Summary:
@@ -120,7 +120,7 @@ def test_summary_round_trips_and_refuses_damage(tmp_path: Path) -> None:
 
 def test_refinement_nearly_keeps_the_fitted_steps() -> None:
     strayed = []
-    for net in (guardnet.load(), GuardNet(guardnet.load()._backends | {"cuda": without_summary()})):
+    for net in (guardnet.load(), GuardNet(dict.fromkeys(("cpu", "cuda"), without_summary()))):
         assert net.shift_on_reference == 0.0
         rows = [replace(row, decision_id=f"{index:032x}") for index, row in enumerate(trending(net))]
         data = net.refine(rows)

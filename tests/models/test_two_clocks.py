@@ -150,12 +150,13 @@ def test_time_steps_of_a_recurrent_layer_wait_for_one_another() -> None:
 # The computation
 
 
-def clocks_of(host_s: list[list[float]], device_s: list[list[float]]) -> tuple[Clocks, torch.Tensor]:
+def clocks_of(host_s: list[list[float]], device_s: list[list[float]], *, is_cpu: bool = False) -> tuple[Clocks, torch.Tensor]:
     """Steps of different lengths, padded. With 100 and 7 microseconds before the first launch."""
     longest = max(map(len, host_s))
     padded = [torch.tensor([row + [0.0] * (longest - len(row)) for row in rows]) for rows in (host_s, device_s)]
     is_launch = torch.tensor([[1.0] * len(row) + [0.0] * (longest - len(row)) for row in host_s])
-    return Clocks(padded[1], padded[0], torch.full((len(host_s),), 100e-6), torch.full((len(host_s),), 7e-6)), is_launch
+    start, copy, kind = (torch.full((len(host_s),), value) for value in (100e-6, 7e-6, float(is_cpu)))
+    return Clocks(padded[1], padded[0], start, copy, kind), is_launch
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -171,6 +172,18 @@ def test_step_time_equals_simulation(seed: int) -> None:
     for at, (host, device) in enumerate(machines.exp().tolist()):
         ends = step_s_by_simulation([host * one for one in host_s[at]], [device * one for one in device_s[at]])
         assert float(found[at]) == pytest.approx(ends + 100e-6 * host + 7e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_step_on_cpu_takes_the_sum_of_all_times(smooth: bool) -> None:
+    """A CPU is its own host: nothing overlaps."""
+    host_s, device_s = [[1e-5, 2e-5], [3e-5]], [[4e-5, 5e-5], [1e-6]]
+    clocks, is_launch = clocks_of(host_s, device_s, is_cpu=True)
+    found = clocks.log_step_s(is_launch, torch.tensor([math.log(2), 0.0]), smooth=smooth).exp()
+    expected = [2 * (sum(host) + 100e-6) + sum(device) + 7e-6 for host, device in zip(host_s, device_s, strict=True)]
+    assert found.tolist() == pytest.approx(expected)
+    path = PathTimes(*(part.double().numpy() for part in clocks.longest_path()))
+    assert path.total_s.tolist() == pytest.approx(clocks.log_step_s(is_launch, torch.zeros(2)).exp().tolist())
 
 
 def test_smooth_step_time_is_near_and_above() -> None:

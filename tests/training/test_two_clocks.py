@@ -18,6 +18,7 @@ from perfguard_models.trained import read_trained, write_trained
 from perfguard_training.dataset import Run
 from perfguard_training.leaderboard import label_of
 from perfguard_training.two_clocks import TrainableClocks
+from tests.doubles import TOY_CPU
 from tests.laws import graph_of
 from tests.models.oracle import step_s_by_simulation
 
@@ -33,6 +34,8 @@ def step_s(view: Arrays, *, host: float = 1.0) -> float:
         LATENCY_S + (CONVOLUTION if view["name"][row] == 0 else OTHER) * float(view["roofline"][row]) for row in view["order"]
     ]
     host_s = [host * (HOST_S + VIEW_S * int(views)) for views in view["views"]]
+    if view["is_cpu"][0]:
+        return host * (CONSTANT_S + sum(host_s)) + sum(device_s)
     return host * CONSTANT_S + float(view["copied"][0]) * COPY_S_PER_BYTE + step_s_by_simulation(host_s, device_s)
 
 
@@ -115,6 +118,16 @@ def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, 
     assert abs(slow[1] - fast[1]) < 0.05  # the cards are alike
     says = learner.predict(runs)["time"]
     np.testing.assert_array_equal(says[::2], says[1::2])  # when serving, no machine is known
+
+
+def test_processor_is_its_own_host(runs: list[Run]) -> None:
+    """Host and device work one after the other, and the host's speed is the network's, not that of a machine."""
+    graphs = [(batch, graph_of(width, 2, batch)) for width in (8, 32, 128) for batch in (2, 8, 32, 128, 512)]
+    steps = [run("c", "cpu", batch, launches(graph.as_batch(), TOY_CPU)[0], host=0.7) for batch, graph in graphs]
+    learner = TrainableClocks(networks=1, epochs=40, hidden=32)
+    learner.fit(steps * 3)
+    assert errors(learner, steps).mean() < 0.05
+    assert not learner.machines.of(steps).any()
 
 
 def test_runs_are_reported_by_source(runs: list[Run]) -> None:

@@ -3,5 +3,4 @@
 step            one row for a step. Trees read it.
 operators       one row for each different operator of a step. Launches and the papers' kernels read them.
 launches        the operators of a step in launch order. The two clocks read them.
-graph           columns of operators and of the graph. The graph network for CPUs reads them.
 """

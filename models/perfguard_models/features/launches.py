@@ -80,7 +80,8 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
         ``order`` (N,): the row of each launch.
         ``views`` (N,): views before each launch.
         ``device`` (len(DEVICE_COLUMNS),).
-        ``copied`` (1,): bytes of the batch that the host copies to the device.
+        ``copied`` (1,): bytes of the batch that the host copies to the device. A CPU is its own host.
+        ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
         ``timed`` (2,): 1 if the time holds the host's launches; 1 if it holds the start of the step. 0 if not.
     """
     skeleton, number = graphs.skeleton, len(graphs)
@@ -96,8 +97,10 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
     columns, group = operators.columns_in_order(graphs, device, compute_s, roofline)
     views = np.zeros((number, len(skeleton.ops)), dtype=np.int16)
     views[:, fixed.has_views] = graphs.attribute("views", ops=fixed.has_views, length=1, default=0)[..., 0]
-    input_bytes = graphs.storage_bytes[:, fixed.inputs].astype(np.float64).sum(axis=1)
+    copied = fixed.inputs if device.kind == "cuda" else fixed.inputs[:0]
+    input_bytes = graphs.storage_bytes[:, copied].astype(np.float64).sum(axis=1)
     of_device = device_features(device)
+    is_cpu = np.array([device.kind == "cpu"], dtype=np.float32)
     found = []
     for at in range(number):
         _, first, order = np.unique(group[at], return_index=True, return_inverse=True)
@@ -112,6 +115,7 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
                 "views": views[at],
                 "device": of_device,
                 "copied": input_bytes[at : at + 1],
+                "is_cpu": is_cpu,
                 "timed": fixed.timed,
             }
         )

@@ -65,6 +65,8 @@ STEP_FEATURES = (
     "log_l2", "log_memory", "log_clock",
 )  # fmt: skip
 """The names of the columns, the same for every graph. Weights depend on their order."""
+_CPU_BYTES = 2**34
+"""Stands for the memory of any machine: how much there is does not change what a process takes."""
 Columns = Mapping[str, Floats | float]
 """Columns by name. A single number holds for all graphs. Shapes: (C,)"""
 
@@ -118,7 +120,9 @@ def _parts_of(skeleton: OpGraph) -> _Parts:
 
 
 def _memory(graphs: GraphBatch, device: Device, parts: _Parts) -> Columns:
-    peak, reserved = np.maximum(graphs.peak_live_bytes, 1), graphs.reserved_bytes
+    peak = np.maximum(graphs.peak_live_bytes, 1)
+    on_cpu = device.kind == "cpu"
+    reserved = peak if on_cpu else graphs.reserved_bytes  # a CPU has no caching allocator
     num_bytes = graphs.storage_bytes
     by_kind = dict(zip(StorageKind, graphs.bytes_by_kind().T, strict=True))
     _, births, deaths = graphs.skeleton.lifetimes
@@ -139,7 +143,7 @@ def _memory(graphs: GraphBatch, device: Device, parts: _Parts) -> Columns:
         "peak_phase": parts.phases[graphs.peak_index],
         "live_at_start": graphs.live_bytes[:, 0] / peak,
         "live_at_end": graphs.live_bytes[:, -1] / peak,
-        "log_capacity_share": log((reserved + device.context_bytes) / device.memory_bytes),
+        "log_capacity_share": log((reserved + device.context_bytes) / (_CPU_BYTES if on_cpu else device.memory_bytes)),
     }
 
 

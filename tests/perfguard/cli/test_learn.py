@@ -17,7 +17,7 @@ import pytest
 from perfguard import MeasurementStore
 from perfguard.cli import main
 from perfguard.learning import LEASE
-from tests.perfguard.learning.test_trainer import by_norm, fill
+from tests.perfguard.learning.test_trainer import by_width, fill
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
@@ -90,7 +90,7 @@ def test_learn_service_replaces_killed_learner(log: Path, capsys: pytest.Capture
     assert end(first, signal.SIGKILL) != 0
     with MeasurementStore(log) as store:
         store.lease(LEASE, "x", seconds=0)  # refused: the dead one's lease still runs
-        fill(store, by_norm)
+        fill(store, by_width)
         holder = next(row for row in store.rows("leases"))["holder"]
         store.release(LEASE, holder)  # as its end, after two minutes, would
     texts = [line(second)]

@@ -87,7 +87,7 @@ def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> 
         assert row["framework"].startswith("torch")
     results = evaluate(columns, rows, path, load_predictor())
     assert [result.error for result in results] == [""] * len(rows)
-    assert all(result.device is not None and result.device.memory_bytes == 64 * MiB for result in results)
+    assert all(result.device == CPU.with_memory(64 * MiB) for result in results)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from perfguard.collect._plan import batch_at, planned
 from perfguard.exceptions import TableError, WorkloadError
 from perfguard.graph import trace
 from tests import zoo
+from tests.doubles import TOY_CPU
 
 OWN: tuple[Space, ...] = ("mlp", "rnn", "nas", "ops")
 """Spaces that need no other package."""
@@ -184,6 +185,16 @@ def test_plan_cuts_long_steps_unless_they_should_fail() -> None:
         return recipe.batch_size
 
     assert batch(0.9) < 0.8 * batch(1.1)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_plan_on_cpu_has_no_long_step(share: float) -> None:
+    slow, huge = (mlp(sizes=MLP | {"width": width, "depth": 16}) for width in (512, 8192))
+    recipe = planned(Draft(0, slow, share, False, False), TOY_CPU, 2**30).recipe
+    assert recipe is not None
+    assert recipe.batch_size < 2000  # 30 ms at 100 GFLOP/s
+    plan = planned(Draft(0, huge, share, False, False), TOY_CPU, 2**40)
+    assert (plan.recipe, plan.reason) == (None, "a step would take too long on a CPU")
 
 
 def test_plan_gives_reason_for_untraceable_recipe() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from perfguard.graph import Phase, trace
-from perfguard.workload import Workload
+from perfguard.workload import TensorSpec, Workload
 
 
 def total(output: Any) -> torch.Tensor:
@@ -65,7 +65,40 @@ def test_autocast_runs_it_in_half_precision() -> None:
     assert [op.dtype for op in graph.ops if op.kind == "rnn"] == ["float16", "float16"]
 
 
-def test_on_the_cpu_it_is_a_cell_a_step() -> None:
-    graph = trace(Workload(nn.LSTM(16, 32), (5, 4, 16), loss=total), target="cpu")
-    assert not any(op.name == "fused_rnn" for op in graph.ops)
-    assert sum(op.kind == "matmul" and op.phase is Phase.FORWARD for op in graph.ops) >= 5
+def really_fused(layer: nn.RNNBase, x: Any) -> bool:
+    """Whether oneDNN's kernel runs on this machine's CPU."""
+    with torch.profiler.profile() as profile:
+        layer(x)
+    return any(event.key == "aten::mkldnn_rnn_layer" for event in profile.key_averages())
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (
+            self.layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 4, 3], device="cpu"), batch_first=True))[0].data,
+        )
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "packed"),
+    [
+        (nn.LSTM, {}, False), (nn.LSTM, {"bidirectional": True, "num_layers": 2}, False), (nn.LSTM, {"proj_size": 4}, False),
+        (nn.LSTM, {"dtype": torch.float64}, False), (nn.LSTM, {}, True), (nn.GRU, {}, False), (nn.RNN, {}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_on_the_cpu_it_is_one_kernel_where_onednn_runs_it(layer: Any, options: dict[str, Any], packed: bool) -> None:
+    model = layer(16, 32, batch_first=True, **options)
+    sizes = TensorSpec((4, 5, 16), str(options.get("dtype", torch.float32)).removeprefix("torch."))
+    graph = trace(Workload(Packed(model) if packed else model, sizes, loss=total), target="cpu")
+    fused = any(op.name == "fused_rnn" for op in graph.ops)
+    cells = sum(op.kind == "matmul" and op.phase is Phase.FORWARD for op in graph.ops)
+    assert fused == (cells < 5)
+    x: Any = torch.randn(4, 5, 16, dtype=options.get("dtype"))
+    if packed:
+        x = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 4, 3]), batch_first=True)
+    assert fused == really_fused(model, x)

@@ -1,32 +1,27 @@
-"""The interface of GuardNet's weights, for each kind of device: a correction of physics, how unsure it is, and where it ends."""
+"""GuardNet's weights: a correction of physics, how unsure it is, and where it ends."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
 from perfguard.devices import catalog
-from perfguard.exceptions import PredictorError
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
-from perfguard_models.features.graph import FEATURE_VERSION
 from perfguard_models.features.step import STEP_FEATURES, step_features
-from perfguard_models.graph_network import GuardNetwork, batches_of
 from perfguard_models.learner import Step, predict_with_spread, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, steps_of
 from perfguard_models.two_clocks import PathTimes, TwoClocks
-from perfguard_models.weight_files import check_hash, version_of
+from perfguard_models.weight_files import version_of
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -76,6 +71,9 @@ class PhysicsConfig:
     time_factor: float = 2.0
     """The middle of that, as a factor on the roofline."""
 
+    new_cpu_log_sigma: float = 0.2
+    """What another CPU adds to the time's. A guess: the training rows are of one machine."""
+
     def log_sigma(self, target: str) -> float:
         """``memory_log_sigma`` or ``time_log_sigma``."""
         return self.memory_log_sigma if target == "memory" else self.time_log_sigma
@@ -83,7 +81,7 @@ class PhysicsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What the residual process of GPUs assumes. `benchmarks/online.py` shows how it learns."""
+    """What the residual process assumes. `benchmarks/online.py` shows how it learns."""
 
     most_trust: float = 0.5
     """The largest standard deviation of the trust in alternatives. In units of the distance from the prediction."""
@@ -100,9 +98,9 @@ class ProcessConfig:
 
 
 PHYSICS, PROCESS = PhysicsConfig(), ProcessConfig()
-GUESSED_PRIOR = ResidualPrior(bias=0.55, linear=0.0, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
-"""A residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two names, are
-0.1 to 2% apart, where the noise is 3 to 11%."""
+PRIOR = ResidualPrior(bias=0.55, linear=0.0, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
+"""Prior of a residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two
+names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
 
 
 class RawPrediction(NamedTuple):
@@ -118,109 +116,26 @@ class RawPrediction(NamedTuple):
     embedding: dict[str, torch.Tensor]  # shapes: (C, d)
     alternatives: dict[str, torch.Tensor]
     """Distances of physics, and for time of machines with a slower host or device, from the value. Shapes: (C, e)"""
-    prior: dict[str, ResidualPrior]
-    """Prior of the residual on the device, at a scale of 1."""
     prior_scale: dict[str, Floats]
-    """Factors on the prior's standard deviations. Shapes: (C,)"""
+    """Factors on the standard deviations of PRIOR. Shapes: (C,)"""
     shares: dict[str, Floats]
     """"gpu_util" and "sm_active", 0 to 1, NaN where the weights do not predict them. Shapes: (C,)"""
     known: dict[str, npt.NDArray[np.bool_]]
     """Whether the error on such steps was measured on this device. Shapes: (C,)"""
-    step_features: npt.NDArray[np.float32] | None
-    """None: they were not computed. Shape: (C, len(STEP_FEATURES))"""
+    step_features: npt.NDArray[np.float32]  # shape: (C, len(STEP_FEATURES))
 
     def prior_at(self, target: str, row: int) -> ResidualPrior:
         """The prior of one of the graphs."""
-        prior, scale = self.prior[target], float(self.prior_scale[target][row])
-        terms = {term: scale * getattr(prior, term) for term in ("bias", "linear", "local", "noise", "trust")}
-        return dataclasses.replace(prior, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
+        scale = float(self.prior_scale[target][row])
+        terms = {term: scale * getattr(PRIOR, term) for term in ("bias", "linear", "local", "noise", "trust")}
+        return dataclasses.replace(PRIOR, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
 
 
-class Backend(Protocol):
-    """Weights for one kind of device."""
+class Weights:
+    """Weights for one kind of device.
 
-    version: str
-    """Version of the weights. It differs for other tensors or another calibration."""
-
-    def trained_on(self, device: Device) -> bool:
-        """Whether the training rows include runs on this very device."""
-
-    def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        """The weights' prediction for each of ``graphs``."""
-
-    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        """Whether the weights were trained on compiled runs of such graphs, whatever their sizes."""
-
-    def interval_scale(self, target: str) -> float:
-        """Factor on the intervals of ``target`` that makes them hold."""
-
-    def summary(self, device: Device, target: str) -> Summary:
-        """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
-
-
-class CpuBackend:
-    """A graph network, trained on processors.
-
-    Raises:
-        PredictorError: if the files are damaged, of another version, or do not belong together.
-    """
-
-    def __init__(self, data: bytes, card: Any, name: str) -> None:
-        if card.get("feature_version") != FEATURE_VERSION:
-            raise PredictorError(
-                f"The weights {name!r} were made for features of version {card.get('feature_version')}, this PerfGuard has "
-                f"version {FEATURE_VERSION}. Train them again with this version."
-            )
-        check_hash(data, card, name)
-        try:
-            network = GuardNetwork(**card["network"]).float()
-            network.load_state_dict(load_tensors(data))
-            self._priors = {target: ResidualPrior(**card["residual"][target]) for target in TARGETS}
-            self._scales = {target: float(card["interval_scale"][target]) for target in TARGETS}
-            self._devices = frozenset(card["trained_devices"])
-            self.version = version_of(card)
-        except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
-            raise PredictorError(f"The weights {name!r} do not fit the network: {type(error).__name__}: {error}") from error
-        self._network = network.eval()
-
-    def trained_on(self, device: Device) -> bool:
-        return device.id in self._devices
-
-    def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        with torch.inference_mode():
-            parts = [self._network(batch) for batch in batches_of(graphs, device)]
-        number = len(graphs)
-        log_memory, log_time, op_time_s, *embeddings = (torch.cat(values).double() for values in zip(*parts, strict=True))
-        by_operator = op_time_s.numpy().reshape(number, -1)
-        raw = RawPrediction(
-            log_value={"memory": log_memory.numpy(), "time": log_time.numpy()},
-            op_time_s=by_operator,
-            path=PathTimes.on_device(by_operator),
-            embedding=dict(zip(TARGETS, embeddings, strict=True)),
-            alternatives=dict.fromkeys(TARGETS, torch.zeros((number, 0), dtype=torch.float64)),
-            prior=self._priors,
-            prior_scale=dict.fromkeys(TARGETS, np.ones(number)),
-            shares={},
-            known=dict.fromkeys(TARGETS, np.ones(number, dtype=np.bool_)),
-            step_features=None,
-        )
-        everywhere = np.ones(number, dtype=np.bool_)
-        return raw if self.trained_on(device) else by_physics(raw, graphs, device, dict.fromkeys(TARGETS, everywhere))
-
-    def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        return False
-
-    def interval_scale(self, target: str) -> float:
-        return self._scales[target]
-
-    def summary(self, device: Device, target: str) -> Summary:
-        return NOTHING
-
-
-class GpuBackend:
-    """Forests for memory (`memory_forest`) and two clocks for time (`two_clocks`), trained on tables of GPUs.
-
-    The memory was measured with cuDNN's benchmark mode on.
+    Two clocks for time (`two_clocks`). For memory the replay, and forests (`memory_forest`) on CPUs and where cuDNN tries
+    algorithms.
     """
 
     def __init__(self, memory: FittedModel, time: FittedModel, summary: Summary = NOTHING) -> None:
@@ -228,26 +143,29 @@ class GpuBackend:
         self._time = time
         self._summary = summary
         self.version = version_of(memory.card) + version_of(time.card)
+        """It differs for other tensors or another calibration."""
 
     def trained_on(self, device: Device) -> bool:
+        """Whether the training rows include runs on this device. All CPUs are one."""
         return device.id in self._time.card["trained_devices"] or device.id in self._memory.card["trained_devices"]
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
+        """The weights' prediction for each of ``graphs``."""
         skeleton, number = graphs.skeleton, len(graphs)
         setting, features = Setting.of(skeleton, device), step_features(graphs, device)
         log_step_s, op_time_s, path = self._clocks(graphs, device)
-        memory = self._memory_with_workspaces(graphs, features, setting, device)
+        memory = self._memory_by_trees(graphs, features, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_measured = self._has_readings(setting), setting.timed_as in self._time.card["timed"]
+        is_timed = setting.timed_as in self._time.card["timed"]
+        is_measured = self._has_readings(setting), is_timed
         raw = RawPrediction(
             log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,
             path=path,
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
-            prior=dict.fromkeys(TARGETS, GUESSED_PRIOR),
             prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
-            shares=self._shares(features) if setting.is_perceptron and not device.is_amd else {},
+            shares=self._shares(features) if setting.is_perceptron and device.kind == "cuda" and not device.is_amd else {},
             known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
         )
@@ -262,32 +180,38 @@ class GpuBackend:
         elif memory is None:
             raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
         alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
+        if device.kind == "cpu":
+            alternatives["memory"] = torch.zeros_like(alternatives["memory"])  # there is no allocator's cache, and no context
+            raw = raw._replace(known=raw.known | {"memory": raw.known["time"]})  # the training rows have both
         machine = torch.from_numpy(log_step_s[[1, 3]] - log_step_s[0]).T * PROCESS.machine_trust
         alternatives["time"] = torch.cat([alternatives["time"], machine], dim=1)
         return raw._replace(alternatives=alternatives)
 
-    def _memory_with_workspaces(
+    def _memory_by_trees(
         self, graphs: GraphBatch, features: npt.NDArray[np.float32], setting: Setting, device: Device
     ) -> tuple[Floats, Floats] | None:
-        """Log bytes and their standard deviations where cuDNN's benchmark mode leaves workspaces in the allocator's cache.
+        """Log bytes and their standard deviations on a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache.
 
-        The training rows of float32 are readings, of one machine. Those of half precision say what fitted, on machines of which
-        nobody knows what they had loaded. Shapes: (C,), (C,). None: there are no workspaces, or the forests have no such steps.
+        There, the training rows of float32 are readings, of one machine. Those of half precision say what fitted, on machines of
+        which nobody knows what they had loaded. Shapes: (C,), (C,). None: it is another step, or the forests have no such ones.
         """
         skeleton, calibration = graphs.skeleton, self._memory.calibration
-        if "cudnn_benchmark" not in skeleton.options or skeleton.kinds.isdisjoint(CONVOLUTION_KINDS):
+        has_workspaces = "cudnn_benchmark" in skeleton.options and not skeleton.kinds.isdisjoint(CONVOLUTION_KINDS)
+        if device.kind == "cuda" and not has_workspaces:
             return None
         steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
         predicted, spread = predict_with_spread(self._memory.learner, steps)
         if not np.isfinite(predicted["memory"]).all():
             return None
+        known_gpu = self._has_readings(setting)
+        own = np.array([calibration.log_sigma("memory", setting.group, one, known_gpu=known_gpu) for one in spread["memory"]])
+        if device.kind == "cpu":
+            return predicted["memory"], own
         there = np.exp(predicted["memory"])  # on the machines of the training rows
         loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
         if setting.precision != "fp32":
             loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
         num_bytes = np.maximum(there - loaded, graphs.peak_live_bytes + device.context_bytes)
-        known_gpu = self._has_readings(setting)
-        own = np.array([calibration.log_sigma("memory", setting.group, one, known_gpu=known_gpu) for one in spread["memory"]])
         return np.log(num_bytes), np.hypot(own * there, loaded_sigma) / num_bytes
 
     def _has_readings(self, setting: Setting) -> bool:
@@ -314,20 +238,25 @@ class GpuBackend:
     def _time_sigma(self, log_step_s: Floats, setting: Setting, device: Device) -> Floats:
         calibration, known_gpu = self._time.calibration, device.id in self._time.card["trained_devices"]
         spread = log_step_s.std(axis=0).tolist()
-        return np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
+        sigma = np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
+        is_new_cpu = device.kind == "cpu" and device.name not in self._time.card["trained_cpus"]
+        return np.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:
-        """Compiled steps of any GPU count, and both half precisions as one."""
+        """Whether the weights were trained on compiled runs of such graphs, whatever their sizes.
+
+        Compiled steps of any GPU count, and both half precisions as one.
+        """
+        if device.kind == "cpu" or device.is_amd:
+            return False
         own = Setting.of(graph, device)
         if own.precision != "fp32":
             own = dataclasses.replace(own, precision=_TRAINED_HALF)
         setting = own.group.partition(" ")[2]
-        return not device.is_amd and any(group.partition(" ")[2] == setting for group in self._time.calibration.scale)
-
-    def interval_scale(self, target: str) -> float:
-        return 1.0
+        return any(group.partition(" ")[2] == setting for group in self._time.calibration.scale)
 
     def summary(self, device: Device, target: str) -> Summary:
+        """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
         return self._summary.of(device.id) if target == "memory" else NOTHING
 
 
@@ -352,10 +281,7 @@ def gp_inputs(
 def by_physics(
     raw: RawPrediction, graphs: GraphBatch, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
 ) -> RawPrediction:
-    """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma.
-
-    The prior of a target changes for all rows, so it must be the guessed one or all rows must be chosen.
-    """
+    """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma."""
     for target, chosen in rows.items():
         if not chosen.any():
             continue
@@ -378,7 +304,6 @@ def by_physics(
             log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
             op_time_s=op_time_s,
             path=path,
-            prior=raw.prior | {target: GUESSED_PRIOR},
             prior_scale=raw.prior_scale | {target: scale},
             known=raw.known | {target: np.where(chosen, is_validated, raw.known[target])},
         )
