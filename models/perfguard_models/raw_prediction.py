@@ -156,8 +156,7 @@ class Weights:
         log_step_s, op_time_s, path = self._clocks(graphs, device)
         memory = self._memory_by_trees(graphs, features, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_timed = setting.timed_as in self._time.card["timed"]
-        is_measured = self._has_readings(setting), is_timed
+        is_measured = self._has_readings(setting), setting.timed_as in self._time.card["timed"]
         raw = RawPrediction(
             log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,

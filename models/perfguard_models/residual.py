@@ -55,12 +55,6 @@ def joined(parts: list[GPInputs]) -> GPInputs:
     return GPInputs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def under_equal_conditions(x: torch.Tensor) -> GPInputs:
-    """Inputs of runs at ``x`` (n, d) in one regime, without other features."""
-    zero = x.new_zeros(len(x))
-    return GPInputs(x, x.new_zeros((len(x), 0)), zero, x.new_ones(len(x)), zero, zero)
-
-
 def same_step(a: GPInputs, b: GPInputs) -> torch.Tensor:
     """Whether a run of ``a`` and one of ``b`` are of one step, under any conditions. Shape: (m, n)."""
     apart2 = torch.cdist(a.x, b.x).square() + torch.cdist(a.alternatives, b.alternatives).square()

@@ -7,11 +7,11 @@ from perfguard.graph._account import OperatorCost, bytes_by_module, cost_by_oper
 from perfguard.graph._allocator import AllocatorReplay, AllocatorSettings, CachingAllocator, replay_allocator
 from perfguard.graph._cache import TraceCache
 from perfguard.graph._costs import KIND_INDEX, OP_KINDS
-from perfguard.graph._graph_batch import GraphBatch, summed_by
+from perfguard.graph._graph_batch import GraphBatch
 from perfguard.graph._op import Op, Phase, Storage, StorageKind
 from perfguard.graph._opaque import opaque
 from perfguard.graph._parametric import ParametricGraph
-from perfguard.graph._roofline import batch_roofline_s, batch_work_s, channel_padding, kinds_in_tf32, roofline_s
+from perfguard.graph._roofline import batch_roofline_s, batch_work_s, kinds_in_tf32, roofline_s
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
@@ -37,14 +37,12 @@ __all__ = [
     "batch_roofline_s",
     "batch_work_s",
     "bytes_by_module",
-    "channel_padding",
     "cost_by_operator",
     "kinds_in_tf32",
     "memory_parts",
     "opaque",
     "replay_allocator",
     "roofline_s",
-    "summed_by",
     "timeline",
     "trace",
     "unknown_operators",

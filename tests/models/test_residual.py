@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import truncnorm
 
+from perfguard_models.raw_prediction import gp_inputs
 from perfguard_models.residual import (
     Bounds,
     GPInputs,
@@ -21,13 +22,17 @@ from perfguard_models.residual import (
     as_reading,
     condition,
     joined,
-    under_equal_conditions,
 )
 
 PRIOR = ResidualPrior(bias=0.2, linear=0.1, local=0.15, length=0.5, noise=0.1, trust=0.1)
 GUESS = ResidualPrior(bias=0.3, linear=0.1, local=0.25, length=1.0, noise=0.1, of_the_step=0.9)
 GAUSSIAN = replace(PRIOR, reweightings=0)
 seeds = st.integers(0, 2**16)
+
+
+def under_equal_conditions(x: torch.Tensor) -> GPInputs:
+    """Inputs of runs at ``x`` (n, d) in one regime, without other features."""
+    return gp_inputs(x, x.new_zeros((len(x), 0)))
 
 
 def embeddings(num_points: int, seed: int, *, width: int = 3) -> torch.Tensor:

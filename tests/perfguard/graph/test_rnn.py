@@ -45,18 +45,22 @@ def test_rnn_training_keeps_what_backward_needs(layer: Callable[..., nn.RNNBase]
     assert any("reserve space" in text for text in training.unmodelled)
 
 
+def packed_of(x: torch.Tensor) -> Any:
+    """Four sequences of different lengths."""
+    return nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3, 2], device="cpu"), batch_first=True)
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.layer(packed_of(x))[0].data,)
+
+
 def test_packed_sequences_count_only_their_own_steps() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(16, 32, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            lengths = torch.tensor([5, 4, 3, 2], device="cpu")
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-            return (self.lstm(packed)[0].data,)
-
-    graph = trace(Workload(Packed(), (4, 5, 16), loss=total))
+    graph = trace(Workload(Packed(nn.LSTM(16, 32, batch_first=True)), (4, 5, 16), loss=total))
     assert next(op for op in graph.ops if op.kind == "rnn").shape == (5 + 4 + 3 + 2, 32)
 
 
@@ -70,17 +74,6 @@ def really_fused(layer: nn.RNNBase, x: Any) -> bool:
     with torch.profiler.profile() as profile:
         layer(x)
     return any(event.key == "aten::mkldnn_rnn_layer" for event in profile.key_averages())
-
-
-class Packed(nn.Module):
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return (
-            self.layer(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 4, 3], device="cpu"), batch_first=True))[0].data,
-        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,5 @@ def test_on_the_cpu_it_is_one_kernel_where_onednn_runs_it(layer: Any, options: d
     fused = any(op.name == "fused_rnn" for op in graph.ops)
     cells = sum(op.kind == "matmul" and op.phase is Phase.FORWARD for op in graph.ops)
     assert fused == (cells < 5)
-    x: Any = torch.randn(4, 5, 16, dtype=options.get("dtype"))
-    if packed:
-        x = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 4, 3]), batch_first=True)
-    assert fused == really_fused(model, x)
+    x = torch.randn(4, 5, 16, dtype=options.get("dtype"))
+    assert fused == really_fused(model, packed_of(x) if packed else x)
