@@ -320,7 +320,7 @@ class GuardNet:
         x, prior_scale = raw.embedding[target], raw.prior_scale[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = np.zeros(len(x)), PRIOR.before(x).sqrt().numpy() * prior_scale
+            mean, log_sigma = np.zeros(len(x)), PRIOR.total * prior_scale
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(PRIOR.total * one, of_the_process) for one in prior_scale.tolist()]).double()
@@ -372,7 +372,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     device_s[:, opaque] += (raw.path.total_s * np.expm1(half["time"]) / len(opaque))[:, None]
     scale = dict(raw.prior_scale)
     for target in TARGETS:
-        before = PRIOR.before(raw.embedding[target]).sqrt().numpy() * scale[target]
+        before = PRIOR.total * scale[target]
         scale[target] = scale[target] * np.hypot(before, half[target] / HALF_INTERVAL) / before
     return raw._replace(
         log_value={target: raw.log_value[target] + half[target] for target in TARGETS},

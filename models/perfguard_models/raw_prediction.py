@@ -98,7 +98,7 @@ class ProcessConfig:
 
 
 PHYSICS, PROCESS = PhysicsConfig(), ProcessConfig()
-PRIOR = ResidualPrior(bias=0.55, linear=0.0, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
+PRIOR = ResidualPrior(bias=0.55, local=0.7, length=0.7, noise=0.5, trust=1.5, of_the_step=0.9)
 """Prior of a residual of standard deviation 1. ``of_the_step``: networks that were measured twice in the tables, under two
 names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
 
@@ -127,7 +127,7 @@ class RawPrediction(NamedTuple):
     def prior_at(self, target: str, row: int) -> ResidualPrior:
         """The prior of one of the graphs."""
         scale = float(self.prior_scale[target][row])
-        terms = {term: scale * getattr(PRIOR, term) for term in ("bias", "linear", "local", "noise", "trust")}
+        terms = {term: scale * getattr(PRIOR, term) for term in ("bias", "local", "noise", "trust")}
         return dataclasses.replace(PRIOR, **terms | {"trust": min(terms["trust"], PROCESS.most_trust)})
 
 

@@ -5,14 +5,12 @@ Notation (Rasmussen and Williams 2006, chapter 2, and 3.3 for the robust likelih
     P  (n, e)  distances of alternative predictions from the prediction: a slower host or device, or physics alone
     r  (n,)    regimes: runs under equal conditions have equal numbers
     q  (n,)    scales: 1, or less where the predictor is far surer than of the runs that were measured
-    K  = bias² (1 - s + s [r = r'])
-         + q q' · (trust² · P Pᵀ + linear² · X Xᵀ / d + local² · exp(-‖x - x'‖² / d / length² / 2))
+    K  = bias² (1 - s + s [r = r']) + q q' · (trust² · P Pᵀ + local² · exp(-‖x - x'‖² / d / length² / 2))
     W  = diag(noise² q² / w). A Student-t likelihood gives each observation its weight w, so one absurd reading moves nothing.
 
 The term bias² is a constant factor (another machine), and a share s of its variance belongs to these conditions alone (another
-driver). The term trust² moves the prediction towards an alternative, such as a machine whose host is slower. The term linear² is
-a trend (wider networks are slower). The term local² is for neighbours, which are alike in size and composition (the sampler
-returns to a region).
+driver). The term trust² moves the prediction towards an alternative, such as a machine whose host is slower. The term local² is
+for neighbours, which are alike in size and composition (the sampler returns to a region).
 
 A share o of the noise's variance belongs to a step and not to its readings. After k readings of a step under these conditions,
 the fraction o k / (o k + 1 - o) of its own deviation is known. For other steps, k readings of one step are worth little more than
@@ -85,7 +83,6 @@ class ResidualPrior:
     """
 
     bias: float
-    linear: float
     local: float
     length: float
     noise: float
@@ -98,26 +95,23 @@ class ResidualPrior:
 
     def kernel(self, a: GPInputs, b: GPInputs) -> torch.Tensor:
         """Covariance of the residual between m and n runs. Shape: (m, n)."""
-        width = a.x.shape[1]
         constant = self.bias**2 * (1 - self.of_the_regime * (~same_regime(a, b)).to(a.x.dtype))
-        smooth = self.trust**2 * (a.alternatives @ b.alternatives.T) + self.linear**2 * (a.x @ b.x.T) / width
-        local = self.local**2 * torch.exp(-torch.cdist(a.x, b.x).square() / (2 * width * self.length**2))
+        smooth = self.trust**2 * (a.alternatives @ b.alternatives.T)
+        local = self.local**2 * torch.exp(-torch.cdist(a.x, b.x).square() / (2 * a.x.shape[1] * self.length**2))
         return constant + a.scale[:, None] * b.scale[None, :] * (smooth + local)
 
     def variance(self, at: GPInputs) -> torch.Tensor:
         """Prior variance of the smooth part for n runs: the kernel's diagonal. Shape: (n,)."""
-        smooth = self.trust**2 * at.alternatives.square().sum(1) + self.linear**2 * at.x.square().mean(1) + self.local**2
+        smooth = self.trust**2 * at.alternatives.square().sum(1) + self.local**2
         return self.bias**2 + at.scale.square() * smooth
-
-    def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Prior variance of the residual of n runs, noise included. The alternatives are left out, as for the held-out runs that
-        the prior was fitted to. Shape: (n,)."""
-        return self.bias**2 + self.linear**2 * x.square().mean(1) + self.local**2 + self.noise**2
 
     @property
     def total(self) -> float:
-        """Standard deviation of the residual of a run in the middle of the embedding."""
-        return math.sqrt(self.bias**2 + self.linear**2 + self.local**2 + self.noise**2)
+        """Prior standard deviation of a run's residual, noise included.
+
+        The alternatives are left out, as for the held-out runs that the prior was fitted to.
+        """
+        return math.sqrt(self.bias**2 + self.local**2 + self.noise**2)
 
 
 class Bounds(NamedTuple):

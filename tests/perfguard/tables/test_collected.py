@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from perfguard import resolve_device, trace
+from perfguard.cli import main
 from perfguard.collect import COLUMNS, Recipe
 from perfguard.collect._rows import figures_of
 from perfguard.devices import Device
@@ -113,6 +114,17 @@ def test_row_of_a_processor_needs_its_figures_to_be_learnt_from(tmp_path: Path) 
     assert dataset.cpus == {"Toy", "Fast"}
     fast_s, slow_s = sorted(float(run.view["roofline"].sum()) for run in dataset.runs)
     assert slow_s == pytest.approx(2 * fast_s, rel=0.05)
+
+
+def test_train_refuses_rows_of_a_processor_beside_rows_of_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = {"gpu": "cpu", "device": figures_of(TOY_CPU), "gpu_util": "", "memory_limit_mib": ""}
+    batches = [dataclasses.replace(RECIPE, precision="fp32", batch_size=batch) for batch in range(2, 14)]
+    rows = [row_of(batch, **device) for batch in batches for device in ({}, on_cpu)]
+    table, out = write(tmp_path / "rows.csv", rows), tmp_path / "weights"
+    words = ["train", str(table), "--predictor", "two-clocks", "--out", str(out), "--cache", str(tmp_path / "cache")]
+    assert main([*words, "--jobs", "1"]) == 1
+    assert "runs on a CPU and on GPUs. Weights are for one of them" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("tf32", ["default", "on", "off"])
