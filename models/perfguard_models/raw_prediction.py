@@ -146,7 +146,9 @@ class Weights:
         """It differs for other tensors or another calibration."""
 
     def trained_on(self, device: Device) -> bool:
-        """Whether the training rows include runs on this device. All CPUs are one."""
+        """Whether the training rows include runs on this device. A CPU is known by its name."""
+        if device.kind == "cpu":
+            return device.name in self._time.card["trained_cpus"]
         return device.id in self._time.card["trained_devices"] or device.id in self._memory.card["trained_devices"]
 
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
@@ -238,7 +240,7 @@ class Weights:
         calibration, known_gpu = self._time.calibration, device.id in self._time.card["trained_devices"]
         spread = log_step_s.std(axis=0).tolist()
         sigma = np.array([calibration.log_sigma("time", setting.group, one, known_gpu=known_gpu) for one in spread])
-        is_new_cpu = device.kind == "cpu" and device.name not in self._time.card["trained_cpus"]
+        is_new_cpu = device.kind == "cpu" and not self.trained_on(device)
         return np.hypot(sigma, PHYSICS.new_cpu_log_sigma) if is_new_cpu else sigma
 
     def knows_compiled(self, graph: OpGraph, device: Device) -> bool:

@@ -13,7 +13,7 @@ import torch
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest, forest_of_boosting
-from perfguard_training.dataset import ALL_TABLES, WORKLOADS, Run
+from perfguard_training.dataset import ALL_TABLES, STEPS, Run
 from perfguard_training.learner import OnEpoch, labels_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Trees:
 
     name: ClassVar[str] = "trees"
     views: ClassVar[tuple[str, ...]] = ("sums",)
-    tables: ClassVar[tuple[str, ...]] = WORKLOADS
+    tables: ClassVar[tuple[str, ...]] = STEPS
     replay: ClassVar[bool] = True
 
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ import torch
 from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
-from perfguard_training.dataset import WORKLOADS, Run
+from perfguard_training.dataset import STEPS, Run
 from perfguard_training.learner import OnEpoch, labels_of
 
 _NUMBER = len(OP_KINDS)
@@ -43,7 +43,7 @@ class DNNAbacus:
 
     name: ClassVar[str] = "dnnabacus"
     views: ClassVar[tuple[str, ...]] = ("layers",)
-    tables: ClassVar[tuple[str, ...]] = WORKLOADS
+    tables: ClassVar[tuple[str, ...]] = STEPS
 
     def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
         self.settings = {"trees": trees, "seed": seed}

@@ -24,7 +24,7 @@ from torch_geometric.data import Batch, Data
 from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
-from perfguard_training.dataset import WORKLOADS, Run
+from perfguard_training.dataset import STEPS, Run
 from perfguard_training.learner import Epochs, OnEpoch, identity_of, labels_of, shuffled
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GraphLearner(ABC):
 
     name: ClassVar[str]
     views: ClassVar[tuple[str, ...]] = ("layers",)
-    tables: ClassVar[tuple[str, ...]] = WORKLOADS
+    tables: ClassVar[tuple[str, ...]] = STEPS
     targets: ClassVar[tuple[str, ...]] = TARGETS
     scaling: ClassVar[str] = "standard"
     """"standard" (zero mean, unit variance) or "minmax" (0 to 1)."""

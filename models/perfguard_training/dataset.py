@@ -32,7 +32,8 @@ from perfguard_models.setting import Setting, arithmetic_of
 from perfguard_models.trained import FeatureSet
 from perfguard_training.graphs import Group, groups_of, mapped, read_group, trace_groups
 
-WORKLOADS = ("workload", "collected")
+STEPS = ("workload", "transformer", "collected", "run")
+"""Kinds of table whose rows are steps of whole networks."""
 ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected", "run")
 """Kinds of table that a predictor learns from."""
 _STATUSES = ("ok", "oom")

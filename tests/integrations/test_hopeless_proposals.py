@@ -59,7 +59,6 @@ def test_huge_proposals_leave_no_unguarded_trial(make: Callable[..., Workload], 
     assert any("needs at least" in record.reason for record in records)
 
 
-@pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning")
 def test_the_constraint_grows_with_the_batch() -> None:
     """A sampler that learns from constraints must not be told that the hopeless is nearer to feasible than the doubtful."""
     pruner = PerfGuardPruner("a100", build=build, memory_budget="4GiB", log=False)

@@ -412,7 +412,6 @@ def medians(pruner: PerfGuardPruner) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning")
 def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
     url, log = url_of(tmp_path), str(tmp_path / "log.db")
     pruner = guardnet_pruner(log)

@@ -23,7 +23,6 @@ from perfguard_optuna import OptunaGuard, PerfGuardPruner
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU"),
-    pytest.mark.filterwarnings("ignore::perfguard.exceptions.UntrainedDeviceWarning"),
     pytest.mark.filterwarnings("ignore::perfguard.exceptions.MeasurementWarning"),
     pytest.mark.filterwarnings("ignore::perfguard.exceptions.DriftWarning"),
 ]

@@ -161,9 +161,8 @@ PRODUCTS = st.builds(
 @FEW
 @given(PRODUCTS, st.sampled_from([card for card in CARDS if "tf32" in card.peak_flops]))
 def test_lower_precision_is_not_slower_for_products(network: Network, card: Device) -> None:
-    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 takes longer than float32 on GeForce cards, whose rates of both are equal."""
+    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 may take a fifth longer on small workstation cards, which gain a factor of two."""
     in_fp32, in_tf32, in_half = (replace(network, precision=name).costs(card)[0] for name in ("no-tf32", "tf32", "amp-bf16"))
-    has_equal_rates = card.flops_per_s("tf32") < 1.2 * card.flops_per_s("fp32")
-    assert in_tf32 <= in_fp32 * (1.15 if has_equal_rates else 1 + ROUNDING)
+    assert in_tf32 <= in_fp32 * (1.2 if card.flops_per_s("tf32") > card.flops_per_s("fp32") else 1 + ROUNDING)
     assert in_half <= in_fp32 * (1 + ROUNDING)
     assert in_half <= in_tf32 * (1.3 if network.width == 2048 else 1 + ROUNDING)

@@ -94,6 +94,13 @@ def test_tf32_is_not_slower_on_an_a100(network: str, batch: int) -> None:
         assert on < off - 0.1  # products are what takes the time
 
 
+@pytest.mark.parametrize("card", ["v100", "rtx2080ti", "rtx3090", "rtx4090"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_tf32_changes_nothing_on_cards_that_gain_nothing_by_it(network: str, card: str) -> None:
+    on, off = (log_step_s(graph_of(network, batch=256, width=512, tf32=tf32), card) for tf32 in ("on", "off"))
+    np.testing.assert_array_equal(on, off)
+
+
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_slow_host_slows_small_steps_and_hardly_large_ones(network: str, card: str) -> None:
