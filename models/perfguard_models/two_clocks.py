@@ -38,6 +38,7 @@ _LAUNCHES_A_BATCH = 40_000
 _EMBEDDING = 8
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
 _TF32, _TF32_OVER_FLOAT = COLUMNS.index("tf32"), DEVICE_COLUMNS.index("log_tf32_over_float")
+_OF_NEIGHBOURS = [at for at, name in enumerate(COLUMNS) if name.startswith(("from_", "to_")) or name in ("fresh", "recent")]
 _CLOCK = DEVICE_COLUMNS.index("log_clock")
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
@@ -323,13 +324,18 @@ class TwoClocks:
 
 
 def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    """The operators' columns and the device's. Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS))."""
+    """The operators' columns and the device's, 0 where the network must not read them.
+
+    Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS)).
+    """
     x, device = view["x"].astype(np.float32), view["device"]
-    if view["is_cpu"][0]:
+    if view["is_cpu"][0]:  # these weights are older, and read the columns of neighbours
         x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
         device = np.zeros_like(device)  # one CPU was measured: what its figures change, beside the roofline, is not known
-    elif device[_TF32_OVER_FLOAT] <= 0:
-        x[:, _TF32] = 0  # a card that gains nothing by TF32 is as fast with it as without
+    else:
+        x[:, _OF_NEIGHBOURS] = 0  # they earn nothing (docs/decisions/two-clocks.md)
+        if device[_TF32_OVER_FLOAT] <= 0:
+            x[:, _TF32] = 0  # a card that gains nothing by TF32 is as fast with it as without
     return np.concatenate([x, np.broadcast_to(device, (len(x), len(DEVICE_COLUMNS)))], axis=1)
 
 

@@ -123,15 +123,12 @@ def test_more_batch_and_more_layers_never_cost_less(network: Network, card: Devi
 @FEW
 @given(PLAIN, cards)
 def test_one_more_operator_costs_its_bytes_and_no_less_time(network: Network, card: Device) -> None:
-    """Memory grows by no more than the operator's bytes and a segment. It may fall by a segment.
-
-    BROKEN: the time may fall.
-    """
+    """Memory grows by no more than the operator's bytes and a segment. It may fall by a segment."""
     more = replace(network, more_operators=1)
     made = sum(one.num_bytes for one in more.graph(card).storages) - sum(one.num_bytes for one in network.graph(card).storages)
     (seconds, num_bytes), (more_s, more_bytes) = network.costs(card), more.costs(card)
     assert -SEGMENT_BYTES <= more_bytes - num_bytes <= made + SEGMENT_BYTES
-    assert more_s >= 0.8 * seconds
+    assert more_s >= (1 - ROUNDING) * seconds
 
 
 @FEW
@@ -161,8 +158,8 @@ PRODUCTS = st.builds(
 @FEW
 @given(PRODUCTS, st.sampled_from([card for card in CARDS if "tf32" in card.peak_flops]))
 def test_lower_precision_is_not_slower_for_products(network: Network, card: Device) -> None:
-    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 may take a fifth longer on small workstation cards, which gain a factor of two."""
+    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 may take a quarter longer on small workstation cards, which double their rate."""
     in_fp32, in_tf32, in_half = (replace(network, precision=name).costs(card)[0] for name in ("no-tf32", "tf32", "amp-bf16"))
-    assert in_tf32 <= in_fp32 * (1.2 if card.flops_per_s("tf32") > card.flops_per_s("fp32") else 1 + ROUNDING)
+    assert in_tf32 <= in_fp32 * (1.3 if card.flops_per_s("tf32") > card.flops_per_s("fp32") else 1 + ROUNDING)
     assert in_half <= in_fp32 * (1 + ROUNDING)
     assert in_half <= in_tf32 * (1.3 if network.width == 2048 else 1 + ROUNDING)

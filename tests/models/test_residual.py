@@ -139,7 +139,7 @@ def test_posterior_is_robust_to_one_outlier(seed: int, position: int) -> None:
     by_a_million, _ = moved(1e6)
     assert by_a_thousand.max() < trusting.max() / 5
     assert (by_a_thousand < 2 * deviation).all()
-    assert by_a_million.max() < by_a_thousand.max()
+    assert by_a_million.max() < by_a_thousand.max().clamp_min(0.01)
 
 
 @settings(max_examples=25)
