@@ -317,16 +317,16 @@ class GuardNet:
         self._posteriors[key] = condition(known.prior, at, y, limits)
 
     def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
-        x, prior_scale = raw.embedding[target], raw.prior_scale[target]
+        x, own_sigma = raw.embedding[target], PRIOR.total * raw.prior_scale[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
-            mean, log_sigma = np.zeros(len(x)), PRIOR.total * prior_scale
+            mean, log_sigma = np.zeros(len(x)), own_sigma
         else:
             of_the_process = posterior.prior.total
-            scale = torch.tensor([scale_of(PRIOR.total * one, of_the_process) for one in prior_scale.tolist()]).double()
+            scale = torch.tensor([scale_of(one, of_the_process) for one in own_sigma.tolist()]).double()
             inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton))
             # The process has one prior; a graph may be harder or easier than those that it was made for.
-            before = torch.from_numpy(PRIOR.total * prior_scale)
+            before = torch.from_numpy(own_sigma)
             means, log_sigmas = posterior.at(inputs)
             log_sigmas = log_sigmas * before / of_the_process / scale
             means, log_sigmas = posterior.above_bounds(inputs, means, log_sigmas, before, PHYSICS.log_sigma(target))
@@ -372,8 +372,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     device_s[:, opaque] += (raw.path.total_s * np.expm1(half["time"]) / len(opaque))[:, None]
     scale = dict(raw.prior_scale)
     for target in TARGETS:
-        before = PRIOR.total * scale[target]
-        scale[target] = scale[target] * np.hypot(before, half[target] / HALF_INTERVAL) / before
+        scale[target] = np.hypot(scale[target], half[target] / HALF_INTERVAL / PRIOR.total)
     return raw._replace(
         log_value={target: raw.log_value[target] + half[target] for target in TARGETS},
         op_time_s=op_time_s,
