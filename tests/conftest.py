@@ -15,6 +15,8 @@ __all__ = ["postgres", "postgres_url"]
 # Tests compute little, and several processes run them at once: more threads would only wait for each other. PyTorch, scikit-learn
 # and child processes read this when they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray gives its workers a niceness of 15. Beside two busy processes on two processors they then take more than a minute to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 _numbers = itertools.count()
 
