@@ -1,9 +1,9 @@
 """GuardNet: PerfGuard's own predictor. Networks and trees correct physics; a Gaussian process on an embedding learns online.
 
-Time has two clocks (`two_clocks`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries algorithms.
-They are trained on many measured runs and ship with the package. Their residuals on a particular machine (a slower host, a
-constant factor, a region) are small and smooth. A process on an embedding of the graph learns them from the first few trials, in
-closed form, with an uncertainty. Trees learn the remaining residuals from many runs (`refinement`).
+Time has two clocks and trees (`two_clocks`). Memory has the replay, and trees (`memory_forest`) on CPUs and where cuDNN tries
+algorithms. They are trained on many measured runs and ship with the package. Their residuals on a particular machine (a slower
+host, a constant factor, a region) are small and smooth. A process on an embedding of the graph learns them from the first few
+trials, in closed form, with an uncertainty. Trees learn the remaining residuals from many runs (`refinement`).
 
     log value = shipped weights + refinement + process, conditioned on the runs of the device
 """

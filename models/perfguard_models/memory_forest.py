@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest
 
@@ -96,5 +97,7 @@ class MemoryForest:
         made.constant = float(tensors["constant"][0])
         for target in (*PREDICTED, LIMIT):
             if f"{target}0.roots" in tensors:
-                made.forests[target] = [Forest.from_tensors(tensors, f"{target}{index}") for index in range(settings["forests"])]
+                made.forests[target] = [
+                    Forest.from_tensors(tensors, f"{target}{index}", len(STEP_FEATURES)) for index in range(settings["forests"])
+                ]
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from perfguard.devices import catalog
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
+from perfguard_models.features.launches import launches
 from perfguard_models.features.step import STEP_FEATURES, step_features
 from perfguard_models.learner import Step, predict_with_spread, share_of
 from perfguard_models.residual import GPInputs, ResidualPrior
-from perfguard_models.setting import Setting
+from perfguard_models.setting import Setting, is_single
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import FittedModel, steps_of
+from perfguard_models.trained import FittedModel
 from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_models.weight_files import version_of
 
@@ -134,8 +135,8 @@ class RawPrediction(NamedTuple):
 class Weights:
     """Weights for one kind of device.
 
-    Two clocks for time (`two_clocks`). For memory the replay, and forests (`memory_forest`) on CPUs and where cuDNN tries
-    algorithms.
+    Two clocks and trees for time (`two_clocks`). For memory the replay, and forests (`memory_forest`) on CPUs and where cuDNN
+    tries algorithms.
     """
 
     def __init__(self, memory: FittedModel, time: FittedModel, summary: Summary = NOTHING) -> None:
@@ -155,8 +156,9 @@ class Weights:
         """The weights' prediction for each of ``graphs``."""
         skeleton, number = graphs.skeleton, len(graphs)
         setting, features = Setting.of(skeleton, device), step_features(graphs, device)
-        log_step_s, op_time_s, path = self._clocks(graphs, device)
-        memory = self._memory_by_trees(graphs, features, setting, device)
+        steps = _steps(graphs, features, device)
+        log_step_s, op_time_s, path = self._clocks(graphs, steps, device)
+        memory = self._memory_by_trees(graphs, steps, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
         is_measured = self._has_readings(setting), setting.timed_as in self._time.card["timed"]
         raw = RawPrediction(
@@ -166,7 +168,7 @@ class Weights:
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
             prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
-            shares=self._shares(features) if setting.is_perceptron and device.kind == "cuda" and not device.is_amd else {},
+            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" and not device.is_amd else {},
             known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
         )
@@ -189,7 +191,7 @@ class Weights:
         return raw._replace(alternatives=alternatives)
 
     def _memory_by_trees(
-        self, graphs: GraphBatch, features: npt.NDArray[np.float32], setting: Setting, device: Device
+        self, graphs: GraphBatch, steps: Sequence[Step], setting: Setting, device: Device
     ) -> tuple[Floats, Floats] | None:
         """Log bytes and their standard deviations on a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache.
 
@@ -200,7 +202,6 @@ class Weights:
         has_workspaces = "cudnn_benchmark" in skeleton.options and not skeleton.kinds.isdisjoint(CONVOLUTION_KINDS)
         if device.kind == "cuda" and not has_workspaces:
             return None
-        steps = [Step(device.id, setting.is_single, {"sums": row}) for row in features]
         predicted, spread = predict_with_spread(self._memory.learner, steps)
         if not np.isfinite(predicted["memory"]).all():
             return None
@@ -219,20 +220,21 @@ class Weights:
         """Whether the training rows have enough readings of the memory in this setting."""
         return f"memory/{setting.group}" in self._memory.calibration.scale
 
-    def _shares(self, features: npt.NDArray[np.float32]) -> dict[str, Floats]:
+    def _shares(self, steps: Sequence[Step]) -> dict[str, Floats]:
         """Utilisation of perceptrons. Shapes: (C,)."""
-        predicted = self._memory.learner.predict([Step("", False, {"sums": row}) for row in features])
+        predicted = self._memory.learner.predict(steps)
         return {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
 
-    def _clocks(self, graphs: GraphBatch, device: Device) -> tuple[Floats, Floats, PathTimes]:
+    def _clocks(self, graphs: GraphBatch, steps: Sequence[Step], device: Device) -> tuple[Floats, Floats, PathTimes]:
         """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
         that takes longest."""
         clocks = self._time.learner
         assert isinstance(clocks, TwoClocks)
-        log_step_s, device_s, path = clocks.clocks(steps_of(clocks, graphs, device))
+        log_step_s, device_s, path = clocks.clocks(steps)
         card, is_part, _ = device.id.partition(":")
-        if is_part and card in catalog():  # a part is never faster than the whole; the network alone breaks this
-            log_step_s = np.maximum(log_step_s, clocks.log_step_s(steps_of(clocks, graphs, catalog()[card])))
+        if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
+            whole = catalog()[card]
+            log_step_s = np.maximum(log_step_s, clocks.log_step_s(_steps(graphs, step_features(graphs, whole), whole)))
         total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
         return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
 
@@ -259,6 +261,13 @@ class Weights:
     def summary(self, device: Device, target: str) -> Summary:
         """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
         return self._summary.of(device.id) if target == "memory" else NOTHING
+
+
+def _steps(graphs: GraphBatch, features: npt.NDArray[np.float32], device: Device) -> list[Step]:
+    """Each of ``graphs`` on ``device``, as the weights read it."""
+    single = is_single(graphs.skeleton)
+    views = zip(launches(graphs, device), features, strict=True)
+    return [Step(device.id, single, view | {"sums": row}) for view, row in views]
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:

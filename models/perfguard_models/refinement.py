@@ -118,9 +118,7 @@ class ResidualForest:
                 raise ValueError("they were made by another version of PerfGuard")
             parts = {}
             for target, devices in header["devices"].items():
-                forest = Forest.from_tensors(tensors, target)
-                if len(forest.feature) and int(forest.feature.max()) >= columns_of(target):
-                    raise ValueError(f"the trees {target!r} read columns that do not exist")
+                forest = Forest.from_tensors(tensors, target, columns_of(target))
                 ids = [bytes(row).hex() for row in tensors[f"{target}.rows"].tolist()]
                 held_out = dict(zip(ids, tensors[f"{target}.held_out"].double().tolist(), strict=True))
                 parts[target] = _Part(forest, frozenset(devices), held_out, float(header["strays"][target]))

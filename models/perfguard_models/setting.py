@@ -27,6 +27,8 @@ class Setting:
     """"nchw" or "nhwc"; it matters to convolutions alone."""
     compiled: bool
     has_convolutions: bool
+    has_recurrent_layers: bool
+    """Whether it has operators whose time steps wait for one another. A GRU on a CPU has none: it is small operators."""
     is_single: bool
     """Whether it is an operator of a table of single operators, and no step."""
 
@@ -41,6 +43,7 @@ class Setting:
             layout=graph.layout,
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
+            has_recurrent_layers="rnn" in graph.kinds,
             is_single=is_single(graph.skeleton),
         )
 
@@ -63,6 +66,7 @@ class Setting:
         words += [self.layout] if self.has_convolutions else []
         words += ["compiled"] if self.compiled else []
         words += ["with convolutions"] if self.has_convolutions else []
+        words += ["with recurrent layers"] if self.has_recurrent_layers else []
         return " ".join(words)
 
 

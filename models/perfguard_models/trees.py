@@ -51,8 +51,8 @@ class Forest(NamedTuple):
         }
 
     @staticmethod
-    def from_tensors(tensors: State, prefix: str) -> Forest:
-        """The inverse of :meth:`tensors`.
+    def from_tensors(tensors: State, prefix: str, num_features: int) -> Forest:
+        """The inverse of :meth:`tensors`, for rows of so many features.
 
         Raises:
             KeyError: if one is missing.
@@ -70,6 +70,7 @@ class Forest(NamedTuple):
             or (forest.right[leaf] != nodes[leaf]).any()
             or not ((forest.roots >= 0) & (forest.roots < max(len(nodes), 1))).all()
             or (forest.feature < 0).any()
+            or (forest.feature >= num_features).any()
         ):
             raise ValueError(f"the trees {prefix!r} are damaged")
         return forest

@@ -12,6 +12,8 @@ Each machine has one factor for all host times and one for all device times. Thi
 "Building a Performance Model for Deep Learning Recommendation Model Training on GPUs" (arXiv 2201.07821), section IV, in closed
 form. A CPU is its own host, so nothing overlaps there: the maximum is replaced by the sum of all h_i and d_i.
 
+The prediction is the geometric mean of this time and the time of boosted trees (`step_forest`), whose errors differ.
+
 Shapes: B steps, R rows of different operators of all steps together, N launches of the longest step.
 """
 
@@ -28,7 +30,8 @@ from torch import nn
 
 from perfguard.graph import Phase
 from perfguard_models.features.launches import COLUMNS, DEVICE_COLUMNS, HOST_KINDS, NUM_NAMES
-from perfguard_models.learner import TARGETS, Example, Predicted, State
+from perfguard_models.learner import TARGETS, Example, Predicted, State, sums_table
+from perfguard_models.step_forest import StepForest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,8 +40,6 @@ Floats = npt.NDArray[np.float64]
 _LAUNCHES_A_BATCH = 40_000
 _EMBEDDING = 8
 _COMPILED, _TRAIN = COLUMNS.index("compiled"), COLUMNS.index("train")
-_TF32, _TF32_OVER_FLOAT = COLUMNS.index("tf32"), DEVICE_COLUMNS.index("log_tf32_over_float")
-_OF_NEIGHBOURS = [at for at, name in enumerate(COLUMNS) if name.startswith(("from_", "to_")) or name in ("fresh", "recent")]
 _CLOCK = DEVICE_COLUMNS.index("log_clock")
 _FARTHEST = 6.0
 """Standard deviations from the mean of a column at which it is clipped: beyond what was learnt, nothing is extrapolated."""
@@ -203,11 +204,12 @@ class TwoClocks:
         learning_rate: of AdamW, at its highest.
         host_sigma: prior standard deviation of a machine's log host factor.
         device_sigma: the same of its log device factor. It is small, so that the network learns the cards and no source does.
-        seed: of weights and order.
+        trees: how many boosted trees. 0: the clocks alone.
+        seed: of weights, order and trees.
     """
 
     name: ClassVar[str] = "two-clocks"
-    views: ClassVar[tuple[str, ...]] = ("launches",)
+    views: ClassVar[tuple[str, ...]] = ("launches", "sums")
 
     def __init__(
         self,
@@ -218,14 +220,16 @@ class TwoClocks:
         learning_rate: float = 1e-2,
         host_sigma: float = 0.5,
         device_sigma: float = 0.01,
+        trees: int = 400,
         seed: int = 0,
     ) -> None:
         self.settings: dict[str, Any] = {
             "networks": networks, "epochs": epochs, "hidden": hidden, "learning_rate": learning_rate,
-            "host_sigma": host_sigma, "device_sigma": device_sigma, "seed": seed,
+            "host_sigma": host_sigma, "device_sigma": device_sigma, "trees": trees, "seed": seed,
         }  # fmt: skip
         self.scale = torch.zeros(2, len(COLUMNS) + len(DEVICE_COLUMNS))
         self.networks: list[Network] = []
+        self.forest: StepForest | None = None
 
     def parts(self, runs: Sequence[Example]) -> list[Predicted]:
         """The prediction on a usual machine, then with a slower host, a faster one, a slower device, a faster one.
@@ -258,7 +262,16 @@ class TwoClocks:
             device_s = torch.stack([one.device_s for one in clocks]).mean(0)
             parts = zip(*(one.longest_path() for one in clocks), strict=True)
             path = PathTimes(*(torch.stack(part).mean(0).double().numpy() for part in parts))
-        return torch.stack(log_s).double().numpy(), device_s.double().numpy(), path
+        found = torch.stack(log_s).double().numpy()
+        return found + self._towards_trees(found[0], runs), device_s.double().numpy(), path
+
+    def _towards_trees(self, log_s: Floats, runs: Sequence[Example]) -> Floats:
+        """Half the difference between the trees' log time and the clocks' ``log_s`` (B,); 0 where the trees do not apply."""
+        way = np.zeros(len(runs))
+        some = [at for at, run in enumerate(runs) if trees_apply(run)]
+        if self.forest is not None and some:
+            way[some] = (self.forest.predict(sums_table([runs[at] for at in some])) - log_s[some]) / 2
+        return way
 
     def combine(self, parts: Sequence[Predicted], runs: Sequence[Example]) -> Predicted:
         """The prediction on a usual machine."""
@@ -273,7 +286,7 @@ class TwoClocks:
         tensors = {"scale": self.scale}
         for at, network in enumerate(self.networks):
             tensors |= {f"network{at}.{name}": value for name, value in network.state_dict().items()}
-        return tensors, self.settings
+        return tensors | (self.forest.tensors() if self.forest else {}), self.settings
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
@@ -284,6 +297,7 @@ class TwoClocks:
             network, prefix = Network(settings["hidden"]).float(), f"network{at}."
             network.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
             made.networks.append(network.eval())
+        made.forest = StepForest.from_tensors(tensors)
         return made
 
     def pack(self, runs: Sequence[Example]) -> Packed:
@@ -313,7 +327,7 @@ class TwoClocks:
             order=torch.from_numpy(order),
             is_launch=torch.from_numpy(is_launch),
             views=torch.from_numpy(before),
-            compiled=torch.from_numpy(flags[:, :1]) * (1 - is_cpu[:, None]),
+            compiled=torch.from_numpy(flags[:, :1]),
             train=torch.from_numpy(flags[:, 1]).long(),
             copied=torch.tensor([float(view["copied"][0]) for view in views], dtype=torch.float32),
             launched=timed[:, :1],
@@ -324,19 +338,14 @@ class TwoClocks:
 
 
 def columns_of(view: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    """The operators' columns and the device's, 0 where the network must not read them.
+    """The operators' columns and the device's. Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS))."""
+    device = np.broadcast_to(view["device"], (len(view["x"]), len(DEVICE_COLUMNS)))
+    return np.concatenate([view["x"], device], axis=1, dtype=np.float32)
 
-    Shape: (rows, len(COLUMNS) + len(DEVICE_COLUMNS)).
-    """
-    x, device = view["x"].astype(np.float32), view["device"]
-    if view["is_cpu"][0]:  # these weights are older, and read the columns of neighbours
-        x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
-        device = np.zeros_like(device)  # one CPU was measured: what its figures change, beside the roofline, is not known
-    else:
-        x[:, _OF_NEIGHBOURS] = 0  # they earn nothing (docs/decisions/two-clocks.md)
-        if device[_TF32_OVER_FLOAT] <= 0:
-            x[:, _TF32] = 0  # a card that gains nothing by TF32 is as fast with it as without
-    return np.concatenate([x, np.broadcast_to(device, (len(x), len(DEVICE_COLUMNS)))], axis=1)
+
+def trees_apply(run: Example) -> bool:
+    """Whether it is a whole step, and no operator has time steps that wait for one another, which sums do not show."""
+    return not (run.is_single or run.view["steps"].any())
 
 
 def batches_of(runs: Sequence[Example], order: Iterable[int], most: float = math.inf) -> Iterator[list[int]]:

@@ -149,7 +149,8 @@ class Trees:
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
         """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
-        made._forests = {target: Forest.from_tensors(tensors, target) for target in TARGETS if f"{target}.roots" in tensors}
+        found = [target for target in TARGETS if f"{target}.roots" in tensors]
+        made._forests = {target: Forest.from_tensors(tensors, target, len(made._columns)) for target in found}
         return made
 
 

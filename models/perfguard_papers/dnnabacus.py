@@ -22,6 +22,7 @@ import torch
 from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
+from perfguard_papers.layers import GLOBAL_COLUMNS
 from perfguard_training.dataset import STEPS, Run
 from perfguard_training.learner import OnEpoch, labels_of
 
@@ -113,7 +114,8 @@ class DNNAbacus:
         for target in TARGETS:
             if f"{target}.weights" in tensors:
                 made._weights[target] = tensors[f"{target}.weights"].numpy()
-                made._members[target] = [Forest.from_tensors(tensors, f"{target}.{index}") for index in range(3)]
+                number = len(OP_KINDS) ** 2 + len(GLOBAL_COLUMNS)
+                made._members[target] = [Forest.from_tensors(tensors, f"{target}.{index}", number) for index in range(3)]
         return made
 
 

@@ -5,7 +5,7 @@
 The network is from the paper's section 3.2.2. The operators of a kernel are an undirected graph. Each has its features and those
 of the device. The network has three blocks of GAT, GraphSizeNorm and ReLU, a mean over the operators, and two linear outputs.
 The loss is the root of the mean squared error (of logarithms here) plus cross-entropy. Tables of single operators have one
-operator per kernel, so attention sees only the operator itself. The columns are those of GuardNet's network for operators.
+operator per kernel, so attention sees only the operator itself. The columns are those of GuardNet's operators.
 
 Kernels are named by their family. This is the name of the function without template arguments and without the architecture that
 the library was built for. So `volta_sgemm_128x64_nn` and `ampere_sgemm_128x64_nn` are one family, and the name means the same on
@@ -308,15 +308,13 @@ def shipped() -> KernelModel:
     return read_kernel_model(folder / "kernels.safetensors", folder / "kernels.json")
 
 
-def print_scores(scores: dict[str, dict[str, dict[str, float]]], guardnet: dict[str, list[float]]) -> None:
+def print_scores(scores: dict[str, dict[str, dict[str, float]]]) -> None:
     """A table for people."""
     table = Table("held out", "operators", "rows", "top-1", "top-5", "latency: mean error", "median")
     for split, by in scores.items():
         for name, score in by.items():
             shares = (f"{100 * score[column]:.1f}%" for column in ("top1", "top5", "mean_error", "median_error"))
             table.add_row(split, name, f"{int(score['rows']):,}", *shares)
-    for name, (mean, median) in guardnet.items():
-        table.add_row("shape: GuardNet's network for operators", name, "", "", "", f"{100 * mean:.1f}%", f"{100 * median:.1f}%")
     table.add_row("networks, in LILOU's paper", "all", "", "88.6%", "98.8%", "", "")
     Console(width=120).print(table)
 
@@ -345,7 +343,7 @@ def main() -> None:
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)
-    print_scores(scores, card["guardnet"])
+    print_scores(scores)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class Run(NamedTuple):
             layout=next((word for word in others if word in get_args(Layout)), "nchw"),
             compiled="compiled" in others,
             has_convolutions=self.has_convolutions,
+            has_recurrent_layers=self.has_recurrent_layers,
             is_single=self.is_single,
         )
 
@@ -106,6 +107,13 @@ class Run(NamedTuple):
         if "host" in self.view:
             return bool((self.view["host"] // len(Phase) == KIND_INDEX["conv"]).any())
         return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("count_conv")] > 0)
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether the step has operators whose time steps wait for one another. Rows need launches or sums in their view."""
+        if "host" in self.view:
+            return bool((self.view["host"] // len(Phase) == KIND_INDEX["rnn"]).any())
+        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("time_rnn")] > 0)
 
 
 _KERNELS_A_STEP = 1_000_000

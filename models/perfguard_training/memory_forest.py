@@ -86,6 +86,7 @@ class TrainableMemory(MemoryForest):
             max_leaf_nodes=16,
             max_features=0.3,
             min_samples_leaf=15,
+            early_stopping=False,  # the default depends on the number of rows
             random_state=self.settings["seed"] + seed,
         )
         return forest_of_boosting(model.fit(x, y))

@@ -1,4 +1,4 @@
-"""Training of the two clocks on measured step times.
+"""Training of the two clocks on measured step times, and of the trees beside them.
 
 Sources differ in their machines: another host, another clock. Each machine has a host factor and a device factor with a prior
 around one. They are learnt beside the network and left out when serving. CPUs have none: one was measured, and
@@ -11,15 +11,21 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of
+from perfguard_models.learner import sums_table
+from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns, rough_time, start_of
+from perfguard_models.trees import forest_of_boosting
+from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of, trees_apply
 from perfguard_training.dataset import Run
-from perfguard_training.learner import Epochs, OnEpoch, identity_of
+from perfguard_training.learner import Epochs, OnEpoch, identity_of, labels_of
+
+if TYPE_CHECKING:
+    from sklearn.ensemble import HistGradientBoostingRegressor
 
 _RUNS_A_BATCH = 16
 _OPERATORS_A_BATCH = 64
@@ -34,6 +40,11 @@ _WEIGHT_DECAY = 1e-2
 _ROWS_FOR_SCALE = 400
 _LENGTHS_APART = 60
 """Runs of one batch have about as many launches, so that little is padded. The order within this many launches is random."""
+_FEWEST_STEPS = 50
+"""With fewer measured steps there are no trees."""
+_TREES_RATE, _LEAVES, _LEAST_LEAF, _FEATURES_A_SPLIT = 0.05, 20, 20, 0.5
+_FARTHEST_LABEL = 0.2
+"""Log times are clipped to this distance from the fitted median."""
 
 
 class _Machines(nn.Module):
@@ -66,6 +77,37 @@ class TrainableClocks(TwoClocks):
         for index in range(self.settings["networks"]):
             own = None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}{index}")
             self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch, own))
+        steps = [run for run in timed if trees_apply(run)]
+        has_trees = self.settings["trees"] > 0 and len(steps) >= _FEWEST_STEPS
+        self.forest = self._fitted_forest(steps) if has_trees else None
+
+    def _fitted_forest(self, steps: Sequence[Run]) -> StepForest:
+        """Trees of the squared error, on log times that are clipped around the median, so that outliers count less.
+
+        scikit-learn does not keep monotonic constraints with the absolute error: its leaves become medians after they have grown.
+        """
+        sums = sums_table(steps)
+        largest = float(np.sort(rough_time(sums))[-_LEAST_LEAF])  # no tree splits beyond
+        x, y = forest_columns(sums), labels_of(steps, "time") - start_of(sums, largest)
+        median = self._boosting("absolute_error", None).fit(x, y).predict(x)
+        mean = self._boosting("squared_error", list(DIRECTIONS.values()))
+        mean.fit(x, np.clip(y, median - _FARTHEST_LABEL, median + _FARTHEST_LABEL))
+        return StepForest(forest_of_boosting(mean), largest)
+
+    def _boosting(self, loss: str, directions: list[int] | None) -> HistGradientBoostingRegressor:
+        from sklearn.ensemble import HistGradientBoostingRegressor
+
+        return HistGradientBoostingRegressor(
+            loss=loss,
+            max_iter=self.settings["trees"],
+            learning_rate=_TREES_RATE,
+            max_leaf_nodes=_LEAVES,
+            min_samples_leaf=_LEAST_LEAF,
+            max_features=_FEATURES_A_SPLIT,
+            early_stopping=False,  # the default depends on the number of rows
+            monotonic_cst=directions,
+            random_state=self.settings["seed"],
+        )
 
     def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
         torch.manual_seed(seed)

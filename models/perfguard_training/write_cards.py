@@ -37,9 +37,9 @@ Memory was measured only on the A100. For the RTX 3090 and 4090, the data only s
 was on."""
 _OF_ALL = "Do not use it to compare GPUs that are not in the list above, or for billing."
 _OF_CPUS = """
-The data is from one machine: two cores of an AMD EPYC, Linux with glibc 2.36. On another CPU, the rates are measured, and the
-errors are not known. Networks are small: a step takes up to 30 ms by the roofline. One row in eight is in bfloat16, which this
-machine has no units for. Compiled steps are not in the data."""
+The table is `benchmarks/data/cpu.csv.gz`. It is from one machine: two cores of an AMD EPYC, Linux with glibc 2.36. On another
+CPU, the rates are measured, and the errors are not known. Networks are small: a step takes up to 30 ms by the roofline. One row
+in eight is in bfloat16, which this machine has no units for. Compiled steps are not in the data."""
 _LIMITS = {
     "memory-forest": f"""{_OF_MEMORY} With this mode off, convolutional networks need less memory than predicted.
 Utilisation was measured only for perceptrons on the A100. The data has no recurrent networks. {_OF_ALL}""",
@@ -47,7 +47,8 @@ Utilisation was measured only for perceptrons on the A100. The data has no recur
 Times are for one GPU. They leave out communication between GPUs, and waiting for data. On most GPUs the networks are those of
 torchvision at small batches. Training of transformers was measured on few GPUs. If a step has small operators, its time depends
 on the host that launches them. Hosts differ more than GPUs of one kind do. So on another machine, such a step can be wrong by a
-factor of two or more until some runs are measured there. Of recurrent networks, the data has single layers only. {_OF_ALL}""",
+factor of two or more until some runs are measured there. Of recurrent networks, the data has single layers and timm's sequencer
+only. {_OF_ALL}""",
     **dict.fromkeys(("cpu-two-clocks", "cpu-memory-forest"), _OF_CPUS),
 }
 """What each kind of weights must not be used for. The papers' weights have the next one."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from perfguard.devices import Device
 from perfguard.graph import KIND_INDEX, OP_KINDS, Op, OpGraph, Phase, Storage, StorageKind
 from perfguard_models.features import launches as launch_features
-from perfguard_models.features.operators import FLAGS, NAMES, RECENT, SIZES, THREADS
+from perfguard_models.features.operators import FLAGS, NAMES, SIZES, THREADS
 from perfguard_models.features.step import (
     ABSENT,
     CONVOLUTION_ALGORITHMS,
@@ -322,8 +322,7 @@ def _convolution(op: Op) -> _Convolution:
 def operator_features(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     ops, seconds = graph.ops, roofline(graph, device)
     base, live = graph.reserved_bytes + device.context_bytes, live_bytes(graph)[1:]
-    x = np.concatenate([_sizes(ops, seconds, device), _flags(graph, seconds, device), _surroundings(graph)], axis=1)
-    x = x.astype(np.float16)
+    x = np.concatenate([_sizes(ops, seconds, device), _flags(graph, seconds, device)], axis=1).astype(np.float16)
     known = {name: index for index, name in enumerate(NAMES)}
     names = [known.get(op.name, len(NAMES)) for op in ops]
     members: dict[tuple[bytes, int], list[int]] = {}
@@ -388,7 +387,6 @@ def _raw_sizes(op: Op) -> tuple[float, ...]:
 
 def _flags(graph: OpGraph, roofline: npt.NDArray[np.float64], device: Device) -> npt.NDArray[np.float64]:
     train, nhwc, compiled = graph.mode == "train", graph.layout == "nhwc", "compiled" in graph.options
-    made: dict[int, int] = {}
     rows = []
     for index, op in enumerate(graph.ops):
         attributes = op.attributes
@@ -400,7 +398,6 @@ def _flags(graph: OpGraph, roofline: npt.NDArray[np.float64], device: Device) ->
             few = channels_in <= 4
             odd_in = bool(channels_in // groups % 8)
             odd_out = bool((weight[1] if attributes["transposed"] else weight[0] // groups) % 8)
-        ages = [index - made[storage] for storage in op.inputs if storage in made]
         rows.append(
             (
                 roofline[index] <= device.launch_overhead_s,
@@ -420,25 +417,11 @@ def _flags(graph: OpGraph, roofline: npt.NDArray[np.float64], device: Device) ->
                 odd_in,
                 odd_out,
                 any(size % 8 for size in attributes.get("product", ())[1:]),
-                any(storage not in made for storage in op.inputs),
-                sum(age == 1 for age in ages) / max(len(op.inputs), 1),
-                sum(age <= RECENT for age in ages) / max(len(op.inputs), 1),
+                any(graph.storages[storage].kind is StorageKind.PARAMETER for storage in op.inputs),
                 min(len(op.inputs), 8) / 8,
             )
         )
-        made.update(dict.fromkeys(op.outputs, index))
     return np.array(rows, dtype=np.float64).reshape(len(graph.ops), len(FLAGS))
-
-
-def _surroundings(graph: OpGraph) -> npt.NDArray[np.float64]:
-    number = len(OP_KINDS)
-    kinds = np.array([KIND_INDEX[op.kind] for op in graph.ops], dtype=np.int64)
-    source, sink = graph.edges
-    around = np.zeros((len(graph.ops), 2 * number))
-    np.add.at(around, (sink, kinds[source]), 1)
-    np.add.at(around, (source, number + kinds[sink]), 1)
-    totals = np.repeat([around[:, :number].sum(axis=1), around[:, number:].sum(axis=1)], number, axis=0).T
-    return np.asarray(around / np.maximum(totals, 1))
 
 
 def _operator_sizes(op: Op) -> tuple[int, ...]:
@@ -462,13 +445,15 @@ def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
     compute, roofline_s = work(graph, device)
     sizes = _sizes(ops, roofline_s, device)
     sizes[:, SIZES.index("log_compute_s")] = np.log(np.maximum(compute * 1e6, 1e-4))
-    x = np.concatenate([sizes, _flags(graph, roofline_s, device), _surroundings(graph)], axis=1).astype(np.float16)
+    x = np.concatenate([sizes, _flags(graph, roofline_s, device)], axis=1).astype(np.float16)
     keys = [(x[at].tobytes(), op.name if op.name in known else "", op.kind) for at, op in enumerate(ops)]
     members: dict[Any, list[int]] = {}
     for at, key in enumerate(keys):
         members.setdefault(key, []).append(at)
     first = [some[0] for some in members.values()]
-    own = [(*_switches(graph, op), _log_idle_waves(op, device)) for op in ops]
+    if device.kind == "cpu":
+        x[:, len(SIZES) + FLAGS.index("compiled")] = 0  # it is predicted as eager
+    own = [(*_switches(graph, op, device), _log_idle_waves(op, device)) for op in ops]
     names = {name: index for index, name in enumerate(launch_features.NAMES)}
     row_of = {key: row for row, key in enumerate(members)}
     return {
@@ -509,9 +494,12 @@ def _log_idle_waves(op: Op, device: Device) -> float:
     return math.log(math.ceil(waves) / waves)
 
 
-def _switches(graph: OpGraph, op: Op) -> tuple[bool, bool, bool]:
+def _switches(graph: OpGraph, op: Op, device: Device) -> tuple[bool, bool, bool]:
+    """Those that make a difference on the device."""
     half = op.dtype in ("float16", "bfloat16")
-    return op.kind in in_tf32(graph) and not half, op.dtype == "bfloat16", "cudnn_benchmark" in graph.options
+    tf32 = op.kind in in_tf32(graph) and not half and device.flops_per_s("tf32") > device.flops_per_s("fp32")
+    bf16 = op.dtype == "bfloat16" and device.flops_per_s("bf16") != device.flops_per_s("fp16")
+    return tf32, bf16, "cudnn_benchmark" in graph.options
 
 
 def in_tf32(graph: OpGraph) -> tuple[str, ...]:

@@ -151,12 +151,15 @@ def test_trees_as_arrays_say_what_scikit_learn_says(table: tuple[Any, Any]) -> N
 def test_trees_that_lead_astray_are_refused(table: tuple[Any, Any]) -> None:
     x, y = table
     tensors = forest_of_boosting(HistGradientBoostingRegressor(max_iter=3).fit(x, y)).tensors("t")
-    assert np.array_equal(Forest.from_tensors(tensors, "t").predict(x), Forest.from_tensors(dict(tensors), "t").predict(x))
-    for field, value in (("left", 10**6), ("right", 0), ("roots", -1), ("feature", -1)):
+    number = x.shape[1]
+    assert np.array_equal(
+        Forest.from_tensors(tensors, "t", number).predict(x), Forest.from_tensors(dict(tensors), "t", number).predict(x)
+    )
+    for field, value in (("left", 10**6), ("right", 0), ("roots", -1), ("feature", -1), ("feature", number)):
         changed = {key: tensor.clone() for key, tensor in tensors.items()}
         changed[f"t.{field}"][0] = value
         with pytest.raises(ValueError, match="damaged"):
-            Forest.from_tensors(changed, "t")
+            Forest.from_tensors(changed, "t", number)
 
 
 def test_intervals_hold_on_what_is_drawn_alike() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -10,10 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from perfguard.devices import resolve_device
+from perfguard import OpGraph
+from perfguard.devices import Device, resolve_device
 from perfguard_models.calibration import Calibration
 from perfguard_models.features.launches import launches
-from perfguard_models.learner import Arrays
+from perfguard_models.features.step import step_features
+from perfguard_models.learner import Arrays, sums_table
+from perfguard_models.step_forest import DIRECTIONS, forest_columns
 from perfguard_models.trained import read_trained, write_trained
 from perfguard_training.dataset import Run
 from perfguard_training.leaderboard import label_of
@@ -47,8 +52,13 @@ def views() -> list[tuple[str, int, Arrays]]:
         for depth in (1, 2, 4):
             for batch in (2, 8, 32, 128, 512, 2048):
                 graph = graph_of(width, depth, batch)
-                found += [(gpu, batch, launches(graph.as_batch(), resolve_device(gpu))[0]) for gpu in GPUS]
+                found += [(gpu, batch, view_of(graph, resolve_device(gpu))) for gpu in GPUS]
     return found
+
+
+def view_of(graph: OpGraph, device: Device) -> Arrays:
+    graphs = graph.as_batch()
+    return launches(graphs, device)[0] | {"sums": step_features(graphs, device)[0]}
 
 
 def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0, folder: str = "") -> Run:
@@ -67,7 +77,14 @@ def runs() -> list[Run]:
 
 @pytest.fixture(scope="module")
 def learner(runs: list[Run]) -> TrainableClocks:
-    made = TrainableClocks(networks=1, epochs=60, hidden=32)
+    made = TrainableClocks(networks=1, epochs=60, hidden=32, trees=0)
+    made.fit([one for one in runs if not is_held_out(one.batch_size)])
+    return made
+
+
+@pytest.fixture(scope="module")
+def with_trees(runs: list[Run]) -> TrainableClocks:
+    made = TrainableClocks(networks=1, epochs=2, hidden=8, trees=100)
     made.fit([one for one in runs if not is_held_out(one.batch_size)])
     return made
 
@@ -94,7 +111,78 @@ def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableClocks, ru
     np.testing.assert_allclose(slow_host - usual, expected, atol=0.05)
 
 
-def test_weights_are_read_as_they_were_written(learner: TrainableClocks, runs: list[Run], tmp_path: Path) -> None:
+def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: TrainableClocks, runs: list[Run]) -> None:
+    clocks = TrainableClocks.from_state(*with_trees.state())
+    assert with_trees.forest is not None
+    of_trees, clocks.forest = with_trees.forest.predict(sums_table(runs)), None
+    of_clocks = clocks.predict(runs)["time"]
+    np.testing.assert_allclose(with_trees.predict(runs)["time"], (of_clocks + of_trees) / 2)
+    labels = np.array([one.labels["time"] for one in runs])
+    assert np.abs(of_trees - labels).mean() < 0.3
+
+
+def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
+    """Here larger steps were measured to be faster."""
+    opposite = [one._replace(labels={"time": -one.labels["time"]}) for one in runs]
+    learner = TrainableClocks(networks=1, epochs=1, hidden=8, trees=50)
+    learner.fit(opposite)
+    assert learner.forest is not None
+    columns = forest_columns(sums_table(runs))
+    before = learner.forest.forest.predict(columns)
+    for at, direction in enumerate(DIRECTIONS.values()):
+        if direction:
+            after = learner.forest.forest.predict(columns + np.eye(len(DIRECTIONS), dtype=np.float32)[at])
+            assert (direction * (after - before)).min() >= -1e-6
+
+
+def test_few_steps_make_no_trees(runs: list[Run]) -> None:
+    learner = TrainableClocks(networks=1, epochs=1, hidden=8)
+    learner.fit(runs[:20])
+    assert learner.forest is None
+    assert TrainableClocks.from_state(*learner.state()).forest is None
+
+
+def test_columns_of_trees_rise_with_the_step_and_fall_with_the_card() -> None:
+    """To the last bit, although shares of other totals round differently."""
+    card = resolve_device("a100")
+    better = dataclasses.replace(
+        card,
+        peak_flops={name: 1.5 * rate for name, rate in card.peak_flops.items()},
+        bandwidth_bytes_per_s=1.4 * card.bandwidth_bytes_per_s,
+        num_sms=card.num_sms + 8,
+        boost_clock_hz=1.1 * card.boost_clock_hz,
+        l2_bytes=2 * card.l2_bytes,
+    )
+    directions = np.array(list(DIRECTIONS.values()))
+    for width, depth, batch in itertools.product((8, 64, 256), (1, 2, 4), (1, 2, 16, 512)):
+        rows = [
+            forest_columns(view_of(graph_of(width, *size), device)["sums"][None])[0]
+            for size, device in (
+                ((depth, batch), card),
+                ((depth, 2 * batch), card),
+                ((depth + 1, batch), card),
+                ((depth, batch), better),
+            )
+        ]
+        for larger in rows[1:3]:
+            assert ((larger - rows[0]) * directions >= 0).all()
+        assert ((rows[0] - rows[3]) * directions >= 0).all()
+
+
+@pytest.mark.parametrize("field", ["forest.columns", "forest.largest", "forest.feature"])
+def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableClocks) -> None:
+    tensors, settings = with_trees.state()
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed[field][0] = math.nan if field == "forest.largest" else 1000
+    with pytest.raises(ValueError, match="damaged"):
+        TrainableClocks.from_state(changed, settings)
+
+
+@pytest.mark.parametrize("name", ["learner", "with_trees"])
+def test_weights_are_read_as_they_were_written(
+    name: str, request: pytest.FixtureRequest, runs: list[Run], tmp_path: Path
+) -> None:
+    learner = request.getfixturevalue(name)
     card = {"version": 1, "trained_devices": sorted(GPUS), "timed": []}
     write_trained(tmp_path / "w", "two-clocks", learner, card, Calibration({"time": 0.05}, {"time": 1.5}))
     again = read_trained(tmp_path / "w.safetensors", tmp_path / "w.json", "w").learner
@@ -111,7 +199,7 @@ def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, 
         if one[0] == "t4"
         for (source, folder), host in zip(machines, (1.0, 2.0), strict=True)
     ]
-    learner = TrainableClocks(networks=1, epochs=40, hidden=16)
+    learner = TrainableClocks(networks=1, epochs=40, hidden=16, trees=0)
     learner.fit(runs)
     fast, slow = (learner.machines.factor[learner.machines.index[source, "t4", folder]].tolist() for source, folder in machines)
     assert slow[0] - fast[0] == pytest.approx(math.log(2), abs=0.1)
@@ -123,8 +211,8 @@ def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, 
 def test_processor_is_its_own_host(runs: list[Run]) -> None:
     """Host and device work one after the other, and the host's speed is the network's, not that of a machine."""
     graphs = [(batch, graph_of(width, 2, batch)) for width in (8, 32, 128) for batch in (2, 8, 32, 128, 512)]
-    steps = [run("c", "cpu", batch, launches(graph.as_batch(), TOY_CPU)[0], host=0.7) for batch, graph in graphs]
-    learner = TrainableClocks(networks=1, epochs=40, hidden=32)
+    steps = [run("c", "cpu", batch, view_of(graph, TOY_CPU), host=0.7) for batch, graph in graphs]
+    learner = TrainableClocks(networks=1, epochs=40, hidden=32, trees=0)
     learner.fit(steps * 3)
     assert errors(learner, steps).mean() < 0.05
     assert not learner.machines.of(steps).any()

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 COLUMNS = (*operators.COLUMNS, "tf32", "bf16", "benchmark", "log_idle_waves")
-"""Columns of ``x``. The first are those of `operators`, with times at the rates of the arithmetic that is used. The last is how
-much longer a product takes because its last wave of tiles leaves multiprocessors idle, as a logarithm."""
+"""Columns of ``x``. The first are those of `operators`, with times at the rates of the arithmetic that is used. "tf32" is 0 on
+devices that gain nothing by it, and "bf16" on those that are as fast in float16. The last is how much longer a product takes
+because its last wave of tiles leaves multiprocessors idle, as a logarithm."""
 NAMES = (
     *operators.NAMES, "fused_rms_norm", "fused_rms_norm_backward", "silu_mul", "rope", "fused_rnn", "fused_rnn_backward",
 )  # fmt: skip
@@ -37,6 +38,7 @@ HOST_KINDS = len(OP_KINDS) * len(Phase)
 _SAME_KERNEL = {"mm": "addmm", "baddbmm": "bmm"}
 """A bias takes no kernel of its own."""
 _SHORTEST_S = 1e-7
+_COMPILED = COLUMNS.index("compiled")
 _TILE = 128
 """Rows and columns of the part of a product that one multiprocessor computes: cuBLAS's commonest kernels."""
 _TIMED: dict[str, tuple[bool, bool]] = {"operator": (True, False), "kernel": (False, False)}
@@ -79,7 +81,7 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
         ``steps`` (d,): time steps of a recurrent layer, which depend on one another. 0 for other operators.
         ``order`` (N,): the row of each launch.
         ``views`` (N,): views before each launch.
-        ``device`` (len(DEVICE_COLUMNS),).
+        ``device`` (len(DEVICE_COLUMNS),). Zeros for a CPU: one was measured, so nobody knows what they change.
         ``copied`` (1,): bytes of the batch that the host copies to the device. A CPU is its own host.
         ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
         ``timed`` (2,): 1 if the time holds the host's launches; 1 if it holds the start of the step. 0 if not.
@@ -99,14 +101,19 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
     views[:, fixed.has_views] = graphs.attribute("views", ops=fixed.has_views, length=1, default=0)[..., 0]
     copied = fixed.inputs if device.kind == "cuda" else fixed.inputs[:0]
     input_bytes = graphs.storage_bytes[:, copied].astype(np.float64).sum(axis=1)
-    of_device = device_features(device)
-    is_cpu = np.array([device.kind == "cpu"], dtype=np.float32)
+    on_cpu = device.kind == "cpu"
+    of_device = np.zeros(len(DEVICE_COLUMNS), dtype=np.float32) if on_cpu else device_features(device)
+    is_cpu = np.array([on_cpu], dtype=np.float32)
+    flags = fixed.flags * _differs(device)
     found = []
     for at in range(number):
         _, first, order = np.unique(group[at], return_index=True, return_inverse=True)
+        x = np.concatenate([columns(at, first), flags[first], idle_waves[at, first, None]], axis=1)
+        if on_cpu:
+            x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
         found.append(
             {
-                "x": np.concatenate([columns(at, first), fixed.flags[first], idle_waves[at, first, None]], axis=1),
+                "x": x,
                 "name": fixed.name[first],
                 "host": fixed.host[first],
                 "roofline": roofline[at, first].astype(np.float32),
@@ -120,6 +127,13 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
             }
         )
     return found
+
+
+def _differs(device: Device) -> npt.NDArray[np.float16]:
+    """1 for the flags that make a difference on ``device``, else 0. Shape: (3,)."""
+    has_tf32 = device.flops_per_s("tf32") > device.flops_per_s("fp32")
+    has_two_halves = device.flops_per_s("bf16") != device.flops_per_s("fp16")
+    return np.array([has_tf32, has_two_halves, True], dtype=np.float16)
 
 
 def _idle_waves(products: npt.NDArray[np.int64], device: Device) -> npt.NDArray[np.float64]:

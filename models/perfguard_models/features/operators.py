@@ -1,10 +1,8 @@
-"""Operator features: a step as its operators, each with features of its neighbours.
+"""Operator features: a step as its operators.
 
-Equal operators with equal neighbours are one row with a count. A network repeats its blocks, so a step of a thousand operators
-has two hundred rows, and learning is five times as fast. Features of neighbours are computed before learning, instead of by
-message passing during it. The method is from Frasca et al. 2020, "SIGN: Scalable Inception Graph Neural Networks", equation 6
-with r = 1. These features are the kinds of operators that made the inputs, the kinds that take the output, and how fresh the
-inputs are.
+Equal operators are one row with a count. A network repeats its blocks, so a step of a thousand operators has two hundred rows,
+and learning is five times as fast. An operator's neighbours are not features, because they do not reduce the error
+(docs/decisions/two-clocks.md).
 
 Shapes: C graphs of a batch, N operators, R rows of all graphs together.
 """
@@ -12,14 +10,13 @@ Shapes: C graphs of a batch, N operators, R rows of all graphs together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, batch_roofline_s
+from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_roofline_s
 from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, convolutions_in
 from perfguard_models.features.exact import Floats, log
 
@@ -46,13 +43,11 @@ SIZES = (
 )  # fmt: skip
 FLAGS = (
     "launch_bound", "forward", "backward", "optimizer", "half", "train", "nhwc", "compiled", "depthwise", "pointwise", "strided",
-    "dilated", "transposed", "few_channels", "odd_in", "odd_out", "odd_product", "has_weights", "fresh", "recent", "num_inputs",
+    "dilated", "transposed", "few_channels", "odd_in", "odd_out", "odd_product", "has_weights", "num_inputs",
 )  # fmt: skip
-COLUMNS = (*SIZES, *FLAGS, *(f"from_{kind}" for kind in OP_KINDS), *(f"to_{kind}" for kind in OP_KINDS))
-"""Columns of ``x``: natural logarithms, then flags and shares within 0 and 1."""
+COLUMNS = (*SIZES, *FLAGS)
+"""Columns of ``x``: natural logarithms, then flags within 0 and 1."""
 DEVICE_COLUMNS = ("log_flops", "log_matrix_flops", "log_bandwidth", "log_sms", "log_clock", "log_l2", "log_launch")
-RECENT = 4
-"""Operators back from which an input may come to be recent."""
 THREADS = 2048
 """Threads that a multiprocessor holds: one wave of a kernel."""
 _NUM_SIZES = len(SIZES)
@@ -112,9 +107,7 @@ class _Fixed:
         kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
         self.kind = kinds.astype(np.uint64)  # shape: (N,)
         phases = np.array([op.phase for op in ops], dtype=np.int64)
-        reader, source = _reads(skeleton)
-        num_inputs = np.bincount(reader, minlength=number)
-        made, age, shares = source >= 0, reader - source, np.maximum(num_inputs, 1)
+        is_weight = [storage.kind is StorageKind.PARAMETER for storage in skeleton.storages]
         x = np.zeros((number, len(COLUMNS)))
         for phase in Phase:
             x[:, _PLACE[phase.name.lower()]] = phases == phase
@@ -123,11 +116,8 @@ class _Fixed:
         x[:, _PLACE["nhwc"]] = skeleton.layout == "nhwc"
         x[:, _PLACE["compiled"]] = "compiled" in skeleton.options
         x[:, _PLACE["transposed"]] = [bool(op.attributes.get("transposed")) for op in ops]
-        x[:, _PLACE["has_weights"]] = np.bincount(reader[~made], minlength=number) > 0
-        x[:, _PLACE["fresh"]] = np.bincount(reader[made & (age == 1)], minlength=number) / shares
-        x[:, _PLACE["recent"]] = np.bincount(reader[made & (age <= RECENT)], minlength=number) / shares
-        x[:, _PLACE["num_inputs"]] = np.minimum(num_inputs, 8) / 8
-        x[:, _NUM_SIZES + len(FLAGS) :] = _surroundings(kinds, source[made], reader[made])
+        x[:, _PLACE["has_weights"]] = [any(is_weight[storage] for storage in op.inputs) for op in ops]
+        x[:, _PLACE["num_inputs"]] = [min(len(op.inputs), 8) / 8 for op in ops]
         self.columns: npt.NDArray[np.float16] = x.astype(np.float16)  # shape: (N, len(COLUMNS)), the varying ones are 0
         known = {name: at for at, name in enumerate(NAMES)}
         self.name = np.array([known.get(op.name, len(NAMES)) for op in ops], dtype=np.int16)  # shape: (N,)
@@ -148,36 +138,6 @@ def _fixed_of(skeleton: OpGraph) -> _Fixed:
     if skeleton not in _known_fixed:
         _known_fixed[skeleton] = _Fixed(skeleton)
     return _known_fixed[skeleton]
-
-
-def _reads(skeleton: OpGraph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The reader and the last writer of each input of each operator; -1: it has no writer. Shapes: (n,), (n,)."""
-    number = len(skeleton.ops)
-    reads, writes = [op.inputs for op in skeleton.ops], [op.outputs for op in skeleton.ops]
-    read, written = (np.fromiter(chain.from_iterable(some), dtype=np.int64) for some in (reads, writes))
-    reader, writer = (np.repeat(np.arange(number), list(map(len, some))) for some in (reads, writes))
-    # In the order of storages and, for each of them, of time; an operator reads before it writes.
-    order = np.argsort(np.concatenate([read * 2 * number + 2 * reader, written * 2 * number + 2 * writer + 1]), kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    is_write = order >= len(read)
-    last = np.maximum.accumulate(np.where(is_write, np.arange(len(order)), -1))[place[: len(read)]]
-    found = np.where(last >= 0, order[last] - len(read), -1)
-    is_same = (found >= 0) & (written[found] == read) if len(written) else np.zeros(len(read), dtype=np.bool_)
-    return reader, np.where(is_same, writer[found] if len(writer) else -1, -1)
-
-
-def _surroundings(
-    kinds: npt.NDArray[np.int64], source: npt.NDArray[np.int64], sink: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Shares of the kinds before and after each operator. Shape: (N, 2 * len(OP_KINDS))."""
-    number = len(OP_KINDS)
-    source, sink = np.divmod(np.unique(source * len(kinds) + sink), max(len(kinds), 1))
-    around = np.zeros((len(kinds), 2 * number))
-    np.add.at(around, (sink, kinds[source]), 1)
-    np.add.at(around, (source, number + kinds[sink]), 1)
-    totals = np.repeat([around[:, :number].sum(axis=1), around[:, number:].sum(axis=1)], number, axis=0).T
-    return np.asarray(around / np.maximum(totals, 1))
 
 
 def columns_in_order(

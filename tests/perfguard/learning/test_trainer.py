@@ -55,7 +55,7 @@ def by_chance(_graph: OpGraph, index: int) -> float:
 
 def by_width(graph: OpGraph, _index: int) -> float:
     """A pattern that trees learn better than the process, because it is not smooth."""
-    return 3.0 if graph.ops[0].shape[1] > 200 else 1.0
+    return 4.0 if graph.ops[0].shape[1] > 200 else 1.0
 
 
 def by_all(graph: OpGraph, index: int) -> float:
