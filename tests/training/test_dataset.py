@@ -137,18 +137,23 @@ def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("view", ["launches", "sums"])
 @pytest.mark.parametrize("tf32", ["on", "off", "default"])
-@pytest.mark.parametrize("network", ["conv", "linear"])
+@pytest.mark.parametrize("network", ["conv", "linear", "lstm"])
 def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", "default"], network: str) -> None:
     # Else the interval of a graph would never be that of the runs like it, and its time would never be known.
     device = resolve_device("a100-sxm-40gb/1g.5gb")
-    layers, inputs = {"conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)), "linear": (nn.Linear(8, 8), (2, 8))}[network]
-    graph = trace(Workload(nn.Sequential(layers, nn.ReLU()), inputs, mode="infer", tf32=tf32))
+    model, inputs = {
+        "conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)),
+        "linear": (nn.Linear(8, 8), (2, 8)),
+        "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
+    }[network]
+    graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
     features = feature_sets()[view].compute(graph.as_batch(), device)[0]
     arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
     run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
     setting = Setting.of(graph, device)
     assert run.group == setting.group
     assert run.timed_as == setting.timed_as
+    assert ("recurrent" in run.group) == (network == "lstm")
 
 
 def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
