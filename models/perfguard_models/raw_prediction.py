@@ -14,13 +14,12 @@ import torch
 from perfguard.devices import catalog
 from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
-from perfguard_models.features.launches import launches
-from perfguard_models.features.step import STEP_FEATURES, step_features
-from perfguard_models.learner import Step, predict_with_spread, share_of
+from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
 from perfguard_models.residual import GPInputs, ResidualPrior
-from perfguard_models.setting import Setting, is_single
+from perfguard_models.setting import Setting
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import FittedModel
+from perfguard_models.trained import FittedModel, steps_of
 from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_models.weight_files import version_of
 
@@ -155,8 +154,8 @@ class Weights:
     def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
         """The weights' prediction for each of ``graphs``."""
         skeleton, number = graphs.skeleton, len(graphs)
-        setting, features = Setting.of(skeleton, device), step_features(graphs, device)
-        steps = _steps(graphs, features, device)
+        setting, steps = Setting.of(skeleton, device), steps_of(self._time.learner, graphs, device)
+        features = sums_table(steps)
         log_step_s, op_time_s, path = self._clocks(graphs, steps, device)
         memory = self._memory_by_trees(graphs, steps, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
@@ -233,8 +232,7 @@ class Weights:
         log_step_s, device_s, path = clocks.clocks(steps)
         card, is_part, _ = device.id.partition(":")
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
-            whole = catalog()[card]
-            log_step_s = np.maximum(log_step_s, clocks.log_step_s(_steps(graphs, step_features(graphs, whole), whole)))
+            log_step_s = np.maximum(log_step_s, clocks.log_step_s(steps_of(clocks, graphs, catalog()[card])))
         total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
         return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
 
@@ -261,13 +259,6 @@ class Weights:
     def summary(self, device: Device, target: str) -> Summary:
         """Steps on the device that the weights' ``target`` was fitted to, a reference for a refinement. It may be empty."""
         return self._summary.of(device.id) if target == "memory" else NOTHING
-
-
-def _steps(graphs: GraphBatch, features: npt.NDArray[np.float32], device: Device) -> list[Step]:
-    """Each of ``graphs`` on ``device``, as the weights read it."""
-    single = is_single(graphs.skeleton)
-    views = zip(launches(graphs, device), features, strict=True)
-    return [Step(device.id, single, view | {"sums": row}) for view, row in views]
 
 
 def scale_of(log_sigma: float, of_the_process: float) -> float:

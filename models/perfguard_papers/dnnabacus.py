@@ -114,7 +114,7 @@ class DNNAbacus:
         for target in TARGETS:
             if f"{target}.weights" in tensors:
                 made._weights[target] = tensors[f"{target}.weights"].numpy()
-                number = len(OP_KINDS) ** 2 + len(GLOBAL_COLUMNS)
+                number = _NUMBER**2 + len(GLOBAL_COLUMNS)
                 made._members[target] = [Forest.from_tensors(tensors, f"{target}.{index}", number) for index in range(3)]
         return made
 

@@ -102,18 +102,18 @@ class Run(NamedTuple):
     @property
     def has_convolutions(self) -> bool:
         """Whether the step has convolutions. Rows of tables other than workloads need launches or sums in their view."""
-        if self.table == "workload":
-            return True
-        if "host" in self.view:
-            return bool((self.view["host"] // len(Phase) == KIND_INDEX["conv"]).any())
-        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("count_conv")] > 0)
+        return self.table == "workload" or self._has("conv")
 
     @property
     def has_recurrent_layers(self) -> bool:
         """Whether the step has operators whose time steps wait for one another. Rows need launches or sums in their view."""
+        return self._has("rnn")
+
+    def _has(self, kind: str) -> bool:
+        """Whether the step has operators of the kind."""
         if "host" in self.view:
-            return bool((self.view["host"] // len(Phase) == KIND_INDEX["rnn"]).any())
-        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index("time_rnn")] > 0)
+            return bool((self.view["host"] // len(Phase) == KIND_INDEX[kind]).any())
+        return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index(f"time_{kind}")] > 0)
 
 
 _KERNELS_A_STEP = 1_000_000

@@ -63,9 +63,9 @@ cards = st.sampled_from(CARDS)
 @FEW
 @given(PLAIN, st.lists(st.sampled_from(SAME_GENERATION), min_size=5, max_size=5))
 def test_better_card_of_a_generation_is_hardly_slower(network: Network, pairs: list[tuple[Device, Device]]) -> None:
-    """BROKEN law: never slower by more than 5%. All pairs of the catalog are in the next test."""
+    """Never slower by more than 5%. All pairs of the catalog, and recurrent layers, are in the next test."""
     for better, worse in pairs:
-        assert network.costs(better)[0] <= 1.1 * network.costs(worse)[0]
+        assert network.costs(better)[0] <= 1.05 * network.costs(worse)[0]
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_better_card_of_the_catalog_is_seldom_slower(some: list[Network]) -> Non
     for network in some:
         log_s = np.log([network.costs(card)[0] for card in CARDS])
         slower += [log_s[place[better.id]] - log_s[place[worse.id]] for better, worse in PAIRS]
-    assert np.mean(np.array(slower) > FIVE_PERCENT) < 0.2
-    assert max(slower) < math.log(2)
+    assert np.mean(np.array(slower) > FIVE_PERCENT) < 0.01
+    assert max(slower) < math.log(1.2)
 
 
 @FEW
@@ -158,9 +158,9 @@ PRODUCTS = st.builds(
 @FEW
 @given(PRODUCTS, st.sampled_from([card for card in CARDS if "tf32" in card.peak_flops]))
 def test_lower_precision_is_not_slower_for_products(network: Network, card: Device) -> None:
-    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 takes longer on cards that at most double their rate by it: by 60% on an A2."""
+    """BROKEN law: float32 ≥ TF32 ≥ half. TF32 takes longer on some cards that at most double their rate by it."""
     in_fp32, in_tf32, in_half = (replace(network, precision=name).costs(card)[0] for name in ("no-tf32", "tf32", "amp-bf16"))
     gain = card.flops_per_s("tf32") / card.flops_per_s("fp32")
-    assert in_tf32 <= in_fp32 * (1.3 if 1 < gain <= 2 else 1 + ROUNDING)
+    assert in_tf32 <= in_fp32 * (1.1 if 1 < gain <= 2 else 1 + ROUNDING)
     assert in_half <= in_fp32 * (1 + ROUNDING)
     assert in_half <= in_tf32 * (1.3 if network.width == 2048 else 1 + ROUNDING)
