@@ -339,11 +339,11 @@ def key_of(run: Run) -> Key:
     return run.table, run.gpu, run.mode, run.variant, run.structure, run.batch_size, tuple(sorted(run.labels.items()))
 
 
-def said_by_all(tables: Sequence[Path], cache: Path) -> dict[Key, dict[str, float]]:
+def said_by_all(tables: Sequence[Path], learners: dict[Target, str], cache: Path) -> dict[Key, dict[str, float]]:
     """What weights that know the like say of the rows that they have not seen themselves."""
-    runs, found = predictions(tables, {name: {} for name in LEARNERS.values()}, ["random"], cache=cache, most_operators=0)
+    runs, found = predictions(tables, {name: {} for name in learners.values()}, ["random"], cache=cache, most_operators=0)
     said: defaultdict[Key, dict[str, float]] = defaultdict(dict)
-    for target, name in LEARNERS.items():
+    for target, name in learners.items():
         for fold, predicted in found.get(("random", name), []):
             for position, index in enumerate(fold.judge):
                 said[key_of(runs[index])][target] = float(predicted[target][position])
@@ -360,15 +360,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    by_all = said_by_all(arguments.tables, arguments.cache)
-    views = tuple(view for name in LEARNERS.values() for view in learner_class(name).views)
+    scenarios = [scenario for scenario in SCENARIOS if arguments.only in scenario.name]
+    learners = {scenario.target: LEARNERS[scenario.target] for scenario in scenarios}
+    by_all = said_by_all(arguments.tables, learners, arguments.cache)
+    views = tuple(view for name in learners.values() for view in learner_class(name).views)
     runs = dataset_of(arguments.tables, views, cache=arguments.cache, most_operators=0).runs
     found = []
-    for scenario in SCENARIOS:
-        if arguments.only in scenario.name:
-            streamed = streamed_of(scenario, arguments.tables, runs, by_all, arguments.cache)
-            if len(streamed.rows) > 350:
-                found.append(shown_of(scenario, streamed, arguments.rows, range(arguments.seeds)))
+    for scenario in scenarios:
+        streamed = streamed_of(scenario, arguments.tables, runs, by_all, arguments.cache)
+        if len(streamed.rows) > 350:
+            found.append(shown_of(scenario, streamed, arguments.rows, range(arguments.seeds)))
     known = "what the weights knew of the GPU"
     stretches = (f"rows {start} to {end}" for start, end in STRETCHES)
     show("learning-in-order", ["never seen", *stretches, known], [one.in_order() for one in found], record=arguments.record)

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results: python tools/results.py, or with --check to list what is wrong and to change nothing.
+"""Fill the tables of results in docs: python tools/results.py, or with --check to list what is wrong and to change nothing.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. It comes from docs/results/data/NAME.json, which a benchmark
 writes with `--record docs/results/data`, or from the JSON beside shipped weights.
@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "results"
+ELSEWHERE = (ROOT / "docs" / "predictors.md",)
+"""Pages with tables of results among others."""
 MODELS = ROOT / "models"
 WRITTEN_WHOLE = ("leaderboard.md",)
 """Pages that a command writes: `perfguard leaderboard --out`."""
@@ -245,12 +247,12 @@ def filled(text: str) -> str:
 def problems(folder: Path = PAGES) -> Iterator[str]:
     """Yield what is wrong: pages that differ from the JSON, tables that somebody typed, JSON that no page shows."""
     shown: set[str] = set()
-    for page in sorted(set(folder.glob("*.md")) - {folder / name for name in WRITTEN_WHOLE}):
+    for page in [*sorted(set(folder.glob("*.md")) - {folder / name for name in WRITTEN_WHOLE}), *ELSEWHERE]:
         text = page.read_text(encoding="utf-8")
         shown |= {match[2] for match in _MARKED.finditer(text)}
         if filled(text) != text:
             yield f"{page.name} is not what the JSON gives. Run: python tools/results.py"
-        for line in re.findall(r"^\|.*", _MARKED.sub("", text), re.MULTILINE):
+        for line in re.findall(r"^\|.*", _MARKED.sub("", text), re.MULTILINE) if page not in ELSEWHERE else ():
             yield f"{page.name} has a table outside of the markers: {line}"
     for name in sorted(({path.stem for path in (folder / "data").glob("*.json")} | {*DERIVED}) - shown):
         yield f"No page shows the table {name}."
@@ -259,5 +261,5 @@ def problems(folder: Path = PAGES) -> Iterator[str]:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
         sys.exit("\n".join(problems()) or 0)
-    for path in sorted(PAGES.glob("*.md")):
+    for path in [*sorted(PAGES.glob("*.md")), *ELSEWHERE]:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -183,7 +183,7 @@ class _Measured(NamedTuple):
     width: float
 
 
-def entries(runs: Sequence[Run], found: SplitPredictions) -> list[Entry]:
+def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
     lines = []
     for (split, predictor), predictions in found.items():
@@ -195,7 +195,7 @@ def entries(runs: Sequence[Run], found: SplitPredictions) -> list[Entry]:
                 for target in TARGETS:
                     if target in run.labels and np.isfinite(value := float(predicted[target][position])):
                         sigma = float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
-                        groups[label_of(run), target].append(_measured(at, target, value, run.labels[target], sigma))
+                        groups[group_of(run), target].append(_measured(at, target, value, run.labels[target], sigma))
         lines += [_entry(split, predictor, name, target, some) for (name, target), some in groups.items()]
     return lines
 

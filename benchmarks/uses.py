@@ -1,0 +1,64 @@
+"""Errors of step times on held-out runs, by what people do: the network, the mode, the arithmetic, and the batch or the card.
+
+    python benchmarks/uses.py TABLE... --cache .perfguard-cache
+
+The tables are those of the weights for time (`models/perfguard_models/cards/two-clocks.md`), in the order of their training.
+With its cache it takes a minute, else an hour.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from _record import parser_of, show
+
+from perfguard_models.features.step import STEP_FEATURES
+from perfguard_training.dataset import Run
+from perfguard_training.leaderboard import Entry, entries, predictions
+
+_SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
+_CONVOLUTIONS, _PRODUCTS = ("time_conv", "time_conv_backward"), ("time_matmul", "time_attention")
+_LARGEST_SMALL_BATCH = 16
+_GRAPHICS_CARDS = ("gtx", "rtx", "titan", "quadro")
+
+
+def use_of(run: Run) -> str:
+    """What was run. Empty: a single operator."""
+    if run.is_single:
+        return ""
+    convolutions, products = (sum(run.view["sums"][STEP_FEATURES.index(name)] for name in names)
+                              for names in (_CONVOLUTIONS, _PRODUCTS))  # fmt: skip
+    mode = "training" if run.mode == "train" else "inference"
+    arithmetic = "float32 or TF32" if run.setting.precision == "fp32" else "half precision"
+    if convolutions > products:
+        size = f"batch of at most {_LARGEST_SMALL_BATCH}" if run.batch_size <= _LARGEST_SMALL_BATCH else "larger batch"
+        return f"convolutional network, {mode}, {arithmetic}, {size}"
+    cards = "GeForce and workstation cards" if run.gpu.startswith(_GRAPHICS_CARDS) else "data-centre cards"
+    return f"transformer, {mode}, {arithmetic}, {cards}"
+
+
+def in_words(entry: Entry | None) -> str:
+    """Mean and median error, and the share inside the 90% interval."""
+    return "-" if entry is None else f"{entry.mean:.0%} / {entry.median:.0%}; {entry.coverage:.0%}"
+
+
+def main() -> None:
+    """Show the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("--most-operators", type=int, default=8_000)
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"))
+    arguments = parser.parse_args()
+    runs, found = predictions(
+        arguments.tables, {"two-clocks": {}}, [*_SPLITS], cache=arguments.cache, most_operators=arguments.most_operators
+    )
+    known = {(entry.group, entry.split): entry for entry in entries(runs, found, use_of) if entry.group}
+    lines = []
+    for use in sorted({use for use, _ in known}):
+        own = [known.get((use, split)) for split in _SPLITS]
+        lines.append([use, f"{max(entry.rows for entry in own if entry):,}", *map(in_words, own)])
+    show("uses", ["what people do", "runs", *_SPLITS.values()], lines, record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()
