@@ -50,8 +50,9 @@ _START_CLOCK_POWER = 0.1
 """Where learning starts."""
 _SHARPNESS = 0.02
 """Temperature of the smooth maximum while learning, as a share of the longest path."""
-_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32)
-"""Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are."""
+_MACHINES = torch.tensor([(0.0, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.0, 0.15), (0.0, -0.15)], dtype=torch.float32, device="cpu")
+"""Log factors of hosts and devices: a usual machine, and others as far from it as machines of the tables are. The device is
+named, because a script may have set another default before this module is imported."""
 
 
 class Packed(NamedTuple):

@@ -175,7 +175,7 @@ class OpGraph:
         inputs, optimizer states, and the gradients that are alive at once.
         """
         kinds, births, deaths = self.lifetimes
-        counted = np.isin(kinds, _LASTING) if self.unmodelled else np.isin(kinds, _LASTING) | (deaths <= len(self.ops))
+        counted = np.isin(kinds, _LASTING) if self.unmodelled else np.isin(kinds, _LASTING) | (deaths <= len(self.skeleton.ops))
         at = int(np.argmax(self.as_batch().live_bytes_where(counted, of_last_step=False)[0])) - 1
         held = self.storage_bytes * (counted & (births <= at) & (at <= deaths))
         return {kind: int(held[kinds == kind].sum()) for kind in (_LASTING if self.unmodelled else StorageKind)}

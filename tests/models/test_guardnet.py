@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -339,6 +341,23 @@ def test_default_device_and_autocast_change_nothing(net: GuardNet, weights: Path
         other.fine_tune(observations)
         found = [other.predict(NINTH, device) for device in devices]
     assert found == expected
+
+
+def test_a_default_device_set_before_the_import_changes_nothing() -> None:
+    # The module of the weights is imported at the first prediction: in a script that says torch.set_default_device("cuda").
+    code = """
+import torch
+from torch import nn
+from perfguard import Workload, predict
+torch.set_default_device("meta")
+under = predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100").step_time.median
+torch.set_default_device("cpu")
+print(under, predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100").step_time.median)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    under, after = done.stdout.split()
+    assert under == after
 
 
 def test_a_pickled_net_predicts_the_same(net: GuardNet) -> None:
