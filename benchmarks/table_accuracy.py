@@ -1,12 +1,14 @@
-"""How far is the memory that is predicted from the memory that was measured, for the runs of one source in a table?
+"""How far is the memory that is predicted from the memory that was measured, for the runs of some sources in a table?
 
-    python benchmarks/table_accuracy.py RUNS.csv.gz --source Stone-ResearchLife/xMem
+    python benchmarks/table_accuracy.py RUNS.csv.gz --source Stone-ResearchLife/xMem [--source ...]
 
-The report of `perfguard evaluate`, with a line for each card. Weights that have seen the source are judged too kindly.
+The report of `perfguard evaluate`, with a line for each source, mode and card. Weights that have seen a source are judged too
+kindly.
 """
 
 from __future__ import annotations
 
+import statistics
 import warnings
 
 from _record import parser_of, show
@@ -14,27 +16,39 @@ from _record import parser_of, show
 from perfguard import load_predictor
 from perfguard.tables import evaluate, read_table, report
 
-COLUMNS = ("card", "runs, with those out of memory", "error, mean / median", "inside the 90% interval", "out of memory, caught",
-           "fitting, pruned at even chance")  # fmt: skip
+COLUMNS = ("source, mode, card", "runs, with those out of memory", "error, mean / median", "90% interval: coverage / median width",
+           "out of memory, caught", "fitting, pruned at even chance")  # fmt: skip
 
 
 def main() -> None:
     """Predict the runs and show the table."""
     parser = parser_of(__doc__)
     parser.add_argument("table")
-    parser.add_argument("--source", required=True)
+    parser.add_argument("--source", required=True, action="append")
     parser.add_argument("--predictor", default="guardnet")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     columns, rows = read_table(arguments.table)
-    own = [row for row in rows if row["source"] == arguments.source]
-    groups = report(evaluate(columns, own, arguments.table, load_predictor(arguments.predictor)))
+    own = [row for row in rows if row["source"] in arguments.source and row["peak_memory_mib"] + row["status"] != "ok"]
+    results = evaluate(columns, own, arguments.table, load_predictor(arguments.predictor))
+    judged = [result for result in results if result.prediction is not None and result.row is not None]
     lines = []
-    for group in groups:
+    for group in report(judged):
         memory = group["memory"]
+        if memory is None:
+            continue
+        name = [group[part] for part in ("source", "mode", "gpu")]
         shares = ("-" if share is None else f"{share:.1%}" for share in (group["oom_caught"], group["fitting_pruned"]))
         error = f"{memory['mean']:.1%} / {memory['median']:.1%}"
-        lines.append([group["gpu"], f"{group['rows']:,}", error, f"{memory['coverage']:.0%}", *shares])
+        widths = [
+            (high - low) / memory.median
+            for row, prediction, _, _ in judged
+            if [row.source, row.mode, row.gpu] == name
+            for memory in [prediction.peak_memory]
+            for low, high in [memory.interval()]
+        ]
+        interval = f"{memory['coverage']:.0%} / {statistics.median(widths):.0%}"
+        lines.append([" ".join(name), f"{group['rows']:,}", error, interval, *shares])
     show("memory-driver", COLUMNS, lines, record=arguments.record)
 
 
