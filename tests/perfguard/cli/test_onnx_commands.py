@@ -52,6 +52,13 @@ def test_a_file_is_predicted(capsys: pytest.CaptureFixture[str], model: str) -> 
     assert "mig" not in document
 
 
+def test_predict_and_rank_state_tf32(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    on, default, off = (predict(capsys, model, "--tf32", tf32)["step_time_s"]["median"] for tf32 in ("on", "default", "off"))
+    assert on == default != off  # a convolution is in TF32 by default
+    row = rank(capsys, model, "--gpus", "a100", "--tf32", "off")[0]
+    assert row["step_time_s"]["median"] == pytest.approx(off)
+
+
 def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixture[str], model: str) -> None:
     mig = predict(capsys, model, "--mig", "auto")["mig"]
     assert mig["profile"] == "1g.5gb"
