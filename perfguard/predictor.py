@@ -124,6 +124,9 @@ class Prediction:
     """Parts that the trace does not account for, in words."""
     widening: Mapping[Target, float] = field(default_factory=dict)
     """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
+    trained_quantities: tuple[Target, ...] | None = None
+    """Quantities for which ``trained_on_device`` holds, of "memory" and "time". It is True if it holds for both. None: the
+    predictor does not tell them apart."""
 
     def __post_init__(self) -> None:
         # The parts add up to the number above them, whatever changed it: learning, a lower bound, or fitted rates.

@@ -133,9 +133,10 @@ class Workload:
             "batch_on": BatchOn,
         }
         for name, literal in literals.items():
-            if getattr(self, name) not in get_args(literal):
+            if (value := getattr(self, name)) not in get_args(literal):
                 allowed = ", ".join(get_args(literal))
-                raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {getattr(self, name)!r}.")
+                instead = tf32_instead(value) if name == "precision" else ""
+                raise WorkloadError(f"Workload.{name} must be one of {allowed}, but got {value!r}.{instead}")
         if self.accumulation < 1:
             raise WorkloadError(f"Workload.accumulation must be at least 1, but got {self.accumulation!r}.")
         for name in ("steps", "steps_per_epoch"):
@@ -150,9 +151,17 @@ class Workload:
         """Names of the switches that are on, of those that change the cost of a step; "tf32" or "no-tf32" beside them."""
         switches = tuple(name for name in ("cudnn_benchmark", "compiled", "ddp", "ema") if getattr(self, name))
         switches += ("batch-on-device",) if self.batch_on == "device" else ()
-        if self.precision != "fp32" or self.tf32 == "default":
-            return switches
-        return (*switches, "tf32" if self.tf32 == "on" else "no-tf32")
+        return switches + tf32_options(self.precision, self.tf32)
+
+
+def tf32_options(precision: str, tf32: Tf32 | None) -> tuple[str, ...]:
+    """Return the options of a graph that say where float32 is computed in TF32. Empty: as PyTorch does by default."""
+    return {"on": ("tf32",), "off": ("no-tf32",)}.get(tf32 or "default", ()) if precision == "fp32" else ()
+
+
+def tf32_instead(precision: object) -> str:
+    """Return how to state TF32, for the message about an unknown ``precision``. Empty: that is not what is meant."""
+    return ' TF32 is a way to compute fp32: give precision="fp32", tf32="on".' if precision == "tf32" else ""
 
 
 def _tf32_switches() -> Tf32:

@@ -173,7 +173,9 @@ class GuardNet:
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
-        trained = np.logical_and.reduce(list(raw.known.values())) & self._weights[device.kind].trained_on(device)
+        on_device = self._weights[device.kind].trained_on(device)
+        trained = {target: has_learnt | (raw.known[target] & on_device) for target in TARGETS}
+        quantities = [tuple(target for target in TARGETS if trained[target][at]) for at in range(len(memory))]
         kinds = sorted(graphs.skeleton.kinds)
         place = {kind: at for at, kind in enumerate(kinds)}
         of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
@@ -191,7 +193,8 @@ class GuardNet:
                 total_time=None if steps is None else time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma),
                 predictor=self.name,
                 device_id=device.id,
-                trained_on_device=has_learnt or bool(trained[at]),
+                trained_on_device=quantities[at] == TARGETS,
+                trained_quantities=quantities[at],
                 memory_parts_bytes=memory_bytes[at],
                 time_parts_s={name: seconds[at] for name, seconds in by_part.items()},
                 time_by_kind_s=_sorted([*zip(kinds, by_kind[at], strict=True), *((name, s[at]) for name, s in before.items())]),

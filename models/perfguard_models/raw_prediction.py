@@ -17,7 +17,7 @@ from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
 from perfguard_models.residual import GPInputs, ResidualPrior
-from perfguard_models.setting import Setting
+from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, steps_of
 from perfguard_models.two_clocks import PathTimes, TwoClocks
@@ -160,7 +160,7 @@ class Weights:
         log_step_s, op_time_s, path = self._clocks(graphs, steps, device)
         memory = self._memory_by_trees(graphs, steps, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_measured = self._has_readings(setting), setting.timed_as in self._time.card["timed"]
+        is_measured = self._has_readings(setting), not timed_as_any(skeleton, device).isdisjoint(self._time.card["timed"])
         raw = RawPrediction(
             log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,

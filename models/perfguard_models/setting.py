@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,6 +69,20 @@ class Setting:
         words += ["with convolutions"] if self.has_convolutions else []
         words += ["with recurrent layers"] if self.has_recurrent_layers else []
         return " ".join(words)
+
+
+def timed_as_any(graph: OpGraph, device: Device) -> frozenset[str]:
+    """Return the names in the card of every setting in which ``device`` computes ``graph`` as in its own.
+
+    PyTorch's default is the same as "no-tf32" in a step without convolutions and recurrent layers, and the same as "tf32" in one
+    without matrix products. On a device that is no faster in TF32, all three are the same.
+    """
+    own = Setting.of(graph, device)
+    is_faster = device.flops_per_s("tf32") > device.flops_per_s("fp32")
+    differs_in = {"fp32": (), "no-tf32": ("conv", "rnn"), "tf32": ("matmul", "attention")}
+    as_default = {one for one, kinds in differs_in.items() if not is_faster or graph.kinds.isdisjoint(kinds)}
+    same = as_default if own.arithmetic in as_default else {own.arithmetic}
+    return frozenset(dataclasses.replace(own, arithmetic=one).timed_as for one in same)
 
 
 def is_single(skeleton: OpGraph) -> bool:

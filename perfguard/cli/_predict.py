@@ -15,7 +15,7 @@ from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, price_of, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
-from perfguard.predictor import Prediction, Predictor, load_predictor
+from perfguard.predictor import TARGETS, Prediction, Predictor, load_predictor
 from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "gpu": device.id,
         "predictor": prediction.predictor,
         "trained_on_device": prediction.trained_on_device,
+        "trained_quantities": prediction.trained_quantities,
         "peak_memory_bytes": estimate_as_json(prediction.peak_memory),
         "step_time_s": estimate_as_json(prediction.step_time),
         "total_time_s": estimate_as_json(prediction.total_time),
@@ -201,10 +202,10 @@ def _print(
     console.print(table)
     print_account(console, prediction)
     if not prediction.trained_on_device:
-        untrained = (
-            f"{prediction.predictor} was not trained on such steps on {device.name}. Read the interval and not the median."
-        )
-        console.print(f"[yellow]{untrained}[/]")
+        missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
+        the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
+        untrained = f"{prediction.predictor} was not trained on {the}such steps on {device.name}."
+        console.print(f"[yellow]{untrained} Read {'its' if the else 'the'} interval and not the median.[/]")
     for text in prediction.unmodelled:
         console.print(f"[yellow]not modelled: {text}[/]")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from perfguard.exceptions import BuildError, ConfigurationError
-from perfguard.workload import Build, Mode, Precision, Workload, build_workload, is_missing_parameter
+from perfguard.workload import Build, Mode, Precision, Tf32, Workload, build_workload, is_missing_parameter
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -135,8 +135,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable")
     command.add_argument("--dim", action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable")
     command.add_argument("--mode", choices=get_args(Mode), help="replaces the workload's own mode; an ONNX file has only infer")
-    command.add_argument("--precision", choices=get_args(Precision), help="replaces the precision of the workload or the file")
+    command.add_argument(
+        "--precision", type=_precision, choices=get_args(Precision), help="replaces the precision of the workload or the file"
+    )
+    command.add_argument(
+        "--tf32",
+        choices=get_args(Tf32),
+        help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
+    )
     command.add_argument("--steps", type=int, help="steps of the whole trial, to predict its time")
+
+
+def _precision(text: str) -> str:
+    if text == "tf32":
+        raise argparse.ArgumentTypeError("TF32 is a way to compute fp32: give --precision fp32 --tf32 on.")
+    return text
 
 
 def is_onnx(arguments: argparse.Namespace) -> bool:
@@ -188,13 +201,14 @@ def subject_of(
         options = {
             "mode": arguments.mode,
             "precision": arguments.precision,
+            "tf32": arguments.tf32,
             "batch_size": settings.pop("batch_size", None),
             "dims": dict(map(_dimension, arguments.dim)) | settings,
         }
         return Subject(arguments.source, arguments.steps, options, ReadParams({}))
     params = ReadParams(dict(map(parameter, arguments.set)) | settings)
     workload = _workload(build or load_build(arguments.source), params)
-    changes = {name: value for name in ("mode", "precision", "steps") if (value := getattr(arguments, name)) is not None}
+    changes = {name: value for name in ("mode", "precision", "tf32", "steps") if (value := getattr(arguments, name)) is not None}
     workload = dataclasses.replace(workload, **changes)
     return Subject(workload, workload.steps, {}, params)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import onnx
 
@@ -18,6 +18,7 @@ from perfguard.onnx._fusions import fused
 from perfguard.onnx._nodes import Node, nodes_of
 from perfguard.onnx._operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
 from perfguard.onnx._shapes import Dims, Inferred, TensorType, bind, infer, network_inputs
+from perfguard.workload import Tf32, tf32_instead, tf32_options
 
 if TYPE_CHECKING:
     import os
@@ -47,6 +48,7 @@ def graph_from_onnx(
     batch_size: int | None = None,
     dims: Dims | None = None,
     precision: Literal["fp32", "fp16", "bf16"] | None = None,
+    tf32: Tf32 | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     target: Device | Literal["cuda", "cpu"] = "cuda",
 ) -> OpGraph:
@@ -61,6 +63,7 @@ def graph_from_onnx(
         batch_size: the batch, the first dimension of every input. An open or different one is replaced.
         dims: other sizes. Keys are named dimensions (``{"sequence": 128}``) or inputs (``{"x": (8, 3, 224, 224)}``).
         precision: the precision in which float32 tensors run. None: as they are stored.
+        tf32: where float32 is computed in TF32, as :class:`perfguard.Workload` takes it. None: "default".
         max_bytes: larger files are refused.
         target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
 
@@ -69,14 +72,17 @@ def graph_from_onnx(
         ConfigurationError: for an argument that cannot be right.
     """
     if precision not in (None, "fp32", *_HALF):
-        raise ConfigurationError(f"An ONNX model runs in fp32, fp16 or bf16, or as it is stored (None), but got {precision!r}.")
+        runs_in = "An ONNX model runs in fp32, fp16 or bf16, or as it is stored (None)"
+        raise ConfigurationError(f"{runs_in}, but got {precision!r}.{tf32_instead(precision)}")
+    if tf32 not in (None, *get_args(Tf32)):
+        raise ConfigurationError(f"tf32 must be one of {', '.join(get_args(Tf32))}, or None, but got {tf32!r}.")
     file, dims = Path(path), dims or {}
     model = read_model(file, max_bytes=max_bytes)
     before = [value.SerializeToString() for value in model.graph.input]
     bind(file, model, batch_size=batch_size, dims=dims)
     rebatched = before != [value.SerializeToString() for value in model.graph.input]
     inferred = infer(file, model, rebatched=rebatched)
-    return _Builder(file, model, inferred, target_of(target), _HALF.get(precision or "")).run()
+    return _Builder(file, model, inferred, target_of(target), _HALF.get(precision or "")).run(tf32)
 
 
 class _Value(NamedTuple):
@@ -130,7 +136,7 @@ class _Builder:
                 constants.update(node.outputs)
         return constants
 
-    def run(self) -> OpGraph:
+    def run(self, tf32: Tf32 | None) -> OpGraph:
         for value in network_inputs(self._graph):
             if value.name in self._types:
                 self._allocate(value.name, StorageKind.INPUT, birth=-1)
@@ -146,12 +152,14 @@ class _Builder:
                 self._last_uses[found.storage] = len(self._ops) - 1
         if sum(self._bytes) + sum(op.bytes_read + op.bytes_written for op in self._ops) > _MOST_TOTAL_BYTES:
             raise OnnxError(self._path, "would move more than 2^60 bytes", "Check the sizes that you bound.")
+        precision = self._precision()
         return OpGraph(
             ops=tuple(self._ops),
             storages=tuple(self._storages()),
             mode="infer",
-            precision=self._precision(),
+            precision=precision,
             layout="nchw",
+            options=tf32_options(precision, tf32),
             unmodelled=tuple(self._unmodelled()),
         )
 

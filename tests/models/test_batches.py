@@ -81,7 +81,7 @@ def assert_alike(found: Sequence[Prediction], expected: Sequence[Prediction], *,
         assert replayed == same_replayed
         assert (one.gpu_util is None) == (other.gpu_util is None)
         assert one.gpu_util is None or one.gpu_util == pytest.approx(other.gpu_util, rel=1e-5)
-        rest = ("predictor", "device_id", "trained_on_device", "unmodelled", "total_time", "energy")
+        rest = ("predictor", "device_id", "trained_on_device", "trained_quantities", "unmodelled", "total_time", "energy")
         assert [getattr(one, name) for name in rest] == [getattr(other, name) for name in rest]
 
 

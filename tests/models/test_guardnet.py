@@ -205,25 +205,45 @@ def on_a_gpu(precision: Any, mode: Any, *, benchmark: bool, batch: int = 64) -> 
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision", "mode", "benchmark", "is_trained"),
+    ("gpu", "precision", "mode", "benchmark", "trained"),
     [
-        ("rtx3090", "amp-fp16", "train", True, False),  # the step time was measured; of the memory, what fitted
-        ("rtx3090", "amp-fp16", "train", False, False),  # the replay was not compared with half precision
-        ("a100", "fp32", "train", True, False),  # here it is the other way round
-        ("t4", "fp32", "train", False, True),  # the replay was compared with such steps
-        ("b200", "amp-bf16", "infer", True, False),
+        ("rtx3090", "amp-fp16", "train", True, ("time",)),  # the step time was measured; of the memory, what fitted
+        ("rtx3090", "amp-fp16", "train", False, ("time",)),  # the replay was not compared with half precision
+        ("a100", "fp32", "train", True, ("memory",)),  # here it is the other way round
+        ("t4", "fp32", "train", False, ("memory", "time")),  # the replay was compared with such steps
+        ("b200", "amp-bf16", "infer", True, ()),
     ],
 )
 def test_memory_is_the_replay_without_benchmark_mode(
-    net: GuardNet, gpu: str, precision: str, mode: str, benchmark: bool, is_trained: bool
+    net: GuardNet, gpu: str, precision: str, mode: str, benchmark: bool, trained: tuple[str, ...]
 ) -> None:
     device = resolve_device(gpu)
     graph = on_a_gpu(precision, mode, benchmark=benchmark)
     prediction = net.predict(graph, device)
     replay = graph.reserved_bytes + device.context_bytes
     assert (prediction.peak_memory.median == pytest.approx(replay, rel=1e-3)) == (not benchmark)
-    assert prediction.trained_on_device == is_trained
+    assert prediction.trained_quantities == trained
+    assert prediction.trained_on_device == (trained == ("memory", "time"))
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "trained"),
+    [
+        ("a100-sxm-80gb", {"off": True, "default": True, "on": True}),  # language models without TF32, and BERT with it
+        ("a100-pcie-40gb", {"off": False, "default": False, "on": True}),
+        ("rtx4090", {"off": True, "default": True, "on": True}),  # TF32 is no faster there
+    ],
+)
+def test_trained_on_device_where_the_same_arithmetic_was_measured(net: GuardNet, gpu: str, trained: dict[str, bool]) -> None:
+    with torch.device("meta"):
+        encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    found: dict[str, Prediction] = {}
+    for tf32 in ("off", "default", "on"):
+        workload = Workload(encoder, (8, 32, 64), loss=lambda y: y.mean(), tf32=tf32)
+        found[tf32] = net.predict(trace(workload), resolve_device(gpu))
+    assert {tf32: prediction.trained_on_device for tf32, prediction in found.items()} == trained
+    assert found["off"].step_time == found["default"].step_time
 
 
 def test_inference_on_a_faster_card_is_left_to_physics(net: GuardNet) -> None:

@@ -14,7 +14,7 @@ from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard.graph import TraceCache
 from perfguard.tables import parser_of
 from perfguard_models.calibration import OPERATOR
-from perfguard_models.setting import Setting
+from perfguard_models.setting import Setting, timed_as_any
 from perfguard_training.dataset import Run
 
 GPU = resolve_device("rtx3090")
@@ -64,6 +64,39 @@ def test_step_of_one_operator_is_a_step() -> None:
     setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
     assert not setting.is_single
     assert setting.group == run_of("perceptron", "infer", "fp32").group
+
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (nn.Linear(8, 8), (2, 8)),
+    "conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)),
+    "both": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 8)), (2, 3, 8, 8)),
+    "neither": (nn.ReLU(), (2, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "network", "same"),
+    [
+        ("a100", "linear", [{"fp32", "no-tf32"}, {"tf32"}]),  # by default, products are not in TF32
+        ("a100", "conv", [{"fp32", "tf32"}, {"no-tf32"}]),  # and convolutions are
+        ("a100", "both", [{"fp32"}, {"tf32"}, {"no-tf32"}]),
+        ("a100", "neither", [{"fp32", "tf32", "no-tf32"}]),
+        ("rtx4090", "both", [{"fp32", "tf32", "no-tf32"}]),  # TF32 is no faster there
+        ("t4", "both", [{"fp32", "tf32", "no-tf32"}]),  # it has none
+    ],
+)
+def test_timed_as_any_names_settings_of_the_same_arithmetic(gpu: str, network: str, same: list[set[str]]) -> None:
+    # A step that is computed alike in two settings must not be known in one and unknown in the other.
+    device = resolve_device(gpu)
+    model, inputs = LAYERS[network]
+    found = {name: timed_as_any(graph_of(model, inputs=inputs, tf32=name), device) for name in ("default", "on", "off")}
+    expected = [frozenset(f"{device.id} infer {one}" for one in alike) for alike in same]
+    assert set(found.values()) == set(expected)
+    assert Setting.of(graph_of(model, inputs=inputs, tf32="on"), device).timed_as in found["on"]
+
+
+def test_timed_as_any_of_half_precision_is_itself() -> None:
+    assert timed_as_any(graph_of(nn.Linear(8, 8), inputs=(2, 8), precision="bf16"), GPU) == {"rtx3090 infer bf16"}
 
 
 def test_shipped_calibration_groups_are_settings() -> None:

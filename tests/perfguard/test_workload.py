@@ -30,6 +30,7 @@ def parameter_of(workload: Workload) -> nn.Parameter:
     [
         ("mode", "training", "Workload.mode must be one of train, infer, but got 'training'"),
         ("precision", "fp8", "Workload.precision must be one of fp32, .* but got 'fp8'"),
+        ("precision", "tf32", 'but got \'tf32\'. TF32 is a way to compute fp32: give precision="fp32", tf32="on"'),
         ("tf32", True, "Workload.tf32 must be one of default, on, off, but got True"),
         ("layout", "NHWC", "Workload.layout must be one of nchw, nhwc, but got 'NHWC'"),
         ("accumulation", 0, "Workload.accumulation must be at least 1, but got 0"),

@@ -194,6 +194,8 @@ def test_an_error_is_explained_on_stderr(
         ([], "required: COMMAND"),
         (["prophesy"], "invalid choice: 'prophesy'"),
         (["predict", "f.py:build", "--mode", "dream"], "invalid choice: 'dream'"),
+        (["predict", "f.py:build", "--precision", "tf32"], "give --precision fp32 --tf32 on"),
+        (["check", "f.onnx", "--tf32", "yes"], "invalid choice: 'yes'"),
         (["predict", "f.py:build", "--batch-size", "many"], "invalid int value: 'many'"),
     ],
 )

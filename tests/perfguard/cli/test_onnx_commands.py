@@ -52,6 +52,30 @@ def test_a_file_is_predicted(capsys: pytest.CaptureFixture[str], model: str) -> 
     assert "mig" not in document
 
 
+def test_predict_and_rank_state_tf32(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    on, default, off = (predict(capsys, model, "--tf32", tf32)["step_time_s"]["median"] for tf32 in ("on", "default", "off"))
+    assert on == default != off  # a convolution is in TF32 by default
+    row = rank(capsys, model, "--gpus", "a100", "--tf32", "off")[0]
+    assert row["step_time_s"]["median"] == pytest.approx(off)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "trained", "sentence"),
+    [
+        ("rtx3090", ["time"], "was not trained on the memory of such steps on GeForce RTX 3090. Read its interval"),
+        ("h100", [], "was not trained on such steps on NVIDIA H100 "),
+    ],
+)
+def test_predict_names_what_was_not_measured(
+    capsys: pytest.CaptureFixture[str], model: str, gpu: str, trained: list[str], sentence: str
+) -> None:
+    words = ["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", gpu]
+    document = run(capsys, *words)
+    assert (document["trained_on_device"], document["trained_quantities"]) == (False, trained)
+    assert main(words) == 0
+    assert sentence in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_smallest_mig_profile_is_found_and_timed(capsys: pytest.CaptureFixture[str], model: str) -> None:
     mig = predict(capsys, model, "--mig", "auto")["mig"]
     assert mig["profile"] == "1g.5gb"
