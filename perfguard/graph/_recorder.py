@@ -142,9 +142,9 @@ class Recorder(TorchDispatchMode):
         operator = _operator(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
-        if operator.name == "index" and any(map(is_mask, args[1])):
+        if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
             args = args[0], self._without_masks(args[1])
-        out = self.selections.outputs_of(operator.name, args)
+        out = self.selections.outputs_of(func, args)
         if out is NotImplemented:
             out = outputs_of(func, args, kwargs)
         if operator.is_view:

@@ -25,6 +25,7 @@ import torch
 from perfguard.graph._pytree import is_meta
 from perfguard.graph._unknown import EVEN_CHOICES, HALF_CHOSEN
 
+aten = torch.ops.aten
 _ARG = ("argmax", "argmin")
 _KEEPING = ("clone", "_to_copy", "index", "index_select", "gather", "mul", "bitwise_and", "logical_and")
 _NOTED = {*_ARG, *_KEEPING, "topk", "sort", "max", "min", "arange", "eq", "gt", "ne", "any", "sum", "scatter", "scatter_",
@@ -53,22 +54,22 @@ class Selections:
         self.assumed: dict[str, None] = {}
         """Texts for the graph's ``unmodelled``, in the order of the selections."""
 
-    def outputs_of(self, name: str, args: Sequence[Any]) -> Any:
-        """The output of the operator ``name`` if its size depends on values, else NotImplemented."""
-        if name == "nonzero" and is_meta(args[0]):
+    def outputs_of(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
+        """The output of the operator ``func`` if its size depends on values, else NotImplemented."""
+        if func is aten.nonzero.default and is_meta(args[0]):
             mask = args[0]
             number = self._expected(mask, mask.shape)
             if mask.dim() == 1 and self._known(mask).kind == "count":  # the experts that are hit: a loop reads their numbers
                 return torch.arange(number, device="cpu")[:, None]
             return torch.empty((number, mask.dim()), dtype=torch.int64, device="meta")
-        if name == "masked_select" and is_meta(args[1]):
+        if func is aten.masked_select.default and is_meta(args[1]):
             number = self._expected(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
             return torch.empty(number, dtype=args[0].dtype, device="meta")
         return NotImplemented
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Remember what the output of an operator says about its values."""
-        if name not in _NOTED:
+        if name not in _NOTED or func.namespace != "aten":
             return
         if name.startswith("index_put"):
             self._note_assignment(*args[:3])
@@ -85,7 +86,8 @@ class Selections:
             return _Known(Fraction(1, max(out.numel(), 1)), "classes")
         if name in _ARG or isinstance(out, tuple):
             dim = _argument(func, args, kwargs, "dim")
-            return _Known(Fraction(1, max(args[0].numel() if dim is None else args[0].size(dim), 1)), "indices")
+            number = args[0].numel() if dim is None or not args[0].dim() else args[0].size(dim)
+            return _Known(Fraction(1, max(number, 1)), "indices")
         if name in ("scatter", "scatter_"):
             return _Known(min(Fraction(args[2].numel(), max(args[0].numel(), 1)), Fraction(1)), "one_hot")
         found = [self._known(tensor) for tensor in args[:2] if is_meta(tensor) and self._is_known(tensor)]
@@ -96,7 +98,7 @@ class Selections:
         if name == "eq":
             return _Known(least.share, "one_hot" if any(known.kind == "classes" for known in found) else "mask")
         if name in ("gt", "ne"):
-            return least if chooses and args[1] == 0 else None
+            return least if chooses and not isinstance(args[1], torch.Tensor) and args[1] == 0 else None
         if name in ("any", "sum"):
             share = min(least.share * args[0].numel() / max(out.numel(), 1), Fraction(1))
             return _Known(share, "count" if least.kind == "one_hot" else "mask") if chooses else None

@@ -20,12 +20,12 @@ HALF_CHOSEN = "selections whose size depends on the data: half of the elements i
 GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
 """Entries in a graph's ``unmodelled`` (`_selections.py`). A grouped product has the same bytes for any spread."""
 _LOG_SIGMAS = {
-    EVEN_CHOICES: {"memory": 0.1, "time": 0.1},
+    EVEN_CHOICES: {"memory": 0.15, "time": 0.1},
     HALF_CHOSEN: {"memory": 0.42, "time": 0.42},
     GROUPED_PRODUCTS: {"memory": 0.0, "time": 0.1},
 }
-"""Standard deviation of a logarithm that an assumption adds. Half: between none and all, the step may need half or twice as much,
-with a probability of 90%. An even spread: the number of tokens is certain. Only the largest expert is a guess."""
+"""Standard deviation of a logarithm that an assumption adds; guesses. Half: with a probability of 90% the step needs between half
+and twice as much. An even spread: only the size of the largest expert is unknown."""
 
 
 def has_assumed_sizes(graph: OpGraph) -> bool:

@@ -202,6 +202,22 @@ def test_assigned_values_say_how_many_are_chosen() -> None:
 
 
 @pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().topk(1).indices == 0,
+        lambda x: x.sum().argmax(-1),
+        lambda x: (x.argmax(-1) == 0) > (x.sum(1) > 0),
+        lambda x: (F.one_hot(x.argmax(-1)[:4], 8).sum(0) > x[0]).any(),
+        lambda x: x.max() == x.min(),
+        lambda x: torch.zeros(0, 8).argmax(-1) == 0,
+        lambda x: x.masked_fill(x.argmax(-1, keepdim=True) != 0, 0.0),
+    ],
+)
+def test_what_is_noted_of_indices_disturbs_nothing(look: Callable[[torch.Tensor], Any]) -> None:
+    assert not trace(Workload(Selects(look), (32, 8), mode="infer")).unmodelled
+
+
+@pytest.mark.parametrize(
     "read",
     [
         lambda x: (x > 0).nonzero()[0, 0].item(),
