@@ -26,7 +26,15 @@ import numpy.typing as npt
 import torch
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import GraphBatch, OpGraph, memory_parts, unknown_operators, unknown_span
+from perfguard.graph import (
+    GraphBatch,
+    OpGraph,
+    assumed_log_sigma,
+    has_assumed_sizes,
+    memory_parts,
+    unknown_operators,
+    unknown_span,
+)
 from perfguard.predictor import HALF_INTERVAL, SIGMA_OF_MAD, TARGETS, Estimate, Observation, Prediction, Target
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.fusion import Compiled, as_compiled
@@ -362,7 +370,13 @@ def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
-    """Move ``raw`` to the middle of the range that the opaque operators of ``graphs`` allow, and widen its prior to it."""
+    """Widen the prior of ``raw`` by what its graphs assume of the data, and by the range that opaque operators allow. Move it to
+    the middle of that range."""
+    assumed = {target: assumed_log_sigma(graphs.skeleton, target) for target in TARGETS}
+    if any(assumed.values()):
+        least = PHYSICS.memory_log_sigma if has_assumed_sizes(graphs.skeleton) else 0.0
+        own = raw.prior_scale | {"memory": np.maximum(raw.prior_scale["memory"], least)}
+        raw = raw._replace(prior_scale={target: np.hypot(own[target], assumed[target] / PRIOR.total) for target in TARGETS})
     opaque = list(unknown_operators(graphs.skeleton))
     if not opaque:
         return raw

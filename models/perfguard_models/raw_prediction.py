@@ -317,7 +317,7 @@ def _replay_is_validated(graph: OpGraph) -> bool:
     if (graph.mode, graph.precision, graph.layout) != ("train", "fp32", "nchw") or "rnn" in graph.kinds:
         return False
     idle = {"cudnn_benchmark"} if graph.kinds.isdisjoint(CONVOLUTION_KINDS) else set()
-    return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and not graph.unmodelled
+    return (_REPLAYED_OPTIONS | idle).issuperset(graph.options) and graph.has_all_bytes
 
 
 def embedding_of(sums: npt.NDArray[np.float32]) -> torch.Tensor:

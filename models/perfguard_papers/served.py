@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from perfguard.graph import OpGraph, memory_parts, roofline_s, unknown_operators, unknown_span
+from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
 from perfguard_models import trained
 from perfguard_models.fusion import Compiled, as_compiled
@@ -119,6 +119,7 @@ class Served:
 
     def _estimate(self, target: str, graph: OpGraph, device: Device) -> Estimate:
         value, log_sigma = self._raw(target, graph, device)
+        log_sigma = math.hypot(log_sigma, assumed_log_sigma(graph, target))
         if unknown_operators(graph):
             memory_bytes = math.exp(self._raw("memory", graph, device)[0])
             half = unknown_span(graph, roofline_s(graph, device).tolist(), memory_bytes)[target] / 2

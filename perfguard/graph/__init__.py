@@ -15,7 +15,7 @@ from perfguard.graph._roofline import batch_roofline_s, batch_work_s, kinds_in_t
 from perfguard.graph._schema import OpGraph
 from perfguard.graph._sequence import SequenceTracer
 from perfguard.graph._trace import TRACED_AS_EAGER, trace
-from perfguard.graph._unknown import unknown_operators, unknown_span
+from perfguard.graph._unknown import assumed_log_sigma, has_assumed_sizes, unknown_operators, unknown_span
 
 __all__ = [
     "KIND_INDEX",
@@ -34,10 +34,12 @@ __all__ = [
     "Storage",
     "StorageKind",
     "TraceCache",
+    "assumed_log_sigma",
     "batch_roofline_s",
     "batch_work_s",
     "bytes_by_module",
     "cost_by_operator",
+    "has_assumed_sizes",
     "kinds_in_tf32",
     "memory_parts",
     "opaque",

@@ -53,7 +53,7 @@ _KIND_BY_NAME = {
         ("cat", "clone", "copy_", "_to_copy", "stack", "constant_pad_nd", "index", "index_put", "index_put_", "gather",
          "scatter", "scatter_add", "index_select", "repeat", "roll", "flip", "slice_backward", "select_backward",
          "as_strided_scatter", "_unsafe_index", "_unsafe_index_put", "contiguous", "unfold_backward", "index_add",
-         "masked_fill", "where", "tril", "triu", "im2col", "col2im"),
+         "masked_fill", "where", "tril", "triu", "im2col", "col2im", "nonzero", "masked_select"),
         "copy",
     ),
     **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_backward"), "embedding"),

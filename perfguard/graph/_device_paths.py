@@ -62,6 +62,7 @@ class DevicePaths(TorchFunctionMode):
         self._target = target
         self._autocast_device = "cpu" if target.is_cpu else "cuda"
         self._expanding: set[Callable[..., Any]] = set()
+        self.has_grouped_products = False
 
     @contextmanager
     def autocast(self, dtype: torch.dtype) -> Iterator[None]:
@@ -108,8 +109,10 @@ class DevicePaths(TorchFunctionMode):
             args, kwargs = self._cast(name, args, kwargs)
         if name == "scaled_dot_product_attention" and args and is_meta(args[0]):
             return attention(self._target, func, *args, **kwargs)
-        if name in ("grouped_mm", "_grouped_mm") and is_meta(args[0]) and args[0].dtype is not torch.bfloat16:
-            return _grouped_product(func, *args, **kwargs)
+        if name in ("grouped_mm", "_grouped_mm") and is_meta(args[0]):
+            self.has_grouped_products = True
+            if args[0].dtype is not torch.bfloat16:
+                return _grouped_product(func, *args, **kwargs)
         if name in _SOFTMAX:
             return self._softmax(func, name, args, kwargs)
         if name == "rms_norm" and not self._target.is_cpu and is_meta(args[0]):

@@ -45,8 +45,9 @@ def opaque(function: F, *, example_outputs: Callable[..., Any]) -> F:
     """Return ``function``, made traceable by a description of its outputs.
 
     Use it for custom CUDA extensions without a meta kernel, for numpy or `.item()` inside forward, and for shapes that depend on
-    data. On real tensors the function runs as it is. In a trace ``example_outputs`` is called instead. The bytes of its outputs
-    and of the inputs are counted, forward and backward; its arithmetic is not.
+    data, if you know better sizes than a trace assumes. On real tensors the function runs as it is. In a trace
+    ``example_outputs`` is called instead. The bytes of its outputs and of the inputs are counted, forward and backward; its
+    arithmetic is not.
 
     Args:
         function: takes tensors and other values.

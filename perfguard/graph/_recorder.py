@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perfguard.graph._costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
 from perfguard.graph._pytree import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
+from perfguard.graph._selections import Selections, is_mask
 from perfguard.graph._shape_rules import outputs_of
 
 
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self._names: list[str] = []
         self._birth_phases: list[Phase] = []
         self._freed_after: int | None = None
+        self.selections = Selections(self._storage_index)
 
     def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
         """Register what is there before the step."""
@@ -140,7 +142,11 @@ class Recorder(TorchDispatchMode):
         operator = _operator(func)
         if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
             return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
-        out = outputs_of(func, args, kwargs)
+        if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
+            args = args[0], self._without_masks(args[1])
+        out = self.selections.outputs_of(func, args)
+        if out is NotImplemented:
+            out = outputs_of(func, args, kwargs)
         if operator.is_view:
             self._views += 1
             return out
@@ -149,6 +155,7 @@ class Recorder(TorchDispatchMode):
             return out
         read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
         written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
+        self.selections.note(func, operator.name, args, kwargs, out)
         mutated = _meta_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
         if not operator.launches or (written and not mutated and set(written) <= set(read)):
             return out
@@ -173,6 +180,13 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
         self._views = 0
         return out
+
+    def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
+        """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
+        found: list[Any] = []
+        for index in indices:
+            found += self._run(torch.ops.aten.nonzero.default, (index,), {}).unbind(1) if is_mask(index) else [index]
+        return found
 
     def _where(self) -> tuple[Phase, str]:
         """The phase, and the path of the module: in the backward pass, of the one whose forward made autograd's node."""

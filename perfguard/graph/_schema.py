@@ -34,6 +34,7 @@ from perfguard.exceptions import WorkloadError
 from perfguard.graph._graph_batch import GraphBatch, SizeLayout, filled, sizes_of
 from perfguard.graph._op import Op, Phase, Storage, StorageKind
 from perfguard.graph._polynomials import LARGEST
+from perfguard.graph._unknown import GROUPED_PRODUCTS
 
 if TYPE_CHECKING:
     import os
@@ -166,6 +167,11 @@ class OpGraph:
         """Most bytes alive at once in the step."""
         return int(self.as_batch().peak_live_bytes[0])
 
+    @property
+    def has_all_bytes(self) -> bool:
+        """Whether no part that is missing from the trace has bytes: how tokens are spread over a grouped product changes none."""
+        return set(self.unmodelled) <= {GROUPED_PRODUCTS}
+
     @cached_property
     def least_bytes_by_kind(self) -> dict[StorageKind, int]:
         """Lower bound on the memory of the step by kind of storage, for any allocator.
@@ -175,10 +181,11 @@ class OpGraph:
         inputs, optimizer states, and the gradients that are alive at once.
         """
         kinds, births, deaths = self.lifetimes
-        counted = np.isin(kinds, _LASTING) if self.unmodelled else np.isin(kinds, _LASTING) | (deaths <= len(self.skeleton.ops))
+        lasting = np.isin(kinds, _LASTING)
+        counted = lasting | (deaths <= len(self.skeleton.ops)) if self.has_all_bytes else lasting
         at = int(np.argmax(self.as_batch().live_bytes_where(counted, of_last_step=False)[0])) - 1
         held = self.storage_bytes * (counted & (births <= at) & (at <= deaths))
-        return {kind: int(held[kinds == kind].sum()) for kind in (_LASTING if self.unmodelled else StorageKind)}
+        return {kind: int(held[kinds == kind].sum()) for kind in (StorageKind if self.has_all_bytes else _LASTING)}
 
     @property
     def reserved_bytes(self) -> int:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from perfguard.graph._graph_batch import skeleton_key
 from perfguard.graph._polynomials import Polynomials, distinct, monomials
 from perfguard.graph._schema import OpGraph
+from perfguard.graph._unknown import has_assumed_sizes
 
 Sizes = tuple[int, ...]
 _Point = tuple[int, int]
@@ -90,9 +91,13 @@ def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]], 
         return None
     if any(_is_between(sizes, samples) for sizes in strangers):
         return None
+    choices = _OF_ONE if len(axes) == 1 else _OF_TWO
+    if has_assumed_sizes(next(iter(samples.values())).graph):
+        # They are rounded. An affine function through them has a whole slope, so it is exact in between. Others need not be.
+        choices = _OF_ONE[:1] if len(axes) == 1 else ()
     points = np.array([_point(sizes, axes) for sizes in samples], dtype=np.int64)
     numbers, columns = distinct(np.stack([sample.graph.sizes for sample in samples.values()]))
-    for terms in map(np.array, _OF_ONE if len(axes) == 1 else _OF_TWO):
+    for terms in map(np.array, choices):
         polynomials = Polynomials.through(points, terms, numbers) if len(terms) < len(points) else None
         if polynomials is not None and polynomials.agree(points, numbers).all():
             return Template(samples, axes, points, terms, polynomials, columns)

@@ -27,6 +27,7 @@ from perfguard.graph._pytree import tensors_in
 from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
 from perfguard.graph._target import Target, target_of
+from perfguard.graph._unknown import GROUPED_PRODUCTS
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _HELP = {
     "Tensor.item": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
     "_local_scalar_dense": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
     "data-dependent": _DATA_DEPENDENT,
-    "nonzero": f"It selects by a mask, so shapes depend on the data. {_DATA_DEPENDENT}",
     "numpy": f"It leaves torch for numpy. Use torch operators, or wrap the part in {_DATA_DEPENDENT.rpartition(' in ')[2]}",
     "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
     "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...).",
@@ -147,7 +147,11 @@ class _Tracer:
             precision=workload.precision,
             layout=workload.layout,
             options=workload.options,
-            unmodelled=tuple(_unmodelled(workload, self._target, {op.name for op in self._recorder.ops})),
+            unmodelled=(
+                *_unmodelled(workload, self._target, {op.name for op in self._recorder.ops}),
+                *self._recorder.selections.assumed,
+                *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
+            ),
         )
 
     def _inference(self) -> None:

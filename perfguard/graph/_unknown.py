@@ -1,4 +1,4 @@
-"""Widens intervals for operators that a graph does not model. Such operators have bytes, but no arithmetic."""
+"""Widens intervals for what a graph does not model: operators without arithmetic, and sizes that depend on the data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ _SLOWER = 30
 about as many operations for a byte beyond what a GPU's memory keeps up with."""
 _LARGER = 4
 """It may hold this many times the bytes of its inputs and outputs while it runs."""
+
+EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
+HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
+GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
+"""Entries in a graph's ``unmodelled`` (`_selections.py`). A grouped product has the same bytes for any spread."""
+_LOG_SIGMAS = {
+    EVEN_CHOICES: {"memory": 0.15, "time": 0.1},
+    HALF_CHOSEN: {"memory": 0.42, "time": 0.42},
+    GROUPED_PRODUCTS: {"memory": 0.0, "time": 0.1},
+}
+"""Standard deviation of a logarithm that an assumption adds; guesses. Half: with a probability of 90% the step needs between half
+and twice as much. An even spread: only the size of the largest expert is unknown."""
+
+
+def has_assumed_sizes(graph: OpGraph) -> bool:
+    """Whether sizes in ``graph`` depend on an assumption about the data."""
+    return EVEN_CHOICES in graph.unmodelled or HALF_CHOSEN in graph.unmodelled
+
+
+def assumed_log_sigma(graph: OpGraph, target: str) -> float:
+    """Standard deviation of log("memory" or "time") that the assumptions about the data add to a prediction of ``graph``."""
+    return math.hypot(*(_LOG_SIGMAS[text][target] for text in graph.unmodelled if text in _LOG_SIGMAS))
 
 
 def unknown_operators(graph: OpGraph) -> dict[int, int]:
