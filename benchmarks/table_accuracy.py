@@ -16,7 +16,7 @@ from _record import parser_of, show
 from perfguard import load_predictor
 from perfguard.tables import evaluate, read_table, report
 
-COLUMNS = ("source, mode, card", "runs, with those out of memory", "error, mean / median", "90% interval: coverage / median width",
+COLUMNS = ("source, mode, card", "runs, with those out of memory", "error, mean / median", "90% interval: coverage / width",
            "out of memory, caught", "fitting, pruned at even chance")  # fmt: skip
 
 
@@ -29,9 +29,10 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     columns, rows = read_table(arguments.table)
-    own = [row for row in rows if row["source"] in arguments.source and row["peak_memory_mib"] + row["status"] != "ok"]
-    results = evaluate(columns, own, arguments.table, load_predictor(arguments.predictor))
-    judged = [result for result in results if result.prediction is not None and result.row is not None]
+    chosen = [row for row in rows if row["source"] in arguments.source and row["peak_memory_mib"] + row["status"] != "ok"]
+    results = evaluate(columns, chosen, arguments.table, load_predictor(arguments.predictor))
+    judged = [result for result in results if result.prediction is not None]
+    known = [(result.row, result.prediction.peak_memory) for result in judged if result.row and result.prediction]
     lines = []
     for group in report(judged):
         memory = group["memory"]
@@ -40,13 +41,8 @@ def main() -> None:
         name = [group[part] for part in ("source", "mode", "gpu")]
         shares = ("-" if share is None else f"{share:.1%}" for share in (group["oom_caught"], group["fitting_pruned"]))
         error = f"{memory['mean']:.1%} / {memory['median']:.1%}"
-        widths = [
-            (high - low) / memory.median
-            for row, prediction, _, _ in judged
-            if [row.source, row.mode, row.gpu] == name
-            for memory in [prediction.peak_memory]
-            for low, high in [memory.interval()]
-        ]
+        own = [estimate for row, estimate in known if [row.source, row.mode, row.gpu] == name]
+        widths = [(high - low) / estimate.median for estimate in own for low, high in [estimate.interval()]]
         interval = f"{memory['coverage']:.0%} / {statistics.median(widths):.0%}"
         lines.append([" ".join(name), f"{group['rows']:,}", error, interval, *shares])
     show("memory-driver", COLUMNS, lines, record=arguments.record)

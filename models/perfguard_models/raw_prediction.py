@@ -59,8 +59,8 @@ class PhysicsConfig:
     memory_log_sigma: float = 0.2
     """The driver's reading is within 10% of replay and context on average, but convolution workspaces can double it."""
     replay_log_sigma: float = 0.04
-    """The same in PyTorch's default settings, in float32. Of xMem's 112 training runs of 10 networks on three cards, 94% are inside
-    the 90% interval."""
+    """The same in PyTorch's default settings, in float32. Of xMem's 112 training runs of 10 networks on three cards, 94% are
+    inside the 90% interval."""
     loaded_sigma_bytes: float = 100 * 2**20
     """Standard deviation of the bytes that the driver loads beside the replay, in the same settings."""
     all_modules_bytes: float = 1005 * 2**20
