@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from perfguard._compiled import is_compiled, module_inside
 from perfguard._random import random_numbers_kept
 from perfguard._too_large import too_large_named
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError
@@ -69,7 +70,8 @@ class Workload:
     """
 
     model: nn.Module
-    """The network. On ``torch.device("meta")`` it costs no memory. Elsewhere it is copied to meta."""
+    """The network. On ``torch.device("meta")`` it costs no memory. Elsewhere it is copied to meta. ``torch.compile(module)`` is
+    replaced by ``module``, and ``compiled`` is then True."""
     inputs: Any
     """The micro-batch: what one forward pass gets. A tensor, a TensorSpec, or a shape (a tuple of integers, float32). For several
     arguments a tuple or list of those (by position), or a dict of them (by name)."""
@@ -111,7 +113,9 @@ class Workload:
     cudnn_benchmark: bool = False
     """``torch.backends.cudnn.benchmark``. True: cuDNN tries its algorithms. Their workspaces stay in the allocator's cache."""
     compiled: bool = False
-    """True: the model is wrapped in ``torch.compile``. Training is predicted as eager code."""
+    """True: ``torch.compile`` compiles the whole model. It is always True after ``torch.compile(model)`` or ``model.compile()``,
+    so set it only for a model that is compiled later. Inference is predicted with fused kernels. Training is predicted with the
+    memory of eager code, and with its time on CPUs. On GPUs, the time is shorter than that of eager code."""
     steps: int | None = None
     """Optimizer steps (training) or batches (inference) of the whole trial. None: unknown, and no trial time is predicted."""
     steps_per_epoch: int | None = None
@@ -121,6 +125,8 @@ class Workload:
     "on": in matrix products too. "off": nowhere. None: as PyTorch's own switches are set when the workload is made."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compiled", self.compiled or is_compiled(self.model))
+        object.__setattr__(self, "model", module_inside(self.model))
         if self.tf32 is None:
             object.__setattr__(self, "tf32", _tf32_switches())
         literals = {

@@ -32,7 +32,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from perfguard.exceptions import WorkloadError
-from perfguard.integration import random_numbers_kept
+from perfguard.integration import is_compiled, random_numbers_kept
 from perfguard.workload import Precision, Workload
 from perfguard_optuna._guard import OptunaGuard
 from perfguard_optuna._training import GuardedTraining, first_batch
@@ -156,7 +156,7 @@ def workload_of(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any =
         zero_grad="before-backward",
         retain="nothing",
         cudnn_benchmark=torch.backends.cudnn.benchmark,
-        compiled=_is_compiled(pl_module),
+        compiled=_is_compiled(pl_module) or is_compiled(pl_module),  # a copy of it would not show it
         steps=_count(steps),
         steps_per_epoch=_count(num_batches / accumulation),
     )

@@ -234,8 +234,8 @@ _compiled: WeakKeyDictionary[OpGraph, dict[str, Compiled]] = WeakKeyDictionary()
 def as_compiled(graph: OpGraph, device: Device) -> Compiled | None:
     """The kernels that ``device`` launches for ``graph``, if it is a compiled inference.
 
-    None: it is not compiled, or it is training. No training rows cover its backward operators, so training is predicted as
-    eager and is named in ``unmodelled``.
+    None: it is not compiled, or it is training. No labels cover its backward operators, so its operators stay those of eager
+    code, and ``unmodelled`` says so. Weights that know the option "compiled" may still predict a shorter time.
     """
     if "compiled" not in graph.options or graph.mode != "infer":
         return None

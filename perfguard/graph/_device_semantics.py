@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _of_thread = threading.local()
 _num_inside = 0
 _USE_ORIGINAL = object()
 """The answer of one who leaves it to the original."""
-_originals: list[tuple[Any, str, Any]] = []
+_restoring = ExitStack()
 
 
 def cast_weights() -> dict[Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -42,6 +42,8 @@ def device_semantics(device_type: str) -> Iterator[None]:
     - Torch's Transformer reads the values of a mask to see whether it is causal. On meta, a square mask counts as causal.
     - Models of Hugging Face check whether a padding mask hides anything; on meta, it does. They also check whether positions
       show several sequences in one row; on meta, they do not.
+    - What torch.compile wraps runs as eager code, in other threads too. Otherwise the compiler would find that it cannot compile
+      the code under a trace, and would then never compile it again.
 
     Several threads may be inside at once. The last one that leaves restores everything.
     """
@@ -58,12 +60,12 @@ def device_semantics(device_type: str) -> Iterator[None]:
         with _lock:
             _num_inside -= 1
             if _num_inside == 0:
-                while _originals:
-                    owner, name, original = _originals.pop()
-                    setattr(owner, name, original)
+                _restoring.close()
 
 
 def _replace_all() -> None:
+    if "torch._dynamo.eval_frame" in sys.modules:  # otherwise nothing is compiled, and nothing need be loaded
+        _restoring.enter_context(torch.compiler.set_stance("force_eager"))
     checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
     _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _USE_ORIGINAL)
     _replace(
@@ -92,7 +94,7 @@ def _replace(owner: Any, name: str, override: Callable[..., Any]) -> None:
         result = override(*args, **kwargs)
         return original(*args, **kwargs) if result is _USE_ORIGINAL else result
 
-    _originals.append((owner, name, original))
+    _restoring.callback(setattr, owner, name, original)
     setattr(owner, name, replaced)
 
 
@@ -108,7 +110,7 @@ def _rename_meta(autocast: Any) -> None:
     def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         original(self, getattr(_of_thread, "device_type", "cuda") if device_type == "meta" else device_type, *args, **kwargs)
 
-    _originals.append((autocast, "__init__", original))
+    _restoring.callback(setattr, autocast, "__init__", original)
     autocast.__init__ = renamed
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from perfguard._batch import mapped
+from perfguard._compiled import function_inside
 from perfguard.exceptions import TraceError, WorkloadError
 from perfguard.workload import TensorSpec, Workload
 
@@ -31,7 +32,9 @@ def model_on_meta(workload: Workload) -> nn.Module:
     if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
         return model
     try:
-        model = copy.deepcopy(model, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)})
+        twins: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)}
+        model = copy.deepcopy(model, twins)
+        _rebind_compiled_methods(model, twins)
     except Exception as error:
         if not on_meta:
             raise TraceError(
@@ -43,6 +46,15 @@ def model_on_meta(workload: Workload) -> nn.Module:
     if workload.layout == "nhwc":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
+
+
+def _rebind_compiled_methods(model: nn.Module, twins: dict[int, Any]) -> None:
+    """A compiled method that an instance holds is copied as a function, so it would still run on the original."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            inside = function_inside(value)
+            if id(getattr(inside, "__self__", None)) in twins:
+                vars(module)[name] = copy.deepcopy(inside, twins)
 
 
 def loss_on_meta(workload: Workload) -> Any:

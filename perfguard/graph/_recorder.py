@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perfguard._compiled import path_inside
 from perfguard.graph._costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
 from perfguard.graph._pytree import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
@@ -126,7 +127,7 @@ class Recorder(TorchDispatchMode):
                 self._kind_by_lifetime(index, death) if kind is None else kind,
                 min(birth, end),
                 end if death is None else death,
-                name,
+                path_inside(name),
             )
             for index, (num_bytes, kind, birth, death, name) in enumerate(columns)
         )

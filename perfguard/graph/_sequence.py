@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import nn
 
+from perfguard._compiled import compiled_parts, is_compiled
 from perfguard.graph._meta import META
 from perfguard.graph._schema import Op, OpGraph, Storage, StorageKind
 from perfguard.graph._structure import structure_of
@@ -54,7 +55,7 @@ class SequenceTracer:
 
         None: the model is no plain sequence of independent parts, and must be traced as a whole.
         """
-        if type(model) is not nn.Sequential or _has_hooks(model) or _shares_parameters(model):
+        if type(model) is not nn.Sequential or is_compiled(model) or _has_hooks(model) or _shares_parameters(model):
             return None
         output = inputs if isinstance(inputs, TensorSpec) else TensorSpec(inputs)
         stack = _Stack(output)
@@ -118,7 +119,9 @@ class _Keeper(nn.Module):
 
 
 def _traced(module: nn.Module, given: TensorSpec, target: Device | Literal["cuda", "cpu"]) -> _Part | None:
-    """Trace one part. None: its output is not one new tensor."""
+    """Trace one part. None: its output is not one new tensor, or torch.compile wraps some of it."""
+    if any(compiled_parts(module)):
+        return None
     keeper = _Keeper(module)
     graph = trace(Workload(keeper, given, mode="infer", retain="nothing"), target=target)
     out = keeper.kept[0] if len(keeper.kept) == 1 else None

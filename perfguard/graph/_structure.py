@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from perfguard._batch import mapped
+from perfguard._compiled import function_inside, module_inside
 from perfguard.graph._target import Target
 from perfguard.workload import TensorSpec, Workload
 
@@ -32,6 +33,8 @@ _COLLECTIONS = frozenset({dict, OrderedDict, set})
 _APART = frozenset({"inputs", "targets", "optimizer"})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
+_OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile"})
+"""Attributes by which torch.compile marks a module."""
 _MOST_VALUES = 200_000
 
 
@@ -53,7 +56,7 @@ def structure_of(workload: Workload, target: Target) -> Structure | None:
 
     What code reads from global variables is not seen.
     """
-    describe = _Describer()
+    describe = _Describer(compiled=workload.compiled)
     try:
         sizes, batch = _batch_of(workload)
         parts: list[Hashable] = [target, describe(batch), _ambient()]
@@ -121,7 +124,8 @@ def _kind_of(value: Any, describe: _Describer) -> Hashable:
 class _Describer:
     """Values by content, objects that were met before by the order of their first meeting (so that ties are kept)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool) -> None:
+        self._compiled = compiled
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
         self._classes: set[type] = set()
@@ -161,6 +165,9 @@ class _Describer:
         if isinstance(value, _PLAIN):
             return type(value), value
         if isinstance(value, types.FunctionType):
+            inside = function_inside(value)
+            if inside is not None:
+                return self._wrapped(inside)
             cells = tuple(self(cell.cell_contents) for cell in value.__closure__ or ())
             state = self(value.__dict__) if value.__dict__ else None
             return value.__code__, self(value.__defaults__), self(value.__kwdefaults__), cells, state
@@ -178,6 +185,8 @@ class _Describer:
 
     def _module(self, module: nn.Module) -> Hashable:
         """Describe parameters and buffers by their shapes, which are all that a trace reads, and other objects by value."""
+        if module_inside(module) is not module:
+            return self._wrapped(module_inside(module))
         state = vars(module)
         tensors = tuple(
             (name, None if tensor is None else self._known_tensor(tensor))
@@ -196,7 +205,9 @@ class _Describer:
             bare = _BARE.get(key, state)
             if item is bare or (kind is type(bare) and kind in _COLLECTIONS and not item and not bare):
                 continue  # as every module begins
-            if kind in _EXACTLY_PLAIN:
+            if key in _OF_COMPILER:
+                rest += [] if self._compiled else ["compiled"]
+            elif kind in _EXACTLY_PLAIN:
                 rest.append((key, kind, item))
             elif kind is tuple and _INTEGER.issuperset(map(type, item)):
                 rest.append((key, item))
@@ -205,6 +216,10 @@ class _Describer:
             elif key not in ("_parameters", "_buffers"):
                 rest.append((key, self(item)))
         return type(module), self._class_attributes(type(module)), tensors, tuple(rest)
+
+    def _wrapped(self, inside: Any) -> Hashable:
+        """Key of what torch.compile wraps: of a part of the model it matters that it is compiled, since the graph says so."""
+        return self(inside) if self._compiled else ("compiled", self(inside))
 
     def _class_attributes(self, cls: type) -> Hashable:
         """Plain values that a class of the user's own holds for all its instances: they may have been changed."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from perfguard._compiled import compiled_parts, is_compiled, path_inside
 from perfguard._gc import gc_paused
 from perfguard._random import random_numbers_kept
 from perfguard._too_large import too_large_named
@@ -62,6 +63,8 @@ _HELP = {
 }
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
 """Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
+_MOST_PARTS = 4
+"""Compiled parts that are named."""
 _MOST_CHARACTERS = 240
 """Length at which another library's message is cut."""
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -339,7 +342,8 @@ class _Tracer:
 
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                enter = module.register_forward_pre_hook(lambda _m, _a, name=name: self._modules.append(name))
+                path = path_inside(name)
+                enter = module.register_forward_pre_hook(lambda _m, _a, path=path: self._modules.append(path))
                 stack.callback(enter.remove)
                 # Checkpointing ends a recomputation by an exception as soon as it has what it needs.
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -385,6 +389,11 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
         yield "a step of your own: autocast is only where the step itself enters it"
     if workload.compiled:
         yield TRACED_AS_EAGER
+    else:
+        parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
+        others = f" and {len(parts) - _MOST_PARTS} more" if len(parts) > _MOST_PARTS else ""
+        if parts:
+            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:_MOST_PARTS])}{others}"
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:
@@ -395,7 +404,7 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
 
 def _where(error: BaseException, model: nn.Module) -> str:
     """The module and the line of the user's own code in which ``error`` was raised."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): path_inside(name) for name, module in model.named_modules()}
     path: str | None = None
     line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import perfguard_optuna
-from perfguard import TensorSpec, Workload
+from perfguard import TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
-from perfguard_optuna.lightning import PerfGuardCallback
+from perfguard_optuna.lightning import PerfGuardCallback, workload_of
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = [
@@ -282,6 +282,36 @@ def test_a_compiled_module_is_judged_as_it_was_written() -> None:
     assert states(study) == [PRUNED]
     assert predicted_bytes(study) == by_hand(guard)
     assert Net.seen == ["meta"]
+
+
+class Seen(pl.Callback):
+    """Keeps the workload of the trainer."""
+
+    workload: Workload
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.workload = workload_of(trainer, pl_module)
+
+
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("compiled", [functools.partial(torch.compile, backend="eager"), in_place])
+def test_a_compiled_module_is_seen_as_such(compiled: Callable[..., Any]) -> None:
+    seen = Seen()
+    make_trainer(seen, max_steps=0).fit(compiled(Net(SMALL)), make_loader())
+    assert seen.workload.compiled
+    assert trace(seen.workload).options == ("compiled",)
+
+
+def test_compiled_layers_of_a_module_are_named() -> None:
+    module, seen = Scored(SMALL), Seen()
+    in_place(module.layer)
+    make_trainer(seen, max_steps=0).fit(module, make_loader())
+    assert not seen.workload.compiled
+    assert trace(seen.workload).unmodelled == ("torch.compile: compiled parts are predicted as eager: module.layer",)
 
 
 class MadeLater(Net):

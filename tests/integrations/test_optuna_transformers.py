@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from perfguard import TensorSpec, Workload
+from perfguard import TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, WorkloadError
 from perfguard_optuna import OptunaGuard, record_of
 from perfguard_optuna.transformers import PerfGuardCallback, guard_search, workload_of
@@ -159,6 +159,7 @@ def test_callback_prunes_or_measures_and_learns(folder: str) -> None:
         ({}, {}),
         ({"bf16": True}, {"precision": "amp-bf16"}),
         ({"optim": "sgd"}, {"optimizer": torch.optim.SGD}),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, {"compiled": True}),
     ],
 )
 def test_the_trainers_arguments_are_judged(folder: str, options: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -207,6 +208,17 @@ def test_trial_is_judged_before_the_trainer_is_made(folder: str) -> None:
     (observation,) = guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == 2
     assert record_of(study.trials[1]).predicted["time"] == pytest.approx(0.02)
+
+
+def test_compiled_model_is_seen_as_such(folder: str) -> None:
+    """Whether the trainer compiles it or the user."""
+    args = arguments(folder)
+    by_trainer = arguments(folder, torch_compile=True, torch_compile_backend="eager")
+    assert not workload_of(args, bert(SMALL), SPECS).compiled
+    compiled: Any = torch.compile(bert(SMALL), backend="eager")
+    seen = [workload_of(by_trainer, bert(SMALL), SPECS), workload_of(args, compiled, SPECS)]
+    assert [trace(workload).options for workload in seen] == [("compiled",)] * 2
+    assert trace(seen[0]).content_hash == trace(seen[1]).content_hash
 
 
 def test_callback_keeps_training_bitwise_the_same(folder: str) -> None:
