@@ -33,8 +33,8 @@ _COLLECTIONS = frozenset({dict, OrderedDict, set})
 _APART = frozenset({"inputs", "targets", "optimizer"})
 _NOT_COST = frozenset({"steps", "steps_per_epoch"})
 """Fields of a workload that do not change its step."""
-_OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile"})
-"""Attributes by which torch.compile marks a module."""
+_OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"})
+"""Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
 _MOST_VALUES = 200_000
 
 

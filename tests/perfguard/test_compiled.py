@@ -71,8 +71,16 @@ def compiled_in_place(**options: Any) -> nn.Module:
     return model
 
 
+def compiled_by_lightning(**options: Any) -> nn.Module:
+    """As after `import lightning`, which replaces torch.compile by its own."""
+    model: nn.Module = compiles(Net(), **options)
+    model._compile_kwargs = {"backend": backend, **options}
+    return model
+
+
 WHOLE: dict[str, Callable[..., nn.Module]] = {
     "torch.compile(model)": lambda **options: compiles(Net(), **options),
+    "torch.compile(model) of Lightning": compiled_by_lightning,
     "model.compile()": compiled_in_place,
 }
 INNER: dict[str, Callable[..., nn.Module]] = {
