@@ -74,7 +74,7 @@ def compiled_in_place(**options: Any) -> nn.Module:
 def compiled_by_lightning(**options: Any) -> nn.Module:
     """As after `import lightning`, which replaces torch.compile by its own."""
     model: nn.Module = compiles(Net(), **options)
-    model._compile_kwargs = {"backend": backend, **options}
+    vars(model._modules["_orig_mod"])["_compile_kwargs"] = {"backend": backend, **options}
     return model
 
 
