@@ -182,7 +182,7 @@ class GuardNet:
         power = self._powers.get(device.id)
         has_learnt = (device.id, "memory") in self._posteriors
         on_device = self._weights[device.kind].trained_on(device)
-        trained = {target: has_learnt | (raw.known[target] & on_device) for target in TARGETS}
+        trained = {target: ((device.id, target) in self._posteriors) | (raw.known[target] & on_device) for target in TARGETS}
         quantities = [tuple(target for target in TARGETS if trained[target][at]) for at in range(len(memory))]
         kinds = sorted(graphs.skeleton.kinds)
         place = {kind: at for at, kind in enumerate(kinds)}
@@ -375,7 +375,7 @@ def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
     assumed = {target: assumed_log_sigma(graphs.skeleton, target) for target in TARGETS}
     if any(assumed.values()):
         least = PHYSICS.memory_log_sigma if has_assumed_sizes(graphs.skeleton) else 0.0
-        own = raw.prior_scale | {"memory": np.maximum(raw.prior_scale["memory"], least)}
+        own = raw.prior_scale | {"memory": np.maximum(raw.prior_scale["memory"], least / PRIOR.total)}
         raw = raw._replace(prior_scale={target: np.hypot(own[target], assumed[target] / PRIOR.total) for target in TARGETS})
     opaque = list(unknown_operators(graphs.skeleton))
     if not opaque:

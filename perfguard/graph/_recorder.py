@@ -185,8 +185,10 @@ class Recorder(TorchDispatchMode):
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
         """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
         found: list[Any] = []
+        self.selections.are_read = False
         for index in indices:
             found += self._run(torch.ops.aten.nonzero.default, (index,), {}).unbind(1) if is_mask(index) else [index]
+        self.selections.are_read = True
         return found
 
     def _where(self) -> tuple[Phase, str]:

@@ -28,6 +28,7 @@ from perfguard.graph._unknown import EVEN_CHOICES, HALF_CHOSEN
 aten = torch.ops.aten
 _ARG = ("argmax", "argmin")
 _KEEPING = ("clone", "_to_copy", "index", "index_select", "gather", "mul", "bitwise_and", "logical_and")
+_KEEPING_IN_PLACE = ("mul_", "bitwise_and_", "logical_and_")
 _NOTED = {*_ARG, *_KEEPING, "topk", "sort", "max", "min", "arange", "eq", "gt", "ne", "any", "sum", "scatter", "scatter_",
           "index_put", "index_put_"}  # fmt: skip
 
@@ -39,6 +40,8 @@ class _Known(NamedTuple):
     """Of a mask: elements that are chosen. Of indices: elements with the same value."""
     kind: Literal["indices", "classes", "mask", "one_hot", "count", "given"]
     """"classes": all indices, in order. "count": the sum of a one-hot mask. "given": the size is no assumption."""
+    num_classes: int = 0
+    """Of "classes", "one_hot" and "count"."""
 
 
 class Selections:
@@ -53,13 +56,16 @@ class Selections:
         self._by_storage: dict[int, _Known] = {}
         self.assumed: dict[str, None] = {}
         """Texts for the graph's ``unmodelled``, in the order of the selections."""
+        self.are_read = True
+        """False while positions only select: no loop reads them."""
 
     def outputs_of(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> Any:
         """The output of the operator ``func`` if its size depends on values, else NotImplemented."""
         if func is aten.nonzero.default and is_meta(args[0]):
             mask = args[0]
             number = self._expected(mask, mask.shape)
-            if mask.dim() == 1 and self._known(mask).kind == "count":  # the experts that are hit: a loop reads their numbers
+            known = self._known(mask)
+            if self.are_read and known.kind == "count" and mask.shape == (known.num_classes,):  # a loop over experts that are hit
                 return torch.arange(number, device="cpu")[:, None]
             return torch.empty((number, mask.dim()), dtype=torch.int64, device="meta")
         if func is aten.masked_select.default and is_meta(args[1]):
@@ -69,6 +75,8 @@ class Selections:
 
     def note(self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Remember what the output of an operator says about its values."""
+        if name.endswith("_") and name not in _KEEPING_IN_PLACE and is_meta(args[0]):
+            self._by_storage.pop(self._storage_index(args[0]), None)
         if name not in _NOTED or func.namespace != "aten":
             return
         if name.startswith("index_put"):
@@ -83,25 +91,27 @@ class Selections:
         self, func: torch._ops.OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> _Known | None:
         if name == "arange":
-            return _Known(Fraction(1, max(out.numel(), 1)), "classes")
+            return _Known(Fraction(1, max(out.numel(), 1)), "classes", out.numel())
         if name in _ARG or isinstance(out, tuple):
             dim = _argument(func, args, kwargs, "dim")
             number = args[0].numel() if dim is None or not args[0].dim() else args[0].size(dim)
             return _Known(Fraction(1, max(number, 1)), "indices")
         if name in ("scatter", "scatter_"):
-            return _Known(min(Fraction(args[2].numel(), max(args[0].numel(), 1)), Fraction(1)), "one_hot")
+            share = min(Fraction(args[2].numel(), max(args[0].numel(), 1)), Fraction(1))
+            return _Known(share, "one_hot", args[0].size(args[1]) if args[0].dim() else 1)
         found = [self._known(tensor) for tensor in args[:2] if is_meta(tensor) and self._is_known(tensor)]
         if not found:
             return None
         least = min([known for known in found if known.kind != "classes"] or found)  # one_hot may have a class that none has
         chooses = least.kind in ("mask", "one_hot", "count")
         if name == "eq":
-            return _Known(least.share, "one_hot" if any(known.kind == "classes" for known in found) else "mask")
+            classes = next((known.num_classes for known in found if known.kind == "classes"), 0)
+            return _Known(least.share, "one_hot" if classes else "mask", classes)
         if name in ("gt", "ne"):
             return least if chooses and not isinstance(args[1], torch.Tensor) and args[1] == 0 else None
         if name in ("any", "sum"):
             share = min(least.share * args[0].numel() / max(out.numel(), 1), Fraction(1))
-            return _Known(share, "count" if least.kind == "one_hot" else "mask") if chooses else None
+            return _Known(share, "count" if least.kind == "one_hot" else "mask", least.num_classes) if chooses else None
         return least if name in _KEEPING else None
 
     def _note_assignment(self, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ def _template(samples: Mapping[Sizes, Sample], axes: Sequence[tuple[int, ...]], 
         return None
     choices = _OF_ONE if len(axes) == 1 else _OF_TWO
     if has_assumed_sizes(next(iter(samples.values())).graph):
-        # They are rounded. An affine function through them has a whole slope, so it is exact in between. Others need not be.
+        # They are rounded. An affine function through several of them is off by at most a rounding. A parabola can be far off.
         choices = _OF_ONE[:1] if len(axes) == 1 else ()
     points = np.array([_point(sizes, axes) for sizes in samples], dtype=np.int64)
     numbers, columns = distinct(np.stack([sample.graph.sizes for sample in samples.values()]))

@@ -380,6 +380,14 @@ print(under, predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100"
     assert under == after
 
 
+def test_a_device_is_trained_for_the_quantities_that_were_learnt(net: GuardNet) -> None:
+    device = resolve_device("mi300x")
+    assert net.predict(NINTH, device).trained_quantities == ()
+    net.fine_tune([Observation(NINTH, device, replace(measured(2**30, 1.0, num_steps=0), step_time_s=None))])
+    assert net.predict(NINTH, device).trained_quantities == ("memory",)
+    assert not net.predict(NINTH, device).trained_on_device
+
+
 def test_a_pickled_net_predicts_the_same(net: GuardNet) -> None:
     net.fine_tune(half_as_much_again(net, EIGHT, CPU))
     assert pickle.loads(pickle.dumps(net)).predict(NINTH, CPU, steps=3) == net.predict(NINTH, CPU, steps=3)

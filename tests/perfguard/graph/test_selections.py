@@ -181,6 +181,28 @@ def test_other_masks_choose_half(select: Callable[[torch.Tensor], torch.Tensor],
     assert any(op.kind == "matmul" and op.phase is Phase.BACKWARD for op in graph.ops)
 
 
+def test_tokens_that_are_kept_are_positions_of_the_trace() -> None:
+    """Only a loop over the experts that are hit reads positions. Tokens within a capacity are gathered by theirs."""
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        kept = F.one_hot(x.argmax(-1), 8).sum(-1).nonzero().squeeze(1)
+        return torch.zeros_like(x).index_add(0, kept, x.gather(0, kept[:, None].expand(-1, 8)))
+
+    graph = trace(Workload(Selects(gathered), (33, 8), loss=lambda output: output.sum()))
+    assert any(op.name == "nonzero" for op in graph.ops)
+
+
+def overwritten(x: torch.Tensor) -> torch.Tensor:
+    mask = x.argmax(-1) == 0
+    mask.logical_or_(x[:, 0] > 0)
+    return x[mask]
+
+
+def test_masks_that_are_overwritten_choose_half() -> None:
+    graph = trace(Workload(Selects(overwritten), (33, 8), mode="infer"))
+    assert graph.unmodelled == (HALF_CHOSEN,)
+
+
 def test_assigned_values_say_how_many_are_chosen() -> None:
     """Their gradient has as many rows; no assumption is made."""
 
