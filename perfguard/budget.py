@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -47,8 +46,6 @@ _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "cost": ("costs", ""),
 }
 """The verb before the number, and what follows it."""
-_CLAUSE = re.compile(r"\b((?:needs|takes|uses|costs) (?:(?!the budget is).)*), the budget is (\$[0-9.]+|[0-9.]+ \w+)")
-"""A limit's sentence within a reason, and the budget that it names."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
@@ -312,32 +309,6 @@ class Budget:
             cost = prediction.cost(self.price_per_hour)
             if cost is not None:
                 yield Limit("cost", self.cost, cost)
-
-
-def quantity_of(sentence: str) -> Quantity:
-    """Return the quantity of a :attr:`Limit.sentence`. The log stores a verdict's sentence, but not its limit."""
-    verb = sentence.partition(" ")[0]
-    of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
-    named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)
-    return next(named, of_verb[0])
-
-
-def limits_in(sentence: str) -> dict[Quantity, float]:
-    """Return the limits that a verdict's sentence names, in its unit, to the three digits that it has.
-
-    Example:
-        >>> limits_in("needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 2.00 GiB")
-        {'memory': 2147483648}
-    """
-    found: dict[Quantity, float] = {}
-    for clause, amount in _CLAUSE.findall(sentence):
-        quantity = quantity_of(clause)
-        parse = {"memory": parse_bytes, "energy": parse_joules, "cost": parse_dollars}.get(quantity, parse_seconds)
-        try:
-            found[quantity] = parse(amount, what="the budget")
-        except ConfigurationError:  # a size that nobody has as a budget
-            continue
-    return found
 
 
 def _check_unit(memory: int | float | str | None) -> None:
