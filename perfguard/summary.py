@@ -41,7 +41,7 @@ class Errors:
         return cls(quantity, means[0], len(errors[:first]), means[1], len(errors[-last:]))
 
     def __str__(self) -> str:
-        if self.num_first + self.num_last <= self.num_first * 2 and self.num_first == self.num_last:  # the same trials
+        if self.num_first == self.num_last:  # so few that both are the same trials
             return error_in_words(self.first)
         first, last = error_in_words(self.first), error_in_words(self.last)
         return f"{first} in the first {self.num_first} trials, {last} in the last {self.num_last}"
