@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from perfguard._logging import log_once
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, log_once
 from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction
 from perfguard.quantities import (
     format_bytes,

@@ -9,10 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._gc import gc_paused
-from perfguard._logging import log_once
-from perfguard._too_large import too_large_named
-from perfguard._warn import warn_user
 from perfguard.budget import Budget
 from perfguard.exceptions import (
     BudgetWarning,
@@ -24,12 +20,15 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
+    log_once,
+    warn_user,
 )
 from perfguard.judge import Judge
 from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
 from perfguard.pace import total_time_at_pace
 from perfguard.physics import LeastMemory
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable
+from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload

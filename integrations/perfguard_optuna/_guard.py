@@ -25,9 +25,9 @@ from perfguard.exceptions import (
     TooLargeError,
     UnguardedTrialError,
     UnguardedTrialWarning,
+    warn_user,
 )
 from perfguard.guard import Guard, as_workload
-from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict

@@ -20,8 +20,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from perfguard.budget import NOUNS
-from perfguard.exceptions import ConfigurationError, TrackingWarning
-from perfguard.integration import warn_user, why_not_imported
+from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user, why_not_imported
 from perfguard.quantities import format_quantity
 from perfguard.summary import QUANTITIES, time_in_words
 from perfguard.tracking import PREFIX as FIELD

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import LogError, LogWarning, PredictorError
+from perfguard.exceptions import LogError, LogWarning, PredictorError, warn_user
 from perfguard.learning.assessment import LogAssessment, assess_log
 from perfguard.predictor import Predictor, Refinable
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-from perfguard._optional import why_not_imported
+from perfguard.exceptions import why_not_imported
 
 _T = TypeVar("_T")
 

@@ -18,9 +18,8 @@ from importlib.resources import files
 from typing import Any
 
 from perfguard import __version__
-from perfguard._optional import why_not_imported
 from perfguard.budget import NOUNS, Quantity, quantity_of
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, why_not_imported
 from perfguard.report._advice import advice_of, honest_notes, times_in_words
 from perfguard.report._border import Axis, Border, axes_of, fit_border, number_in_words
 from perfguard.report._chart_data import border_sentence, chart_json, comparison_sentence, in_words, learning_rows

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sqlalchemy import BigInteger, Double, LargeBinary, Table
 
-from perfguard._optional import why_not_imported
-from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError
+from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError, why_not_imported
 from perfguard.measure import Confidence, Status
 from perfguard.store import _schema as schema
 from perfguard.store._migrations import mend

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 
 from perfguard.budget import Quantity
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import why_not_imported
 from perfguard_optuna.visualization._views import (
     GROUP_COLORS,
     MOST_BUDGET_LINES,
