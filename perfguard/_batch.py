@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,14 @@ from perfguard.workload import TensorSpec
 
 
 def _is_shape(value: Any) -> bool:
-    """Whether ``value`` stands for a float32 tensor of that shape: a tuple or list of integers, at least one."""
-    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+    """Whether ``value`` stands for a float32 tensor of that shape: a tuple or list of integers, NumPy's too, at least one.
+
+    A slip such as (32.0, 64) counts, and :class:`TensorSpec` refuses it by name. Floats alone are an argument of the model.
+    """
+    if not isinstance(value, (tuple, list)) or not all(isinstance(size, (int, float, numbers.Integral)) for size in value):
+        return False
+    is_whole = all(not isinstance(size, bool) and (not isinstance(size, float) or size.is_integer()) for size in value)
+    return is_whole and any(isinstance(size, numbers.Integral) for size in value)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

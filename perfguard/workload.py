@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard.exceptions import BuildError, TooLargeError, WorkloadError
+from perfguard.exceptions import BuildError, TooLargeError, WorkloadError, log_once
 from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
 
 if TYPE_CHECKING:
@@ -44,8 +45,13 @@ class TensorSpec:
     """Name of a torch dtype, for instance "float32" or "int64"."""
 
     def __post_init__(self) -> None:
-        if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.shape):
+        try:
+            shape = tuple(-1 if isinstance(size, bool) else operator.index(size) for size in self.shape)
+        except TypeError:  # a size such as 32.0
+            shape = (-1,)
+        if any(size < 0 for size in shape):
             raise WorkloadError(f"TensorSpec.shape must hold integers of at least 0, but got {self.shape!r}.")
+        object.__setattr__(self, "shape", shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +153,9 @@ class Workload:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise WorkloadError(f"Workload.{name} must be at least 1 or None, but got {value!r}.")
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise WorkloadError(f"Workload.loss must be a function, but got the class {name}. Make one of it: loss={name}().")
         if self.step is not None and (self.loss is not None or self.mode == "infer" or self.accumulation > 1):
             raise WorkloadError("Workload.step is the whole training step; it excludes loss, accumulation and mode='infer'.")
 
@@ -184,6 +193,82 @@ Build = Callable[[Mapping[str, Any]], Workload]
 """A function of the hyperparameters that describes what they would run."""
 
 
+if TYPE_CHECKING:
+    _Dict = dict[str, Any]
+else:
+
+    class _Dict(MutableMapping, dict):
+        """A dict whose methods are made from five of them, so that none reads in silence."""
+
+
+class WatchedParams(_Dict):
+    """Hyperparameters that note which of them are read, and which are asked for though they are missing.
+
+    ``build`` may remove items, as from any dict, so the given ones are kept.
+    """
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.given: dict[str, Any] = params.given if isinstance(params, WatchedParams) else dict(params)
+        """All parameters. To look here does not count as reading."""
+        self.missing: set[str] = set()
+        self._read: set[str] = set()
+        dict.__init__(self, self.given)
+
+    def refill(self) -> None:
+        """Restore the given items for another attempt. What was read stays noted."""
+        dict.clear(self)
+        dict.update(self, self.given)
+
+    @property
+    def used(self) -> dict[str, Any]:
+        """The given parameters that were read."""
+        return {name: value for name, value in self.given.items() if name in self._read}
+
+    def __getitem__(self, name: str) -> Any:
+        (self._read if name in self.given else self.missing).add(name)
+        return dict.__getitem__(self, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(self.given)
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        self._read.update(self.given)
+        return dict.__len__(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self))
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dict. All parameters count as read."""
+        return dict(self.items())
+
+
+def build_watched(build: Build, params: WatchedParams) -> Workload:
+    """Call :func:`build_workload`, whose second attempt finds all parameters, whatever the first took out."""
+
+    def attempt(watched: Mapping[str, Any]) -> Workload:
+        params.refill()
+        return build(watched)
+
+    return build_workload(attempt, params)
+
+
 def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
     """Call ``build(params)`` so that it allocates nothing: on the meta device where it can, as it stands where it cannot.
 
@@ -208,7 +293,18 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
             workload = _build_on_the_host(build, params)
     if not isinstance(workload, Workload):
         raise BuildError(f"build(params) must return a perfguard.Workload, but returned {type(workload).__name__}.")
+    announce_optimizer(workload)
     return workload
+
+
+def announce_optimizer(workload: Workload) -> None:
+    """Log once in a process that a training without an optimizer counts as plain SGD: AdamW would keep two more values a weight."""
+    if workload.mode == "train" and workload.optimizer is None and workload.step is None:
+        log_once(
+            "no optimizer",
+            "A workload names no optimizer, so it is judged with SGD without momentum, which keeps no state. If the trials train "
+            "with another, give it: Workload(..., optimizer=torch.optim.AdamW).",
+        )
 
 
 def is_missing_parameter(error: BaseException, params: Mapping[str, Any]) -> bool:
@@ -230,20 +326,31 @@ def _build_on_the_host(build: Build, params: Mapping[str, Any]) -> Workload:
 
 def why_missing(names: Iterable[str], params: Mapping[str, Any]) -> str:
     """A sentence on the parameters that ``build`` reads and the trial lacks, with the nearest that it has."""
-    missing = " and ".join(f"{name!r}{_nearest(name, params)}" for name in sorted(names))
+    missing = " and ".join(f"{name!r}{did_you_mean(name, params)}" for name in sorted(names))
     return f"build(params) reads {missing}, which the trial has not suggested"
 
 
 def _mend(error: Exception, params: Mapping[str, Any]) -> str:
-    """A correction for an attribute or argument that does not exist; empty: none is known."""
+    """A correction of a common mistake; empty: none is known."""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
-        if error.obj is params:
-            return f" (parameters are items: params[{error.name!r}])" if error.name in params else _nearest(error.name, params)
-        return _nearest(error.name, dir(error.obj))
+        if error.obj is not params:
+            return did_you_mean(error.name, dir(error.obj))
+        if error.name.startswith("suggest_"):
+            return " (build gets the parameters that the trial has suggested, a dict, and not the trial)"
+        return f" (parameters are items: params[{error.name!r}])" if error.name in params else did_you_mean(error.name, params)
+    if re.search(r"CUDA enabled|NVIDIA driver|Cannot copy out of meta", str(error)):
+        return " (build only describes a trial, so leave out .cuda() and .to(device))"
     argument = re.search(r"argument:? '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    return _nearest(argument[1], [*params, *(field.name for field in fields(Workload))]) if argument else ""
+    return did_you_mean(argument[1], [*params, *(field.name for field in fields(Workload))]) if argument else ""
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.7) if near != name]
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str:
+    """Return " (did you mean 'width'?)" for the nearest of the ``known`` names; empty: none is near.
+
+    Args:
+        name: the name that is not known.
+        known: the names that are.
+        cutoff: least likeness, in [0, 1], as in :func:`difflib.get_close_matches`.
+    """
+    found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""

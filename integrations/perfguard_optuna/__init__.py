@@ -9,32 +9,27 @@ except ImportError as error:
         _why_not_imported(error, "optuna", "perfguard_optuna needs Optuna: pip install 'perfguard[optuna]'.")
     ) from error
 
-from perfguard.summary import TrialRecord
-from perfguard_optuna._attributes import record_of
-from perfguard_optuna._guard import GuardedRun, OptunaGuard
-from perfguard_optuna._pruner import PerfGuardPruner
-from perfguard_optuna._sampler import PerfGuardSampler
-from perfguard_optuna._study import GuardedStudy, create_study, load_study, repair_of
-from perfguard_optuna._summary import StudySummary, TrialPrinter, skipped_table, summarize
-from perfguard_optuna.tracking import DashboardCallback, MLflowCallback, TensorBoardCallback, WandbCallback
+from perfguard.record import TrialRecord
+from perfguard.summary import Summary
+from perfguard_optuna.attributes import record_of, records_of
+from perfguard_optuna.guard import GuardedRun, OptunaGuard
+from perfguard_optuna.pruner import PerfGuardPruner
+from perfguard_optuna.sampler import PerfGuardSampler
+from perfguard_optuna.study import GuardedStudy, TrialPrinter, create_study, load_study, repair_of, summarize
 
 __all__ = [
-    "DashboardCallback",
     "GuardedRun",
     "GuardedStudy",
-    "MLflowCallback",
     "OptunaGuard",
     "PerfGuardPruner",
     "PerfGuardSampler",
-    "StudySummary",
-    "TensorBoardCallback",
+    "Summary",
     "TrialPrinter",
     "TrialRecord",
-    "WandbCallback",
     "create_study",
     "load_study",
     "record_of",
+    "records_of",
     "repair_of",
-    "skipped_table",
     "summarize",
 ]

@@ -34,8 +34,8 @@ from torchmetrics import Metric, MetricCollection
 from perfguard.exceptions import WorkloadError
 from perfguard.pytorch import is_compiled, random_numbers_kept
 from perfguard.workload import Precision, Workload
-from perfguard_optuna._guard import OptunaGuard
-from perfguard_optuna._training import GuardedTraining, first_batch
+from perfguard_optuna.guard import OptunaGuard
+from perfguard_optuna.trainers import GuardedTraining, first_batch
 
 if TYPE_CHECKING:
     Optimizer = torch.optim.Optimizer
@@ -81,7 +81,6 @@ class PerfGuardCallback(pl.Callback):
     """
 
     def __init__(self, guard: OptunaGuard, trial: optuna.Trial, *, batch: Any = None) -> None:
-        self._guard = guard
         self._training = GuardedTraining(guard, trial)
         self._batch = batch
         self._num_steps = 0
@@ -107,7 +106,7 @@ class PerfGuardCallback(pl.Callback):
         if _overrides(pl_module, "setup") and _overrides(pl_module, "train_dataloader"):
             return False  # the loader may need what setup makes, and the trainer calls it only once
         try:
-            self._guard.trace(make_workload())
+            self._training.guard.guard.trace(make_workload())
         except Exception:  # on_fit_start tries again, and says why it cannot
             return False
         return True

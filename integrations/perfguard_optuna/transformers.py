@@ -22,8 +22,8 @@ from torch import nn
 
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.workload import Precision, Workload
-from perfguard_optuna._guard import OptunaGuard
-from perfguard_optuna._training import GuardedTraining, first_batch
+from perfguard_optuna.guard import OptunaGuard
+from perfguard_optuna.trainers import GuardedTraining, first_batch
 
 
 class PerfGuardCallback(TrainerCallback):
@@ -170,7 +170,7 @@ def guard_search(trainer: Trainer, guard: OptunaGuard, *, batch: Any = None) -> 
     Raises:
         ConfigurationError: for a guard that repairs.
     """
-    if guard.on_violation == "repair":
+    if guard.guard.on_violation == "repair":
         raise ConfigurationError("hyperparameter_search cannot repair a trial. Use on_violation='prune' or 'warn'.")
     train = trainer.train
 

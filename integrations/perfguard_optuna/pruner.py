@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import threading
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.pruners import BasePruner
-from optuna.trial import FrozenTrial, TrialState
+from optuna.pruners import BasePruner, HyperbandPruner
+from optuna.trial import FrozenTrial
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.workload import Build, Workload
-from perfguard_optuna._guard import GuardedRun, OptunaGuard
-from perfguard_optuna._watch import WatchingPruner
+from perfguard_optuna.guard import GuardedRun, OptunaGuard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from perfguard.guard import GuardSettings
 
 
-class PerfGuardPruner(WatchingPruner):
+class PerfGuardPruner(HyperbandPruner):
     """Prunes a trial before it starts if it would run out of memory or time, and learns from those that run.
 
     Three ways to use it:
@@ -36,8 +35,8 @@ class PerfGuardPruner(WatchingPruner):
 
     While a trial runs, ``should_prune()`` also returns True when the measured pace shows that it will break its time budget.
 
-    :func:`summarize` counts every trial that ends without a verdict, and the first one causes a warning. This includes
-    objectives that never call ``should_prune()``. This class inherits from HyperbandPruner only to be notified when trials end.
+    It is a HyperbandPruner only so that Optuna tells it when a trial begins. So it can warn if the trial before never called
+    ``should_prune()``. :func:`summarize` counts every such trial.
 
     Args:
         gpu: the device. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a Device.
@@ -72,42 +71,45 @@ class PerfGuardPruner(WatchingPruner):
         super().__init__()
         self.guard = guard or OptunaGuard(gpu, build=build, within_timeout=within_timeout, **settings)
         self._inner = inner
-
-    @property
-    def build(self) -> Build | None:
-        """The function of the hyperparameters that describes a trial."""
-        return self.guard.build
+        self._begun: dict[int, tuple[tuple[str, int], tuple[str, int] | None]] = {}
+        """The latest trial of each thread, and the one before it if that was not looked at yet."""
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         """Judge ``trial`` at its first call. At later calls, check its pace and call the inner pruner.
 
         Called by ``trial.should_prune()``.
         """
-        guard = self.guard
-        launched = guard.running(study, trial)
-        if launched is None and not guard.has_finished(study, trial):
-            guard.finish_abandoned(study)
-            decision = guard.decision_of(study, trial) or guard.judge(study, trial, trial.params, guard.build)
-            if decision is None:
-                guard.end_unjudged(study, trial, guard.build)
-            elif decision.verdict.action == "prune":
-                return True
-            else:
-                launched = guard.launch(study, trial, decision)
-        if launched is not None and guard.too_slow(study, launched):
+        try:
+            launched = self.guard.begin(study, trial, self.guard.build)
+        except optuna.TrialPruned:
+            return True
+        if not launched:
+            self.guard.report_unjudged(study, trial, self.guard.build)
+        elif self.guard.too_slow(study, trial):
             return True
         return self._inner is not None and self._inner.prune(study, trial)
 
-    def trial_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Count a trial that was never judged. Called when Optuna records the end of a trial.
-
-        Raises:
-            UnguardedTrialError: for such a trial that ran to its end, if the guard is strict.
-        """
-        self.guard.end_unasked(study, trial, state)
-
     def trial(
         self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **fields: Any
-    ) -> AbstractContextManager[GuardedRun]:
+    ) -> GuardedRun:
         """See :meth:`OptunaGuard.trial`."""
         return self.guard.trial(trial, model, batch, **fields)
+
+    # Optuna 5.0 calls a pruner only from should_prune(), and a HyperbandPruner also for the study that the sampler sees: when a
+    # trial begins, suggests and ends. The sampler sees the study itself.
+
+    def _get_bracket_id(self, study: optuna.Study, trial: FrozenTrial) -> int:
+        thread, this = threading.get_ident(), (study.study_name, trial.number)
+        latest, before = self._begun.get(thread, (None, None))
+        if latest != this:  # the trial is being made: an error now would leave it running for ever
+            self._begun[thread] = this, latest
+        elif before is not None:
+            self._begun[thread] = this, None
+            self.guard.report_unasked(study, *before)
+        return 0
+
+    def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:  # type: ignore[override]
+        return study
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_begun": {}}

@@ -1,9 +1,8 @@
-"""GuardedTraining: a training in the loop of another library, judged at its begin and measured to its end."""
+"""GuardedTraining: what the callbacks for Lightning and for Hugging Face's Trainer have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import optuna
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.pytorch import random_numbers_kept
 from perfguard.workload import Workload
-from perfguard_optuna._guard import GuardedRun, OptunaGuard
+from perfguard_optuna.guard import GuardedRun, OptunaGuard
 
 HOW_TO_GIVE_A_BATCH = "Give `batch=`: tensors, or TensorSpec((32, 3, 224, 224)) and the like in their place."
 
@@ -33,14 +32,13 @@ class GuardedTraining:
             raise ConfigurationError(f"guard must be a perfguard_optuna.OptunaGuard, but got {guard!r}.")
         if not isinstance(trial, optuna.Trial):
             raise ConfigurationError(f"trial must be what Optuna hands to the objective, but got {trial!r}.")
-        if guard.on_violation == "repair":
+        if guard.guard.on_violation == "repair":
             raise ConfigurationError(
                 "An existing trainer cannot be repaired. Use on_violation='prune' or 'warn', or call "
                 "guard.trial(trial, workload) before it is made and give it the micro-batch of run.repair."
             )
-        self._guard = guard
+        self.guard = guard
         self._trial = trial
-        self._block = ExitStack()
         self._run: GuardedRun | None = None
 
     @property
@@ -57,11 +55,17 @@ class GuardedTraining:
         Raises:
             optuna.TrialPruned: if the trial would break a limit.
         """
-        guard, trial = self._guard, self._trial
-        if guard.decision_of(trial.study, trial) is None:
-            guard.finish_abandoned(trial.study)
-            guard.judge(trial.study, trial, trial.params, _build_of(make_workload))
-        self._run = self._block.enter_context(guard.trial(trial))
+
+        def described() -> Workload:
+            try:
+                return make_workload()
+            except WorkloadError:
+                raise
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise WorkloadError(f"the trainer does not say what it is going to run ({cause})") from error
+
+        self._run = GuardedRun(self.guard, self._trial, described).__enter__()
 
     def step(self) -> None:
         """Mark the end of one optimizer step.
@@ -81,30 +85,11 @@ class GuardedTraining:
         """End the measuring, if it has begun.
 
         Raises:
-            optuna.TrialPruned: if ``error`` says that memory or time ran out.
+            optuna.TrialPruned: if ``error`` says that memory ran out.
         """
-        block, self._block, self._run = self._block, ExitStack(), None
-        block.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-
-def _build_of(make_workload: Callable[[], Workload]) -> Callable[[Mapping[str, Any]], Workload]:
-    """``build`` of a workload that is described now: a trainer's data and optimizers are not made under the meta device."""
-    failure: WorkloadError | None = None
-    workload: Workload | None = None
-    try:
-        workload = make_workload()
-    except WorkloadError as error:
-        failure = error
-    except Exception as error:
-        failure = WorkloadError(f"the trainer does not say what it is going to run ({type(error).__name__}: {error})")
-
-    def build(_params: Mapping[str, Any]) -> Workload:
-        if failure is not None:
-            raise failure
-        assert workload is not None
-        return workload
-
-    return build
+        run, self._run = self._run, None
+        if run is not None:
+            run.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
 
 def first_batch(loaders: Any) -> Any:

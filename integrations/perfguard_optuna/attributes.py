@@ -1,0 +1,124 @@
+"""What PerfGuard writes into Optuna's trials, and how it is read back.
+
+A user attribute is "perfguard:" and the name of a column of :mod:`perfguard.record`, for instance "perfguard:memory_limit_bytes".
+Beside these there are:
+
+    perfguard:reason           the verdict's sentence, for people; it is never read back
+    perfguard:status           how the run ended: ok, oom, failed or interrupted
+    perfguard:not_measured     why what ran says nothing of the guarded device
+    perfguard:stopped          why a running trial was stopped: its pace
+    perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
+    perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory
+
+Each limit also has a constraint, for instance "perfguard:memory". It is the logarithm of (upper predicted bound / limit), positive
+where the trial does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timezone
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.study._constrained_optimization import _CONSTRAINTS_KEY
+from optuna.trial import FrozenTrial, TrialState
+
+from perfguard.record import QUANTITIES, TrialRecord, column, columns_of, measured_by, verdict_from
+from perfguard.verdict import Verdict
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.measure import Measurement
+
+AnyTrial = FrozenTrial | optuna.Trial
+PREFIX = "perfguard:"
+
+
+def attributes_of(verdict: Verdict, device: Device) -> dict[str, Any]:
+    """Return what is written into a trial for its verdict. The names lack :data:`PREFIX`."""
+    where = {"device_id": device.id, "device_name": device.name, "capacity_bytes": device.memory_bytes}
+    return {**columns_of(verdict), **where, "reason": verdict.reason}
+
+
+def measured_attributes_of(measurement: Measurement, price_per_hour: float | None) -> dict[str, Any]:
+    """Return what is written into a trial for its measurement. A price of None: no budget limits the cost."""
+    measured = measured_by(measurement, price_per_hour)
+    return {column(quantity, "measured"): value for quantity, value in measured.items()}
+
+
+def write(
+    study: optuna.Study, trial: AnyTrial, attributes: Mapping[str, Any], constraints: Mapping[str, float] | None = None
+) -> None:
+    """Write user attributes and constraints into a trial. A trial that has finished meanwhile is left as it is.
+
+    A pruner gets a FrozenTrial, which cannot be written to. Only the study's storage can, which is private (Optuna 1 to 5). The key
+    of a constraint is that of ``Trial.set_constraint`` (Optuna 5.0).
+    """
+    storage, trial_id = study._storage, trial._trial_id
+    try:
+        for name, value in attributes.items():
+            storage.set_trial_user_attr(trial_id, f"{PREFIX}{name}", value)
+        for quantity, margin in (constraints or {}).items():
+            storage.set_trial_system_attr(trial_id, f"{_CONSTRAINTS_KEY}:{PREFIX}{quantity}", margin)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        return
+
+
+def has_verdict(trial: FrozenTrial) -> bool:
+    """Return whether PerfGuard has written a verdict into ``trial``, or why there is none."""
+    return f"{PREFIX}verdict" in trial.user_attrs
+
+
+def record_of(trial: FrozenTrial) -> TrialRecord:
+    """Return what PerfGuard wrote into ``trial``: verdict, limits and measurement."""
+    columns = {key.removeprefix(PREFIX): value for key, value in trial.user_attrs.items() if key.startswith(PREFIX)}
+    status = columns.get("status")
+    return TrialRecord(
+        number=trial.number,
+        verdict=verdict_from(columns),
+        measured={quantity: columns[name] for quantity in QUANTITIES if (name := column(quantity, "measured")) in columns},
+        status=status,
+        not_measured=columns.get("not_measured", ""),
+        params=trial.params,
+        created_at=None if trial.datetime_start is None else trial.datetime_start.astimezone(timezone.utc),
+        device_id=columns.get("device_id"),
+        device_name=columns.get("device_name", ""),
+        capacity_bytes=columns.get("capacity_bytes"),
+        predictor=columns.get("predictor", ""),
+        stopped_early=trial.state == TrialState.PRUNED and status == "ok",
+        duration_s=None if trial.duration is None else trial.duration.total_seconds(),
+    )
+
+
+def records_of(study: optuna.Study) -> list[TrialRecord]:
+    """Return what PerfGuard wrote into each finished trial of ``study``, in order."""
+    return [record_of(trial) for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+
+
+def constraints_of(study: optuna.Study, verdict: Verdict, quantities: Sequence[str]) -> dict[str, float]:
+    """Return the constraints of a trial of ``study``: the margin of each limit.
+
+    Args:
+        study: the study.
+        verdict: the verdict on the trial. The margin of a limit that it does not have is 0.
+        quantities: the limited quantities.
+    """
+    names = constraint_names(study, quantities)
+    constraints = {name: verdict.margins.get(name, 0.0) for name in names}  # type: ignore[call-overload]
+    others = [margin for quantity, margin in verdict.margins.items() if quantity not in constraints]
+    if names and max(others, default=0) > 0:  # a broken limit that has no name counts for the first
+        constraints[names[0]] = max(constraints[names[0]], *others)
+    return constraints
+
+
+def constraint_names(study: optuna.Study, quantities: Sequence[str]) -> Sequence[str]:
+    """Return the constraints that the study's completed trials have; ``quantities`` where there is no such trial yet.
+
+    Samplers that model constraints (GP, NSGA-II) refuse a study whose trials have different ones. So a study that was begun
+    without the guard, or with another budget, keeps those with which it was begun.
+    """
+    completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if not completed:
+        return quantities
+    return [key.removeprefix(PREFIX) for key in completed[0].constraints if key.startswith(PREFIX)]

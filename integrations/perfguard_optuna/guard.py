@@ -1,0 +1,781 @@
+"""OptunaGuard: judges the trials of a study, measures those that run, and writes both into them.
+
+A trial's way: :meth:`OptunaGuard.begin` judges it (:meth:`~OptunaGuard.judge` builds the workload, :meth:`~OptunaGuard.decide` asks
+the core) and launches or prunes it; :meth:`~OptunaGuard.finish` measures it, and the core learns.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import inspect
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from perfguard.exceptions import (
+    BudgetWarning,
+    ConfigurationError,
+    MeasurementWarning,
+    NothingFeasibleWarning,
+    TooLargeError,
+    UnguardedTrialError,
+    UnguardedTrialWarning,
+    warn_user,
+)
+from perfguard.guard import Guard, as_workload
+from perfguard.measure import Measurement, Run, status_of
+from perfguard.record import RAN_OUT
+from perfguard.rejections import Rejection
+from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
+from perfguard.workload import (
+    Build,
+    WatchedParams,
+    Workload,
+    announce_optimizer,
+    build_watched,
+    did_you_mean,
+    is_missing_parameter,
+    why_missing,
+)
+from perfguard_optuna.attributes import (
+    AnyTrial,
+    attributes_of,
+    constraint_names,
+    constraints_of,
+    has_verdict,
+    measured_attributes_of,
+    write,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import Unpack
+
+    from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
+    from perfguard.store import MeasurementStore
+
+TrialKey = tuple[str, int, datetime.datetime | None]
+
+
+class OptunaGuard:
+    """A :class:`perfguard.Guard` for the trials of Optuna.
+
+    Inline in the objective, where the model is at hand:
+
+        >>> guard = OptunaGuard("a100", memory_budget="38GiB")                                      # doctest: +SKIP
+        >>> def objective(trial):                                                                   # doctest: +SKIP
+        ...     model, batch = make_model(trial), example_batch(trial)
+        ...     with guard.trial(trial, model, batch, loss=loss, optimizer=AdamW) as run:
+        ...         for batch in loader:
+        ...             train_step(model, batch)
+        ...             run.step()
+        ...     return validate(model)
+
+    :class:`PerfGuardPruner` and :class:`PerfGuardSampler` share one.
+
+    Args:
+        gpu: as for :class:`perfguard.Guard`.
+        build: ``build(params) -> Workload``, a function of the hyperparameters. None: only trials whose objective calls
+            :meth:`trial` with a model or a workload are judged.
+        within_timeout: whether the study's timeout is a limit. If so, a GuardedStudy prunes a trial that would outlast
+            ``optimize(timeout=...)``.
+        settings: The keyword arguments of :class:`perfguard.Guard`.
+
+    Raises:
+        ConfigurationError: for an unknown GPU or setting, a budget or a risk that cannot be right.
+        LogError: for a log that cannot be used.
+    """
+
+    def __init__(
+        self,
+        gpu: str | Device = "auto",
+        *,
+        build: Build | None = None,
+        within_timeout: bool = False,
+        **settings: Unpack[GuardSettings],
+    ) -> None:
+        if build is not None and not callable(build):
+            raise ConfigurationError(f"build must be a function of the hyperparameters, but got {build!r}.")
+        known = inspect.signature(Guard).parameters
+        for name in settings:
+            if name not in known:
+                raise ConfigurationError(f"There is no setting {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
+        self.guard = Guard(gpu, **settings)
+        """The guard of the core: device, budget, risk, predictor, log."""
+        self.build = build
+        self.within_timeout = within_timeout
+        self.deadline: float | None = None
+        """End of the study's time on the clock of time.monotonic; set by a GuardedStudy."""
+        self._trials: dict[TrialKey, _Trial] = {}
+        self._running: dict[int, _Trial] = {}
+        """The trial that each thread runs."""
+        self._searches: dict[str, Search] = {}
+        self._rejected_by: set[tuple[str, ...]] = set()
+        """The names that ``build`` read of the trials that it rejected. Each set of names makes keys of their own."""
+        self._remembers: Build | None = build
+        """The function whose rejections are remembered."""
+
+    @property
+    def device(self) -> Device:
+        """The guarded device."""
+        return self.guard.device
+
+    @property
+    def log(self) -> MeasurementStore:
+        """The measurement log."""
+        return self.guard.log
+
+    def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
+        """See :meth:`perfguard.Guard.check`."""
+        return self.guard.check(model, inputs, **fields)
+
+    def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
+        """See :meth:`perfguard.Guard.max_batch_size`."""
+        return self.guard.max_batch_size(model, inputs, at_most=at_most, **fields)
+
+    def trial(
+        self, trial: optuna.Trial, model: Workload | nn.Module | None = None, batch: Any = None, **workload: Any
+    ) -> GuardedRun:
+        """Judge ``trial`` where the ``with`` block begins, then measure what runs inside and learn from it.
+
+        Args:
+            trial: the trial that Optuna handed to the objective.
+            model: what the block trains: a Workload, or a model. None: ``build(trial.params)``.
+            batch: an example batch for a model. Tensors, specifications or a shape.
+            workload: other fields of :class:`perfguard.Workload`, with a model. Examples are ``optimizer``, ``loss`` and
+                ``targets``.
+
+        Raises:
+            optuna.TrialPruned: At the start, if the trial would break a limit. Inside the block, by ``run.step()``, if its pace
+                will break the time budget. At the end, if it ran out of memory.
+            ConfigurationError: for arguments that cannot be right.
+        """
+        if not isinstance(trial, optuna.Trial):
+            raise ConfigurationError(
+                f"guard.trial takes the trial that Optuna hands to the objective, and then the model, but got {trial!r} first."
+            )
+        known = [one.name for one in fields(Workload)]
+        for name in workload:
+            if name not in known:
+                raise ConfigurationError(f"Workload has no field {name!r}{did_you_mean(name, known, cutoff=0.6)}.")
+
+        def make_workload() -> Workload:
+            assert model is not None
+            made = as_workload(model, batch, **workload)
+            announce_optimizer(made)
+            return made
+
+        return GuardedRun(self, trial, None if model is None else make_workload)
+
+    def begin(
+        self,
+        study: optuna.Study,
+        trial: AnyTrial,
+        build: Build | None,
+        *,
+        final: bool = True,
+        make_workload: Callable[[], Workload] | None = None,
+    ) -> bool:
+        """Judge ``trial`` and begin to measure it, unless that was done before. Return whether it was launched.
+
+        Args:
+            study: of the trial.
+            trial: the trial.
+            build: as for :meth:`judge`.
+            final: as for :meth:`judge`.
+            make_workload: describes what the trial runs, instead of ``build``.
+
+        Raises:
+            optuna.TrialPruned: if the trial does not fit.
+            UnguardedTrialError: if it cannot be judged, and the guard is strict.
+        """
+        known = self._trial(study, trial)
+        if known.run is not None or known.is_over:
+            return True
+        self.end_abandoned(study)
+        decision = self.decision_of(study, trial)
+        if decision is None and make_workload is not None:
+            decision = self.decide(study, trial, WatchedParams(trial.params), make_workload, is_read=False)
+        elif decision is None:
+            decision = self.judge(study, trial, build, final=final)
+        if decision is None:
+            return False
+        if decision.verdict.action == "prune":
+            raise optuna.TrialPruned(decision.verdict.reason)
+        known.run = Run(self.device)
+        try:
+            known.run.start()
+        except Exception as error:
+            self._warn_unmeasured(error)
+        self._running[threading.get_ident()] = known
+        return True
+
+    def decision_of(self, study: optuna.Study, trial: AnyTrial) -> Decision | None:
+        """Return the decision on ``trial``, if it was judged with the parameters that it has now."""
+        known = self._trial(study, trial)
+        params = trial.params
+        is_same = all(name in params and params[name] == value for name, value in known.params.items())
+        return known.decision if is_same else None
+
+    def judge(self, study: optuna.Study, trial: AnyTrial, build: Build | None, *, final: bool) -> Decision | None:
+        """Decide on ``trial`` by its parameters, and write the verdict into it. None: it cannot be judged yet.
+
+        Args:
+            study: of the trial.
+            trial: the trial.
+            build: makes the workload from the parameters. None: unknown, so the trial cannot be judged.
+            final: whether all parameters are there. If not, a default for a missing parameter, or an error of ``build``, delays
+                the verdict.
+        """
+        if build is None:
+            return None
+        known, params = self._trial(study, trial), WatchedParams(trial.params)
+        rejection = self.recall(study, params.given, build)
+        if rejection is not None:
+            name, number = study.study_name, trial.number
+            decision = self.guard.record(rejection.verdict, study=name, trial=number, params=params.given)
+            return self._keep(study, trial, decision, params.given)
+        try:
+            workload = build_watched(build, params)
+        except Exception as error:
+            if is_missing_parameter(error, params.given):
+                known.missing = {error.args[0]}
+                return None
+            is_hopeless = isinstance(error, TooLargeError) and not params.missing
+            known.error = error
+            if not final and not is_hopeless:  # a parameter may be missing: `build(**params)` raises another error for that
+                return None
+            return self.decide(study, trial, params, _raiser(error))
+        known.missing = params.missing
+        if params.missing and not final:
+            return None
+        self._warn_of_slips(params)
+        return self.decide(study, trial, params, lambda: workload)
+
+    def _warn_of_slips(self, params: WatchedParams) -> None:
+        """Warn if a name for which a default counts is nearly one that the trial has."""
+        for name in params.missing:
+            if did_you_mean(name, params.given):
+                self.guard.warn_once(
+                    UnguardedTrialWarning,
+                    f"{why_missing([name], params.given)}, so its default counts in every verdict. Correct the name in build.",
+                    about=name,
+                )
+
+    def decide(
+        self,
+        study: optuna.Study,
+        trial: AnyTrial,
+        params: WatchedParams,
+        make_workload: Callable[[], Workload],
+        *,
+        is_read: bool = True,
+    ) -> Decision:
+        """Decide on what ``params`` would run, write the verdict into ``trial``, and remember a rejection.
+
+        Args:
+            study: of the trial.
+            trial: the trial.
+            params: as ``build`` read them.
+            make_workload: returns what they run, or raises the error of ``build``.
+            is_read: whether they decide what runs. If not, it is a model that the objective made.
+
+        Raises:
+            UnguardedTrialError: if that cannot be judged, and the guard is strict.
+        """
+        try:
+            decision = self.guard.decide(
+                make_workload,
+                study=study.study_name,
+                trial=trial.number,
+                params=params.given,
+                time_left_s=self._time_left_s(),
+                threshold=self.threshold(study),
+            )
+        except UnguardedTrialError as error:
+            self._write_unjudged(study, trial, str(error))
+            raise
+        if is_read:
+            self.remember(study, params, decision.verdict)
+        return self._keep(study, trial, decision, params.used)
+
+    def _keep(self, study: optuna.Study, trial: AnyTrial, decision: Decision, used: Mapping[str, Any]) -> Decision:
+        known, verdict = self._trial(study, trial), decision.verdict
+        known.decision, known.params, known.error, known.missing = decision, used, None, ()
+        search = self.search_of(study)
+        if verdict.action == "prune":
+            search.count_rejected(verdict)
+        else:
+            if search.num_rejected >= search.patience and verdict.p_violation > self.guard.risk:
+                self.guard.warn_once(
+                    BudgetWarning,
+                    f"No proposal is certain to fit ({search.num_rejected} in a row), so PerfGuard launches a trial that more "
+                    "likely fits than not (shown once). The share of violations may exceed `risk`. Raise the budget, or the risk.",
+                    about="patience",
+                )
+            search.count_launched()
+        self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
+        return decision
+
+    def search_of(self, study: optuna.Study, *, anew: bool = False) -> Search:
+        """Return the state of the search in ``study``. ``anew``: it begins again."""
+        if anew or study.study_name not in self._searches:
+            self._searches[study.study_name] = Search()
+        return self._searches[study.study_name]
+
+    def threshold(self, study: optuna.Study) -> float | None:
+        """Return the chance of breaking a limit to accept in ``study``. None: what the guard's risk has left.
+
+        A search may find nothing sure for a while, but something that is more likely to fit than not. Otherwise a machine whose
+        times scatter would end a study that has trials to run.
+        """
+        search, patient = self.search_of(study), self.guard.patient_threshold
+        return patient if search.num_rejected >= search.patience and search.least_doubtful <= patient else None
+
+    def remember(self, study: optuna.Study, params: WatchedParams, verdict: Verdict) -> None:
+        """Remember that ``params`` do not fit, or forget it where they do now.
+
+        A verdict that depends on a missing parameter or on the time left is not remembered, because it may be another next time.
+        """
+        used = params.used
+        if params.missing or self.within_timeout or not used:
+            return
+        names, rejections = tuple(sorted(used)), self.guard.rejections
+        key = _rejection_key(study, names, used)
+        if verdict.action == "prune":
+            self._rejected_by.add(names)
+            rejections.add(key, verdict, num_ended=self.guard.num_ended)
+        elif (known := rejections.get(key)) is not None:
+            rejections.forget(known)
+
+    def recall(
+        self, study: optuna.Study, params: Mapping[str, Any], build: Build, *, drawn: Collection[str] | None = None
+    ) -> Rejection | None:
+        """Return the earlier rejection of ``params`` by ``build``, if judging them again would come to the same.
+
+        Args:
+            study: of the trial.
+            params: proposed for it.
+            build: the function that read the parameters.
+            drawn: names of which the rejection must depend on one. None: any rejection counts.
+        """
+        if build != self._remembers:
+            self.guard.rejections.clear()
+            self._rejected_by, self._remembers = set(), build
+        accepted = self.threshold(study) or self.guard.threshold
+        for names in list(self._rejected_by):  # other threads add to it
+            if params.keys() >= set(names) and (drawn is None or not set(names).isdisjoint(drawn)):
+                key = _rejection_key(study, names, params)
+                found = self.guard.rejections.recall(key, num_ended=self.guard.num_ended, accepted=accepted)
+                if found is not None:
+                    return found
+        return None
+
+    def constraints_of(self, study: optuna.Study, verdict: Verdict) -> dict[str, float]:
+        """Return the constraints of a trial of ``study`` with that verdict: the distance from feasibility for each limit."""
+        return constraints_of(study, verdict, self._quantities)
+
+    @property
+    def _quantities(self) -> tuple[str, ...]:
+        """The quantities that get a constraint each."""
+        quantities = self.guard.budget.quantities
+        return (*quantities, "time") if self.within_timeout and "time" not in quantities else quantities
+
+    def _time_left_s(self) -> float | None:
+        """Remaining time of the study; None: it has no time limit."""
+        if self.within_timeout and self.deadline is None:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                "within_timeout=True has no effect, because the study has no timeout. Give optimize(timeout=...) of a study from "
+                "perfguard_optuna.create_study, or leave it out.",
+                about="within_timeout",
+            )
+        if not self.within_timeout or self.deadline is None:
+            return None
+        return max(0.0, self.deadline - time.monotonic())
+
+    def _write(
+        self,
+        study: optuna.Study,
+        trial: AnyTrial,
+        attributes: Mapping[str, Any],
+        make_constraints: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Write into ``trial``. If the storage cannot be reached, warn once and go on. Optuna will raise its own error."""
+        try:
+            write(study, trial, attributes, make_constraints())
+        except Exception as error:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                f"PerfGuard could not write into trial {trial.number} (shown once): {type(error).__name__}: {error}",
+            )
+
+    def report_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
+        """Write into ``trial`` why it runs without a verdict, and warn of the first such trial.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        known = self._trial(study, trial)
+        if known.decision is not None or known.is_over:
+            return
+        if known.error is not None:
+            self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
+            return
+        why = self._why_unjudged(build, known.missing, trial.params)
+        self._write_unjudged(study, trial, why)
+        self._warn_unjudged(why)
+
+    def unknown_workload(self, study: optuna.Study, trial: AnyTrial) -> Callable[[], Workload]:
+        """Return a ``make_workload`` that raises why nobody knows what ``trial`` runs."""
+        return _raiser(ConfigurationError(self._why_unjudged(self.build, self._trial(study, trial).missing, trial.params)))
+
+    def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
+        """Do as :meth:`report_unjudged` for a trial that ends in ``state`` and was never judged.
+
+        A trial that failed, pruned itself or was interrupted may have ended before the call. It has its own reason to end. So the
+        missing verdict is written into it, and there is no warning and no error.
+        """
+        known = self._trial(study, trial)
+        if known.decision is not None or known.is_over or has_verdict(trial):
+            return
+        if state != TrialState.COMPLETE:
+            how = {TrialState.FAIL: "failed", TrialState.PRUNED: "pruned itself"}.get(state, "ended")
+            self._write_unjudged(study, trial, f"it {how} before PerfGuard could judge it.")
+        elif self.build is None or known.missing or known.error is not None:
+            self.report_unjudged(study, trial, self.build)
+        else:
+            self._write_unjudged(study, trial, self._why_unasked)
+            self._warn_unjudged(self._why_unasked)
+
+    def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
+        """Warn if an earlier trial of this process completed in silence: nothing of PerfGuard heard of it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict.
+        """
+        if study_name != study.study_name:
+            return
+        found = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+        if found is not None and found.state == TrialState.COMPLETE and not has_verdict(found):
+            self._warn_unjudged(self._why_unasked)
+
+    @property
+    def _why_unasked(self) -> str:
+        return (
+            f"PerfGuard never judged a trial{self._and_so('it ran unguarded')}: the objective does not call "
+            "trial.should_prune(), and Optuna calls a pruner nowhere else. Make the study with "
+            "`study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
+            "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+        )
+
+    def _why_unjudged(self, build: Build | None, missing: Collection[str], params: Mapping[str, Any]) -> str:
+        if missing:
+            return (
+                f"{why_missing(missing, params)}{self._and_so('trials run unguarded')}. Correct the name in build, or "
+                "suggest all that build needs before the first should_prune()."
+            )
+        if self.build is None and build is None:
+            return (
+                f"PerfGuard does not know what the trials run{self._and_so('they are launched unguarded')}. Give it "
+                "`build=lambda params: Workload(...)`, or wrap the training in `with guard.trial(trial, model, batch): ...`."
+            )
+        unguarded = self._and_so("trials run unguarded")
+        return f"The objective suggested nothing that PerfGuard could judge by{unguarded}. Suggest what build needs."
+
+    def _and_so(self, consequence: str) -> str:
+        """The consequence for a warning. A strict guard has none, because it ends the study."""
+        return "" if self.guard.strict else f", so {consequence}"
+
+    def _write_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
+        self._trial(study, trial).is_over = True
+        verdict = Verdict(action="launch", unjudged=why)
+        self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
+
+    def _warn_unjudged(self, why: str) -> None:
+        if self.guard.strict:
+            raise UnguardedTrialError(why)
+        self.guard.warn_once(UnguardedTrialWarning, why, about="unjudged")
+
+    def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
+        """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
+        known = self._trial(study, trial)
+        if known.run is None or known.decision is None or self.guard.on_violation == "warn":
+            return None
+        reason = self.guard.breaks_time_budget(known.decision, known.run, time_left_s=self._time_left_s())
+        if reason is not None:
+            self._write(study, trial, {"stopped": reason}, lambda: self._excess(study, "time", 0.0))
+        return reason
+
+    def repair_of(self, study: optuna.Study, trial: AnyTrial) -> Repair:
+        """Return the change that makes a trial fit. An objective that calls this is trusted to apply it."""
+        self._trial(study, trial).repair_was_read = True
+        decision = self.decision_of(study, trial)
+        return AS_PROPOSED if decision is None else decision.verdict.repair
+
+    def finish(self, study: optuna.Study, error: BaseException | None) -> Measurement | None:
+        """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it."""
+        known = self._running.pop(threading.get_ident(), None)
+        if known is None or known.run is None or known.decision is None:
+            return None
+        was_pruned = isinstance(error, optuna.TrialPruned)
+        status = "ok" if was_pruned else status_of(error)
+        if status == "timeout":  # of a socket or a collective, and not the trial's time budget
+            status = "failed"
+        note = f"{type(error).__name__}: {error}"[:200] if error is not None and not was_pruned else ""
+        measurement = self._measured(known, lambda run: run.finish(status, note=note))
+        if measurement is None:
+            return None
+        if was_pruned:
+            measurement = _without_memory_before_a_step(measurement)
+        attributes: dict[str, Any] = {"status": measurement.status}
+        elsewhere = self.guard.why_not_measured(measurement)
+        if elsewhere:
+            attributes["not_measured"] = elsewhere
+        else:
+            attributes |= measured_attributes_of(measurement, self.guard.budget.price_per_hour)
+        self._write(study, known.trial, attributes, lambda: {} if elsewhere else self._broken(study, known, measurement))
+        if measurement.status == "oom":
+            _free_memory()
+        if known.decision.verdict.action == "repair" and not known.repair_was_read:
+            self.guard.warn_once(
+                UnguardedTrialWarning,
+                "PerfGuard repaired a trial, but its objective did not call `repair_of(trial)`, so it ran as "
+                "proposed, and PerfGuard learns nothing from it.",
+                about="repair",
+            )
+        else:
+            self.guard.learn(known.decision, measurement)
+        return measurement
+
+    def end_abandoned(self, study: optuna.Study) -> None:
+        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
+        known = self._running.pop(threading.get_ident(), None)
+        if known is None or known.run is None or known.decision is None:
+            return
+        trials = study.get_trials(deepcopy=False) if known.study_name == study.study_name else []
+        ended = next((trial for trial in trials if trial.number == known.trial.number), None)
+        has_failed = ended is not None and ended.state == TrialState.FAIL
+        note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
+        status = "failed" if has_failed else "ok"
+        measurement = self._measured(known, lambda run: run.finish(status, note=note, at_last_step=True))  # type: ignore[arg-type]
+        if measurement is not None:
+            self.guard.learn(known.decision, _without_memory_before_a_step(measurement))
+
+    def _measured(self, known: _Trial, finish: Callable[[Run], Measurement]) -> Measurement | None:
+        """The cost of a trial that ends here; None if it could not be measured."""
+        run, known.run, known.is_over = known.run, None, True
+        assert run is not None
+        try:
+            return finish(run)
+        except Exception as error:
+            self._warn_unmeasured(error)
+            return None
+
+    def _warn_unmeasured(self, error: Exception) -> None:
+        message = f"PerfGuard could not measure a trial (shown once): {type(error).__name__}: {error}"
+        self.guard.warn_once(MeasurementWarning, message)
+
+    def _broken(self, study: optuna.Study, known: _Trial, measurement: Measurement) -> dict[str, float]:
+        """Constraints of a trial that ran out of memory in spite of its verdict."""
+        if measurement.status != RAN_OUT["memory"] or known.decision is None:
+            return {}
+        measured = measurement.peak_memory_bytes
+        limit = next((limit.limit for limit in known.decision.verdict.limits if limit.quantity == "memory"), None)
+        return self._excess(study, "memory", math.log(measured / limit) if measured and limit else 0.0)
+
+    def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
+        """The constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
+        names = constraint_names(study, self._quantities)
+        wanted = ("time", "cost") if quantity == "time" else (quantity,)  # a budget of cost limits the time
+        return {next((name for name in wanted if name in names), names[0]): max(excess, 0.01)} if names else {}
+
+    def _trial(self, study: optuna.Study, trial: AnyTrial) -> _Trial:
+        """What is known of ``trial``. The start distinguishes it from a trial in a deleted study of the same name."""
+        key = study.study_name, trial.number, trial.datetime_start
+        known = self._trials.get(key)
+        if known is None:
+            known = self._trials.setdefault(key, _Trial(study.study_name, trial))
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_trials": {}, "_running": {}, "deadline": None}
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What is known of one trial."""
+
+    study_name: str
+    trial: AnyTrial
+    decision: Decision | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Those that ``build`` read for the decision."""
+    missing: Collection[str] = ()
+    """Parameters that ``build`` read and the trial did not have at its last judgement."""
+    error: Exception | None = None
+    """What ``build`` raised then."""
+    run: Run | None = None
+    """The measurement, while the trial runs."""
+    is_over: bool = False
+    """Whether it was measured, or reported as unguarded. It is not judged again."""
+    repair_was_read: bool = False
+
+
+@dataclass(slots=True)
+class Search:
+    """Proposals of a study since its last launch."""
+
+    patience: int = 30
+    """Rejections in a row after which a search that finds nothing sure accepts what is more likely to fit than not."""
+    most_rejected: int = 300
+    """Rejections in a row after which nothing is to be found."""
+    num_rejected: int = 0
+    """Proposals in a row that do not fit."""
+    least_doubtful: float = 1.0
+    """Their least chance of breaking a limit."""
+    last: Verdict | None = None
+    """Verdict on the last of them."""
+    has_warned: bool = False
+    has_launched: bool = False
+    """Whether it ever found something to launch."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether so much was rejected that there is nothing to be found."""
+        return self.num_rejected >= self.most_rejected
+
+    def count_rejected(self, verdict: Verdict) -> None:
+        """Count a proposal that does not fit."""
+        self.num_rejected, self.last = self.num_rejected + 1, verdict
+        self.least_doubtful = min(self.least_doubtful, verdict.p_violation)
+
+    def count_launched(self) -> None:
+        """Begin to count anew."""
+        self.num_rejected, self.least_doubtful, self.has_launched = 0, 1.0, True
+
+    def warn_that_nothing_fits(self) -> None:
+        """Warn once that the search finds nothing, and how to fix it. Without a proposal there is no warning."""
+        if self.last is None or self.has_warned:
+            return
+        self.has_warned = True
+        what, verb, remedy = "fits", "would", ""
+        if self.last.p_violation <= EVEN_CHANCE:
+            more_risk = math.ceil(10 * self.last.p_violation) / 10
+            what, verb, remedy = "is sure to fit", "may", f", accept more risk (risk={more_risk:g})"
+        warn_user(
+            f"Nothing {what}: {self.num_rejected} proposals in a row {verb} break a budget, the last of them {self.last.reason}. "
+            f"The study ends here. Raise the budget, widen the search space towards smaller trials{remedy}, "
+            "or allow repairs (on_violation='repair').",
+            NothingFeasibleWarning,
+        )
+
+
+class GuardedRun:
+    """A ``with`` block in which a trial runs and is measured. Made by :meth:`OptunaGuard.trial`."""
+
+    def __init__(self, guard: OptunaGuard, trial: optuna.Trial, make_workload: Callable[[], Workload] | None) -> None:
+        self._guard = guard
+        self._trial = trial
+        self._make_workload = make_workload
+        self._run: Run | None = None
+        self._has_begun = False
+        self.measurement: Measurement | None = None
+        """Measured cost of the trial; None while it runs."""
+
+    def __enter__(self) -> GuardedRun:
+        self._has_begun = True
+        guard, trial = self._guard, self._trial
+        study = trial.study
+        if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
+            guard.begin(study, trial, None, make_workload=guard.unknown_workload(study, trial))
+        self._run = guard._trial(study, trial).run
+        guard.repair_of(study, trial)  # the block applies it
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.measurement = self._guard.finish(self._trial.study, error)
+        prune_if_out_of_memory(error)
+
+    def __del__(self) -> None:
+        if not self._has_begun:
+            warn_user(
+                "guard.trial(...) does nothing by itself, so a trial ran unguarded. Write `with guard.trial(...) as run:` around "
+                "the training.",
+                UnguardedTrialWarning,
+            )
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the trial."""
+        decision = self._guard.decision_of(self._trial.study, self._trial)
+        return Verdict(action="launch", unjudged="it was not judged") if decision is None else decision.verdict
+
+    @property
+    def repair(self) -> Repair:
+        """Change that makes the trial fit; see :class:`perfguard.repair.Repair`."""
+        return self.verdict.repair
+
+    @property
+    def num_steps(self) -> int:
+        """Steps marked so far."""
+        return 0 if self._run is None else self._run.num_steps
+
+    def step(self) -> None:
+        """Mark the end of one training step.
+
+        Raises:
+            optuna.TrialPruned: if the trial will break its time budget at the pace that was measured.
+        """
+        if self._run is None:
+            return
+        self._run.step()
+        if self._run.num_steps % max(1, self._run.num_steps // 50):
+            return  # to look at all steps after each would cost more than a step, in the end
+        if reason := self._guard.too_slow(self._trial.study, self._trial):
+            raise optuna.TrialPruned(reason)
+
+
+def prune_if_out_of_memory(error: BaseException | None) -> None:
+    """Turn an out-of-memory error into a pruned trial, so that the study goes on."""
+    if isinstance(error, Exception) and not isinstance(error, (UnguardedTrialError, optuna.TrialPruned)):  # which may quote one
+        if status_of(error) == "oom":
+            raise optuna.TrialPruned(f"ran out of memory: {error}") from error
+
+
+def _without_memory_before_a_step(measurement: Measurement) -> Measurement:
+    """The memory of a trial that ended before its first step does not show what its steps need."""
+    return replace(measurement, peak_memory_bytes=None) if measurement.num_steps == 0 else measurement
+
+
+def _free_memory() -> None:
+    """Give back what a trial that ran out of memory has left behind."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _rejection_key(study: optuna.Study, names: tuple[str, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Key of a configuration. A category may be anything, a list among others, and 1 is not True."""
+    values = (params[name] for name in names)
+    written = ((type(value).__name__, value if isinstance(value, (int, float, str)) else repr(value)) for value in values)
+    return study.study_name, names, tuple(written)
+
+
+def _raiser(error: Exception) -> Callable[[], Workload]:
+    def raise_it() -> Workload:
+        raise error
+
+    return raise_it

@@ -1,0 +1,337 @@
+"""PerfGuardSampler: proposes what is predicted to fit, and passes constraints on to the inner sampler.
+
+Drawing again is not enough, because the inner sampler would not learn why its proposal was rejected. So each rejected proposal
+becomes a PRUNED trial of the study with its constraints. TPE learns from it without a change. Then the inner sampler proposes
+again. Each parameter that ``build`` reads is drawn. So a joint limit is judged on joint proposals, and a conditional space is
+followed branch by branch.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, _get_single_value
+from optuna.samplers import BaseSampler, BruteForceSampler, GPSampler, GridSampler, PartialFixedSampler, RandomSampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.verdict import Verdict
+from perfguard.workload import Build, WatchedParams, Workload, build_watched, is_missing_parameter
+from perfguard_optuna.attributes import PREFIX, attributes_of, write
+from perfguard_optuna.guard import OptunaGuard
+from perfguard_optuna.pruner import PerfGuardPruner
+
+
+class PerfGuardSampler(BaseSampler):
+    """Wraps any Optuna sampler so that the study spends its trials on what is predicted to fit.
+
+    Example:
+        >>> pruner = PerfGuardPruner(gpu="a100", build=build)                                          # doctest: +SKIP
+        >>> sampler = PerfGuardSampler(TPESampler(), pruner)                                           # doctest: +SKIP
+        >>> study = optuna.create_study(sampler=sampler, pruner=pruner)                                # doctest: +SKIP
+
+    What does not fit is in the study as a PRUNED trial, with the reason, but does not count for ``n_trials``. The first trial of
+    a fresh study is the exception: the parameters' distributions are known only after it has suggested them.
+
+    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the trial gets the least bad of them, and the pruner
+    prunes it. A study that has launched nothing goes on to 300 proposals in a row, and ends with a NothingFeasibleWarning.
+
+    Args:
+        inner: the sampler that proposes.
+        guard: the OptunaGuard that judges, or the PerfGuardPruner that has one. It needs a ``build``.
+        max_proposals: proposals for one trial.
+        max_seconds: time for one trial's proposals.
+
+    Raises:
+        ConfigurationError: if ``guard`` has no ``build``, or a bound is not positive.
+    """
+
+    def __init__(
+        self,
+        inner: BaseSampler,
+        guard: OptunaGuard | PerfGuardPruner,
+        *,
+        max_proposals: int = 50,
+        max_seconds: float = 20.0,
+    ) -> None:
+        if not isinstance(inner, BaseSampler):
+            raise ConfigurationError(f"inner must be an Optuna sampler, for instance TPESampler(), but got {inner!r}.")
+        guard = guard.guard if isinstance(guard, PerfGuardPruner) else guard
+        if not isinstance(guard, OptunaGuard):
+            raise ConfigurationError(f"guard must be an OptunaGuard or a PerfGuardPruner, but got {guard!r}.")
+        if guard.build is None:
+            raise ConfigurationError(
+                "PerfGuardSampler must know what a proposal would run. Give its guard `build=lambda params: Workload(...)`."
+            )
+        if max_proposals < 1 or not max_seconds > 0:
+            raise ConfigurationError(
+                f"max_proposals and max_seconds must be positive, but got {max_proposals} and {max_seconds}."
+            )
+        self._set_up(inner, guard, guard.build, max_proposals, max_seconds, judges=True)
+
+    @classmethod
+    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: Build) -> PerfGuardSampler:
+        """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
+
+        A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
+        """
+        sampler = cls.__new__(cls)
+        sampler._set_up(inner, guard, build, max_proposals=300, max_seconds=20.0, judges=False)
+        return sampler
+
+    def _set_up(
+        self, inner: BaseSampler, guard: OptunaGuard, build: Build, max_proposals: int, max_seconds: float, *, judges: bool
+    ) -> None:
+        self.inner = inner
+        self.guard = guard
+        self._build = build
+        self._max_proposals = max_proposals
+        self._max_seconds = max_seconds
+        self.judges = judges
+        """Whether new proposals are judged before they become trials."""
+        # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so that a study repeats itself.
+        random = RandomSampler(seed=0)
+        is_fixed = isinstance(inner, PartialFixedSampler)
+        self._random: BaseSampler = PartialFixedSampler(inner._fixed_params, random) if is_fixed else random
+        base = inner._base_sampler if is_fixed else inner
+        self._is_grid = isinstance(base, GridSampler)
+        self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
+        """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
+        self._is_gp = isinstance(base, GPSampler)
+
+    def __str__(self) -> str:
+        return f"PerfGuardSampler({self.inner})"
+
+    def reseed_rng(self) -> None:
+        """Same as for the inner sampler."""
+        self.inner.reseed_rng()
+        self._random.reseed_rng()
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Same as for the inner sampler."""
+        self.inner.before_trial(study, trial)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """Same as for the inner sampler. A trial that nobody has judged is counted, and the first is warned of."""
+        self.inner.after_trial(study, trial, state, values)
+        self.guard.report_ended(study, trial, state)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Same as for the inner sampler, because a single parameter cannot be judged."""
+        return self.inner.sample_independent(self._view(study, trial), trial, param_name, param_distribution)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The inner sampler's space and every other parameter of earlier trials, because ``build`` may read it."""
+        known = {name: distribution for name, distribution in _distributions(study).items() if not distribution.single()}
+        return known | self.inner.infer_relative_search_space(self._view(study, trial), trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
+        try:
+            return self._search(study, trial, search_space)
+        except UnguardedTrialError:
+            raise
+        except Exception as error:
+            if self.guard.guard.strict:
+                raise UnguardedTrialError(
+                    f"PerfGuardSampler could not guide the search: {type(error).__name__}: {error}"
+                ) from error
+            self.guard.guard.warn_once(
+                UnguardedTrialWarning,
+                f"PerfGuardSampler could not guide the search (shown once): {type(error).__name__}: {error}",
+                about="sampler",
+            )
+            inner_space = self.inner.infer_relative_search_space(study, trial)
+            return self.inner.sample_relative(study, trial, inner_space)
+
+    def _search(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        """Propose until something fits, or until the bounds of the class. Return the parameters of the trial."""
+        search, ends_at = self.guard.search_of(study), time.monotonic() + self._max_seconds
+        num_rejected = num_repeats = 0
+        least_bad: tuple[float, dict[str, Any]] = (float("inf"), {})
+        while True:
+            # Five repeats in a row, and the sampler is stuck: then chance proposes.
+            proposal = self._propose(study, trial, search_space, at_random=num_repeats >= 5)
+            verdict = proposal.rejection or self._rejection_of(study, proposal)
+            if verdict is None:
+                if self.judges and proposal.workload is not None:
+                    self.guard.decide(study, trial, proposal.params, lambda workload=proposal.workload: workload)
+                return proposal.drawn
+            if proposal.rejection is None:
+                self.guard.remember(study, proposal.params, verdict)
+            num_repeats = 0 if proposal.rejection is None or self._ticks_off else num_repeats + 1
+            if num_repeats == 0:
+                self._reject(study, trial, proposal, verdict)
+            search.count_rejected(verdict)
+            num_rejected += 1
+            least_bad = min(least_bad, (max(verdict.margins.values(), default=0.0), proposal.drawn), key=lambda known: known[0])
+            is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
+            if is_stopping or search.is_over:
+                if not is_stopping or not search.has_launched:
+                    search.warn_that_nothing_fits()
+                if study._thread_local.in_optimize_loop:
+                    study.stop()
+                return least_bad[1]
+            is_asked_for = "fixed_params" in trial.system_attrs  # an enqueued point, which is no evidence about the space
+            if time.monotonic() > ends_at or (num_rejected >= self._max_proposals and (search.has_launched or is_asked_for)):
+                return least_bad[1]
+
+    def _rejection_of(self, study: optuna.Study, proposal: _Proposal) -> Verdict | None:
+        """The verdict on a new proposal that does not fit. None: it fits, is not to be judged, or cannot be, and is launched."""
+        if not self.judges or proposal.workload is None or proposal.is_fixed:
+            return None
+        try:
+            verdict = self.guard.guard.preview(proposal.workload, threshold=self.guard.threshold(study))
+        except Exception:  # the guard warns when it decides on the trial
+            return None
+        return verdict if verdict.action == "prune" else None
+
+    def _view(self, study: optuna.Study, trial: FrozenTrial) -> optuna.Study:
+        return _StudyWithRejected(study, trial) if self._is_gp else study
+
+    def _propose(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution], *, at_random: bool
+    ) -> _Proposal:
+        """One joint proposal of the inner sampler, or of a random one, with the parameters that ``build`` reads.
+
+        A point that was rejected before is not built again.
+        """
+        inner, view = self._random if at_random else self.inner, self._view(study, trial)
+        inner_names = inner.infer_relative_search_space(view, trial).keys()
+        drawn = inner.sample_relative(view, trial, {n: d for n, d in search_space.items() if n in inner_names})
+        single = {name: _get_single_value(d) for name, d in _distributions(study).items() if d.single()}
+        fixed: dict[str, Any] = single | trial.system_attrs.get("fixed_params", {}) | trial.params
+        drawn = {name: value for name, value in drawn.items() if name not in fixed}
+
+        def draw(name: str) -> None:
+            draft = copy.copy(trial)  # as it would be after the others were suggested
+            known = {} if self._is_grid else drawn | fixed
+            draft.params = {name: known[name] for name in search_space if name in known}
+            draft.distributions = {name: search_space[name] for name in draft.params}
+            draft.system_attrs = study._storage.get_trial_system_attrs(trial._trial_id)
+            drawn[name] = inner.sample_independent(view, draft, name, search_space[name])
+
+        if self._is_grid and not at_random:  # its points are whole ones
+            for name in search_space.keys() - fixed.keys():
+                draw(name)
+        while True:
+            params = WatchedParams(drawn | fixed)
+            rejection = self.guard.recall(study, params.given, self._build, drawn=drawn)
+            if rejection is not None:
+                return _Proposal(drawn, params, search_space, rejection=rejection.verdict)
+            workload: Workload | None = None
+            try:
+                workload = build_watched(self._build, params)
+                missing = params.missing
+            except Exception as error:
+                # Any other error may mean a missing parameter, too. If it does not, the guard warns when it judges the trial.
+                is_missing = is_missing_parameter(error, params.given)
+                missing = {error.args[0]} if is_missing else search_space.keys() - drawn.keys() - fixed.keys()
+            names = [name for name in search_space if name not in drawn and name not in fixed]
+            needed = [name for name in names if name in missing]
+            if not needed:
+                return _Proposal(drawn, params, search_space, workload, is_fixed=params.used.keys() <= fixed.keys())
+            # A brute-force search expects its parameters in the order in which the objective suggests them.
+            for name in names[: names.index(needed[0]) + 1] if self._ticks_off and not at_random else needed[:1]:
+                draw(name)
+
+    def _reject(self, study: optuna.Study, trial: FrozenTrial, proposal: _Proposal, verdict: Verdict) -> None:
+        """Record a proposal as a pruned trial, and report it to the inner sampler as one of its own."""
+        guard, storage = self.guard, study._storage
+        attributes = storage.get_trial_system_attrs(trial._trial_id)
+        # A GridSampler knows by these system attributes which points it has visited (Optuna 5.0).
+        grid = {key: attributes[key] for key in ("grid_id", "search_space") if key in attributes}
+        params = {name: proposal.params.given[name] for name in proposal.space if name in proposal.params.given}
+        written = attributes_of(verdict, guard.device) | {"proposed_for": trial.number}
+        rejected = create_trial(
+            state=TrialState.RUNNING,
+            params=params,
+            distributions={name: proposal.space[name] for name in params},
+            user_attrs={f"{PREFIX}{name}": value for name, value in written.items()},
+            system_attrs=grid,
+        )
+        trial_id = storage.create_new_trial(study._study_id, template_trial=rejected)
+        rejected = storage.get_trial(trial_id)
+        try:
+            write(study, rejected, {}, guard.constraints_of(study, verdict))
+            graph = None if proposal.workload is None else guard.guard.trace(proposal.workload)
+            guard.guard.record(verdict, graph, study=study.study_name, trial=rejected.number, params=params)
+            self.inner.after_trial(study, rejected, TrialState.PRUNED, None)
+        finally:
+            storage.set_trial_state_values(trial_id, TrialState.PRUNED)
+        again = copy.copy(trial)
+        again.number = rejected.number
+        again.system_attrs = {key: value for key, value in attributes.items() if key not in grid}
+        self.inner.before_trial(study, again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A joint proposal and what it would run."""
+
+    drawn: dict[str, Any]
+    """Parameters for the trial, as the inner sampler drew them."""
+    params: WatchedParams
+    """Drawn and fixed parameters, as ``build`` read them."""
+    space: Mapping[str, BaseDistribution]
+    workload: Workload | None = None
+    """None: ``build`` failed, reads a parameter that no trial has had, or need not be called."""
+    is_fixed: bool = False
+    """Whether the user fixed all parameters that ``build`` read. Such a proposal is not changed."""
+    rejection: Verdict | None = None
+    """Earlier verdict on the same point, which is then not built again."""
+
+
+class _StudyWithRejected(optuna.Study):
+    """A view of a study for the GP sampler. Rejected proposals appear as completed trials, so that it learns the constraints.
+
+    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets the median of the completed ones,
+    from which the model of the objective learns least. A study without constraints has no other way to mark infeasible trials, so
+    there it gets the worst value instead. The trial that is being sampled is left out of the running ones. Otherwise the GP would
+    treat its last, rejected proposal as a running trial.
+    """
+
+    def __init__(self, study: optuna.Study, sampled: FrozenTrial) -> None:
+        self.__dict__.update(study.__dict__)
+        self._sampled = sampled.number
+
+    def _get_trials(
+        self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
+    ) -> list[FrozenTrial]:
+        trials = super()._get_trials(deepcopy=deepcopy, states=states, use_cache=use_cache)
+        trials = [trial for trial in trials if trial.number != self._sampled]
+        completed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+        if not completed or states is None or TrialState.COMPLETE not in states:
+            return trials
+        first, values = completed[0], list(zip(*(trial.values for trial in completed), strict=True))
+        if first.constraints:
+            stand_in = [statistics.median(of_one) for of_one in values]
+        else:
+            is_minimized = [direction == optuna.study.StudyDirection.MINIMIZE for direction in self.directions]
+            stand_in = [(max if low else min)(of_one) for low, of_one in zip(is_minimized, values, strict=True)]
+        pruned = super()._get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+        rejected = [trial for trial in pruned if trial.user_attrs.get(f"{PREFIX}verdict") == "prune"]
+        for trial in rejected[-100:]:  # the cost of a GP grows with the cube of the trials
+            if trial.constraints.keys() == first.constraints.keys() and trial.params.keys() >= first.params.keys():
+                twin = copy.copy(trial)
+                twin.state, twin.values = TrialState.COMPLETE, stand_in
+                trials.append(twin)
+        return trials
+
+
+def _distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
+    """The newest distribution of every parameter that a trial of ``study`` has had."""
+    known: dict[str, BaseDistribution] = {}
+    for trial in study.get_trials(deepcopy=False):
+        known |= trial.distributions
+    return known

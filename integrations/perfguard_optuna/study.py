@@ -1,0 +1,360 @@
+"""GuardedStudy: an Optuna study whose ``optimize`` takes a pruner, and whose objective needs no change to be guarded.
+
+Beside it, what shows a study in the terminal: a progress line, one line a trial, and the summary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from perfguard import summary
+from perfguard.exceptions import ConfigurationError, TrackingWarning, UnguardedTrialWarning, warn_user
+from perfguard.quantities import format_seconds
+from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.summary import TRIAL_HEADING, Summary, trial_line
+from perfguard.workload import Build
+from perfguard_optuna.attributes import PREFIX, has_verdict, record_of, records_of
+from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
+from perfguard_optuna.pruner import PerfGuardPruner
+from perfguard_optuna.sampler import PerfGuardSampler
+
+Objective = Callable[[optuna.Trial], float | Sequence[float]]
+
+
+class GuardedStudy(optuna.Study):
+    """``optuna.Study`` with ``optimize(..., pruner=PerfGuardPruner(...))``. Pickles, reloads and runs like its parent."""
+
+    def optimize(
+        self,
+        func: Objective,
+        n_trials: int | None = None,
+        timeout: float | None = None,
+        n_jobs: int = 1,
+        catch: Iterable[type[Exception]] | type[Exception] = (),
+        callbacks: Iterable[Callable[[optuna.Study, FrozenTrial], None]] | None = None,
+        gc_after_trial: bool = False,
+        show_progress_bar: bool = False,
+        *,
+        pruner: BasePruner | None = None,
+        count: Literal["launched", "proposed"] = "launched",
+    ) -> None:
+        """Same as ``optuna.Study.optimize``. ``pruner`` becomes the study's pruner.
+
+        With a PerfGuardPruner, each trial is judged as soon as it has suggested what ``build`` reads. A trial that would break a
+        budget ends there as PRUNED, so nothing of it reaches the device. The others are measured.
+
+        With a PerfGuardPruner, ``show_progress_bar=True`` shows one line: launched, pruned and over-budget trials, and the time
+        saved. It is shown only on a terminal, and not where the environment variable ``CI`` is set.
+
+        Args:
+            pruner: a pruner. It replaces the one that the study was created with.
+            count: What ``n_trials`` counts with a PerfGuardPruner: "launched" trials, or every one that was "proposed". What a
+                PerfGuardSampler rejects by itself never counts. After 300 proposals in a row that do not fit, the study ends
+                with a NothingFeasibleWarning.
+        """
+        if count not in ("launched", "proposed"):
+            raise ConfigurationError(f'count must be "launched" or "proposed", but got {count!r}.')
+        if pruner is not None:
+            self.pruner = pruner
+        callbacks = list(callbacks or ())
+        if not isinstance(self.pruner, PerfGuardPruner):
+            callbacks.append(_UnguardedCallback())
+            super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
+            return
+        guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
+        ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
+        search = guard.search_of(self, anew=True)
+        objective = _GuardedObjective(func, guard, self)
+        shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
+        try:
+            with _progress(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
+                callbacks = callbacks if line is None else [line, *callbacks]
+                common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
+                super().optimize(objective, n_trials, timeout, *common)
+                # The trials that did not fit are made up for.
+                while n_trials is not None and count == "launched" and objective.num_launched < n_trials and not self._stop_flag:
+                    left_s = None if ends_at is None else ends_at - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        break
+                    super().optimize(objective, n_trials - objective.num_launched, left_s, *common)
+            if self._stop_flag and not search.has_launched and not isinstance(sampler, PerfGuardSampler):
+                search.warn_that_nothing_fits()  # the sampler has come to the end of its space
+        finally:
+            guard.deadline = None
+            self.sampler = sampler
+
+
+class _UnguardedCallback:
+    """Warns once of a trial of a GuardedStudy without a PerfGuardPruner that nobody has judged."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if self._has_warned or has_verdict(trial) or trial.state != TrialState.COMPLETE:
+            return
+        self._has_warned = True
+        warn_user(
+            "A GuardedStudy runs without a PerfGuardPruner, so its trials are unguarded. Give it to optimize: "
+            'pruner=PerfGuardPruner(gpu="auto", build=build).',
+            UnguardedTrialWarning,
+        )
+
+
+class _GuardedObjective:
+    """The user's objective, judged and measured."""
+
+    def __init__(self, objective: Objective, guard: OptunaGuard, study: optuna.Study) -> None:
+        self._objective = objective
+        self._guard = guard
+        self._build: Build | None = guard.build or getattr(objective, "build", None)
+        self._lock = threading.Lock()
+        self.num_launched = 0
+        self._propose_nothing_again(study)
+
+    def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
+        guard, study = self._guard, trial.study
+        guard.end_abandoned(study)  # of a plain study before
+        guarded = _GuardedTrial.of(trial, guard, self._build)
+        try:
+            value = self._objective(guarded)
+        except BaseException as error:
+            guard.finish(study, error)
+            prune_if_out_of_memory(error)
+            raise
+        else:
+            guard.finish(study, None)
+        finally:
+            self._count(trial)
+        guard.report_unjudged(study, trial, self._build)
+        return value
+
+    def _count(self, trial: optuna.Trial) -> None:
+        decision, search = self._guard.decision_of(trial.study, trial), self._guard.search_of(trial.study)
+        with self._lock:
+            if decision is None or decision.verdict.action != "prune":
+                self.num_launched += 1
+                return
+            if search.is_over:
+                search.warn_that_nothing_fits()  # once
+                trial.study.stop()
+            self._propose_nothing_again(trial.study)
+
+    def _propose_nothing_again(self, study: optuna.Study) -> None:
+        """Keep the study's sampler from proposing what was rejected before, as soon as it does so."""
+        repeats = self._guard.guard.rejections.any_repeated
+        if repeats and self._build is not None and not isinstance(study.sampler, PerfGuardSampler):
+            study.sampler = PerfGuardSampler.against_repeats(study.sampler, self._guard, self._build)
+
+
+class _GuardedTrial(optuna.Trial):
+    """A trial that is judged at the suggestion after which ``build`` has all parameters that it reads."""
+
+    _guard: OptunaGuard
+    _build: Build | None
+
+    @classmethod
+    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None) -> _GuardedTrial:
+        """The same trial, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
+        guarded = cls.__new__(cls)
+        guarded.__dict__.update(trial.__dict__)
+        guarded._guard, guarded._build = guard, build
+        return guarded
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        value = super().suggest_float(name, low, high, step=step, log=log)
+        self._guard.begin(self.study, self, self._build, final=False)
+        return value
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        value = super().suggest_int(name, low, high, step=step, log=log)
+        self._guard.begin(self.study, self, self._build, final=False)
+        return value
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        value = super().suggest_categorical(name, choices)
+        self._guard.begin(self.study, self, self._build, final=False)
+        return value
+
+    def should_prune(self) -> bool:
+        self._guard.begin(self.study, self, self._build)
+        return super().should_prune()
+
+    def report(self, value: float, step: int) -> None:
+        self._guard.begin(self.study, self, self._build)
+        super().report(value, step)
+
+
+def repair_of(trial: optuna.Trial) -> Repair:
+    """Changes that make ``trial`` fit (``on_violation="repair"``). Without a repair, all values are as proposed.
+
+    Example:
+        >>> repair = repair_of(trial)                                                               # doctest: +SKIP
+        >>> batch_size = repair.micro_batch_size or trial.params["batch_size"]                      # doctest: +SKIP
+        >>> accumulation = repair.accumulation                                                      # doctest: +SKIP
+    """
+    guard = getattr(trial.study.pruner, "guard", None)
+    return guard.repair_of(trial.study, trial) if isinstance(guard, OptunaGuard) else AS_PROPOSED
+
+
+def create_study(
+    *,
+    storage: str | BaseStorage | None = None,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    study_name: str | None = None,
+    direction: Literal["minimize", "maximize"] | StudyDirection | None = None,
+    load_if_exists: bool = False,
+    directions: Sequence[Literal["minimize", "maximize"] | StudyDirection] | None = None,
+) -> GuardedStudy:
+    """``optuna.create_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
+    storage = optuna.storages.get_storage(storage)
+    study = optuna.create_study(
+        storage=storage,
+        sampler=sampler,
+        pruner=pruner,
+        study_name=study_name,
+        direction=direction,
+        load_if_exists=load_if_exists,
+        directions=directions,
+    )
+    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+
+
+def load_study(
+    *,
+    study_name: str | None,
+    storage: str | BaseStorage,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+) -> GuardedStudy:
+    """``optuna.load_study``, but of a :class:`GuardedStudy`. The arguments are the same."""
+    storage = optuna.storages.get_storage(storage)
+    study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
+    return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
+
+
+def summarize(study: optuna.Study) -> Summary:
+    """Return the summary of ``study``: counts, reasons, violations, time saved, errors. ``print`` shows it as a table."""
+    records = records_of(study)
+    return summary.summarize(records, device=next((record.device_name for record in records if record.device_name), ""))
+
+
+class TrialPrinter:
+    """A study callback that prints one line a trial: verdict, predicted and measured memory and time.
+
+    Example:
+        >>> study.optimize(objective, n_trials=40, callbacks=[TrialPrinter()])   # doctest: +SKIP
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._has_heading = False
+
+    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        record = record_of(trial)
+        if not self._has_heading:
+            self._has_heading = True
+            self._print(TRIAL_HEADING, style="bold")
+        style = {"pruned": "yellow", "unguarded": "dim"}.get(record.in_words, "red" if record.violates else "green")
+        values = trial.values if trial.state == TrialState.COMPLETE else ()
+        self._print(trial_line(record, values), style=style)
+
+    def _print(self, line: str, style: str) -> None:
+        """Print a line; while Rich shows a progress line, through the stream that puts it above that one."""
+        streams = [one for one in (sys.stdout, sys.stderr) if getattr(one, "rich_proxied_file", None) is self._console.file]
+        if not streams:
+            self._console.print(line, style=style, highlight=False, markup=False)
+            return
+        with self._console.capture() as text:
+            self._console.print(line, style=style, highlight=False, markup=False)
+        streams[0].write(text.get())
+
+
+class _ProgressLine:
+    """A study callback that counts finished trials in one line. Its failures stop no study."""
+
+    def __init__(self, progress: Progress, n_trials: int | None, *, counts_pruned: bool) -> None:
+        self._progress = progress
+        self._counts_pruned = counts_pruned
+        self._lock = threading.Lock()
+        self._num_done = self._num_launched = self._num_pruned = self._num_over = 0
+        self._saved_s = 0.0
+        self._task = progress.add_task(self._text, total=n_trials)
+
+    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Count a trial that has just ended, and what was rejected in the search for it."""
+        with _study_goes_on():
+            pruned = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+            rejected = [one for one in pruned if one.user_attrs.get(f"{PREFIX}proposed_for") == trial.number]
+            records = [record_of(ended) for ended in (*rejected, trial)]
+            with self._lock:
+                for record in records:
+                    self._num_pruned += record.is_pruned
+                    self._num_launched += not record.is_pruned
+                    self._num_over += record.violates and not record.is_pruned
+                    self._saved_s += record.saved_s or 0.0
+                self._num_done += self._counts_pruned or not records[-1].is_pruned
+                self._progress.update(self._task, completed=self._num_done, description=self._text)
+
+    @property
+    def _text(self) -> str:
+        saved = f" · {format_seconds(self._saved_s)} saved" if self._saved_s else ""
+        return f"{self._num_launched} launched · {self._num_pruned} pruned · {self._num_over} over budget{saved}"
+
+
+@contextmanager
+def _progress(console: Console, n_trials: int | None, *, counts_pruned: bool) -> Iterator[_ProgressLine]:
+    """Show a progress line while the block runs. What is logged or printed meanwhile appears above it.
+
+    Args:
+        console: a terminal.
+        n_trials: the number of trials to launch. None: unknown.
+        counts_pruned: whether ``n_trials`` counts pruned trials, too.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
+    line = _ProgressLine(progress, n_trials, counts_pruned=counts_pruned)
+    # Optuna's log goes through Rich's standard error: its handler holds the one that there was when it was made.
+    streams = [one for one in logging.getLogger("optuna").handlers if isinstance(one, logging.StreamHandler)]
+    streams = [one for one in streams if one.stream is sys.__stderr__]
+    with _study_goes_on():
+        progress.start()
+    try:
+        for handler in streams:
+            handler.setStream(sys.stderr)
+        yield line
+    finally:
+        for handler in streams:
+            handler.setStream(sys.__stderr__)
+        with _study_goes_on():
+            progress.stop()
+
+
+@contextmanager
+def _study_goes_on() -> Iterator[None]:
+    """Warn of an error of the progress line, for instance where the terminal is gone, and go on."""
+    try:
+        yield
+    except Exception as error:
+        warn_user(
+            "The progress line failed, so its counts may be too small. The study goes on, and perfguard_optuna.summarize(study) "
+            f"has the right counts. The cause is a {type(error).__name__}: {error}",
+            TrackingWarning,
+        )
