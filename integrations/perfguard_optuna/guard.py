@@ -468,7 +468,10 @@ class OptunaGuard:
         if study_name != study.study_name:
             return
         found = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
-        if found is not None and found.state == TrialState.COMPLETE and not has_verdict(found):
+        if found is None or found.state != TrialState.COMPLETE or has_verdict(found):
+            return
+        known = self._trial(study, found)
+        if known.decision is None and not known.is_over:  # else the storage could not be written to
             self._warn_unjudged(self._why_unasked)
 
     @property

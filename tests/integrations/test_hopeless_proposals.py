@@ -76,7 +76,7 @@ def test_a_search_of_ray_is_not_handed_the_absurd() -> None:
     search = guarded(ListSearcher([LARGEST, SMALL, 10**16, 10**20]), build=build_batch)
     assert search.suggest("a") == {"width": SMALL}
     assert search.suggest("b") == "FINISHED"
-    decisions = search.ledger.guard.log.decisions()
+    decisions = search.ledger.guard.log.records()
     assert [(row.action, row.params["width"]) for row in decisions] == [
         ("prune", LARGEST),
         ("launch", SMALL),

@@ -82,7 +82,7 @@ def run_processes(storage: str, log: str, study_names: list[str]) -> None:
 
 def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched: int) -> None:
     """In the study and in the log: as many launched trials as were asked for, each judged once and measured once."""
-    decisions = log.decisions(study.study_name)
+    decisions = log.records(study.study_name)
     by_trial = Counter(decision.trial for decision in decisions)
     assert set(by_trial.values()) == {1}
     assert set(by_trial) == {trial.number for trial in study.trials}

@@ -169,7 +169,7 @@ def test_callback_judges_once_measures_and_learns() -> None:
     guard = make_guard()
     study = study_of(guard, [SMALL, LARGE, SMALL], Scored, accumulate_grad_batches=2, max_epochs=3)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert [(decision.action, decision.status) for decision in guard.log.decisions()] == [
+    assert [(decision.action, decision.status) for decision in guard.log.records()] == [
         ("launch", "ok"),
         ("prune", None),
         ("launch", "ok"),
@@ -358,7 +358,7 @@ def test_a_stream_needs_an_example_batch() -> None:
         study = study_of(guard, [LARGE, LARGE], loader=stream, max_steps=2)
     assert states(study) == [COMPLETE, COMPLETE]
     assert len([warning for warning in caught if warning.category is UnguardedTrialWarning]) == 1
-    assert [decision.status for decision in guard.log.decisions()] == ["ok", "ok"]
+    assert [decision.status for decision in guard.log.records()] == ["ok", "ok"]
 
 
 def test_an_example_batch_may_be_described() -> None:
@@ -396,7 +396,7 @@ def test_unjudgeable_module_launches_with_one_warning(make: type[Net], words: st
         study = study_of(guard, [LARGE, LARGE], make, max_steps=2)
     assert states(study) == [COMPLETE, COMPLETE]
     assert len([warning for warning in caught if warning.category is UnguardedTrialWarning]) == 1
-    assert [decision.status for decision in guard.log.decisions()] == ["ok", "ok"]
+    assert [decision.status for decision in guard.log.records()] == ["ok", "ok"]
 
 
 class Crashing(Net):
@@ -423,7 +423,7 @@ def test_another_error_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = make_guard()
     with pytest.raises(ValueError, match="a mistake of the user"):
         study_of(guard, [SMALL], Crashing)
-    assert [decision.status for decision in guard.log.decisions()] == ["failed"]
+    assert [decision.status for decision in guard.log.records()] == ["failed"]
 
 
 class Slow(Net):
@@ -459,7 +459,7 @@ def test_inner_pruner_prunes_on_reported_metric() -> None:
     study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0))
     study.optimize(objective, n_trials=2)
     assert states(study) == [COMPLETE, PRUNED]
-    assert [decision.status for decision in guard.log.decisions()] == ["ok", "ok"]
+    assert [decision.status for decision in guard.log.records()] == ["ok", "ok"]
 
 
 def test_callback_does_not_judge_a_guarded_trial_again() -> None:
@@ -472,7 +472,7 @@ def test_callback_does_not_judge_a_guarded_trial_again() -> None:
 
     study = perfguard_optuna.create_study()
     study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    assert [(decision.action, decision.status) for decision in guard.log.decisions()] == [("launch", "ok")]
+    assert [(decision.action, decision.status) for decision in guard.log.records()] == [("launch", "ok")]
     assert "meta" not in Net.seen
 
 
@@ -484,7 +484,7 @@ def test_validation_alone_is_not_judged() -> None:
     guard = make_guard()
     trainer = make_trainer(PerfGuardCallback(guard, optuna.create_study().ask()))
     trainer.validate(Validated(LARGE), DataLoader(Samples(), batch_size=BATCH), verbose=False)
-    assert not guard.log.decisions()
+    assert not guard.log.records()
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from torch import nn
 from perfguard import Estimate, Prediction, Workload
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study
-from perfguard_optuna._guard import WatchedParams
-from perfguard_optuna._sampler import NewProposals
+from perfguard.workload import WatchedParams
+from perfguard_optuna.sampler import NewProposals
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
@@ -187,7 +187,7 @@ def test_scattered_times_do_not_end_the_study(way: str) -> None:
     pruner = PerfGuardPruner(
         BARE_A100, build=lambda params: build_of(params["width"]), step_time_budget="10ms", predictor=Scattering(), log=False
     )
-    median = pruner.guard.trace(build_of(100)).peak_live_bytes / 2**20
+    median = pruner.guard.guard.trace(build_of(100)).peak_live_bytes / 2**20
     assert 0.004 < median < 0.02, "the toy's smallest trials need about half of the budget"
     sampler: BaseSampler = RandomSampler(seed=0)
     if way == "guarded study":
@@ -277,7 +277,7 @@ def test_second_build_finds_params_the_first_popped() -> None:
 @pytest.mark.parametrize("most", [20, 21, 22, 23])
 def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
-    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", most)
+    monkeypatch.setattr("perfguard_optuna.guard.MOST_REJECTIONS_IN_A_ROW", most)
     pruner = PerfGuardPruner(
         BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
         log=False,
@@ -304,7 +304,7 @@ def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(OptunaGuard, "has_rejected_again", slowly)
-    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", 12)
+    monkeypatch.setattr("perfguard_optuna.guard.MOST_REJECTIONS_IN_A_ROW", 12)
     samplers = []
 
     def two_widths(trial: optuna.Trial) -> float:

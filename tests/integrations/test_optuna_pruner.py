@@ -103,36 +103,36 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
     study = study_of(pruner, [LARGE])
     study.optimize(Objective(), n_trials=1)
     (trial,) = study.trials
-    peak = pruner.guard.trace(workload(LARGE)).peak_live_bytes
+    peak = pruner.guard.guard.trace(workload(LARGE)).peak_live_bytes
     spread = math.exp(0.01 * 1.6448536)
-    assert trial.user_attrs == {
-        "perfguard:schema": 2,
-        "perfguard:verdict": "prune",
-        "perfguard:reason": record_of(trial).reason,
-        "perfguard:p_violation": 1.0,
-        "perfguard:learnt_from": 0,
-        "perfguard:predictor": "replay-1",
-        "perfguard:memory:predicted_bytes": round(peak),
-        "perfguard:memory:low_bytes": round(peak / spread),
-        "perfguard:memory:high_bytes": round(peak * spread),
-        "perfguard:memory:limit_bytes": 2**23,
-        "perfguard:memory:capacity_bytes": pruner.guard.device.memory_bytes,
-        "perfguard:step_time:predicted_s": 0.01,
-        "perfguard:step_time:low_s": pytest.approx(0.01 / spread, rel=1e-5),
-        "perfguard:step_time:high_s": pytest.approx(0.01 * spread, rel=1e-5),
-        "perfguard:step_time:limit_s": 0.015,
-        "perfguard:time:predicted_s": 0.03,
-        "perfguard:time:low_s": pytest.approx(0.03 / spread, rel=1e-5),
-        "perfguard:time:high_s": pytest.approx(0.03 * spread, rel=1e-5),
-        "perfguard:time:limit_s": 0.02,
-    }
-    assert all(value == float(f"{value:.6g}") for value in trial.user_attrs.values() if isinstance(value, float)), "rounded"
     taken, low, high = (format_seconds(0.03 * factor) for factor in (1, 1 / spread, spread))
-    assert record_of(trial).reason == f"takes {taken} ({low} to {high}), the budget is 20.0 ms"
+    reason = f"takes {taken} ({low} to {high}), the budget is 20.0 ms, exceeded with a chance of over 99.9% (5.0% accepted)"
+    assert trial.user_attrs == {
+        "perfguard:verdict": "prune",
+        "perfguard:accepted": 0.05,
+        "perfguard:reason": reason,
+        "perfguard:predictor": "replay-1",
+        "perfguard:device_id": pruner.guard.device.id,
+        "perfguard:device_name": pruner.guard.device.name,
+        "perfguard:capacity_bytes": pruner.guard.device.memory_bytes,
+        "perfguard:memory_predicted_bytes": peak,
+        "perfguard:memory_low_bytes": pytest.approx(peak / spread),
+        "perfguard:memory_high_bytes": pytest.approx(peak * spread),
+        "perfguard:memory_limit_bytes": 2**23,
+        "perfguard:step_time_predicted_s": 0.01,
+        "perfguard:step_time_low_s": pytest.approx(0.01 / spread),
+        "perfguard:step_time_high_s": pytest.approx(0.01 * spread),
+        "perfguard:step_time_limit_s": 0.015,
+        "perfguard:time_predicted_s": pytest.approx(0.03),
+        "perfguard:time_low_s": pytest.approx(0.03 / spread),
+        "perfguard:time_high_s": pytest.approx(0.03 * spread),
+        "perfguard:time_limit_s": 0.02,
+    }
+    assert record_of(trial).reason == reason  # which is made from the numbers
     assert trial.constraints == {
-        "perfguard:memory": pytest.approx(math.log(peak / 2**23)),  # a first trial is judged by its median
-        "perfguard:time": pytest.approx(math.log(0.03 / 0.02)),
-        "perfguard:step_time": pytest.approx(math.log(0.01 / 0.015)),
+        "perfguard:memory": pytest.approx(math.log(peak * spread / 2**23)),
+        "perfguard:time": pytest.approx(math.log(0.03 * spread / 0.02)),
+        "perfguard:step_time": pytest.approx(math.log(0.01 * spread / 0.015)),
     }
     assert trial.constraints["perfguard:time"] > 0 > trial.constraints["perfguard:memory"]
 
@@ -141,7 +141,7 @@ def test_a_launched_trial_has_negative_margins() -> None:
     study = study_of(make_pruner(), [SMALL])
     study.optimize(Objective(), n_trials=1)
     (trial,) = study.trials
-    assert record_of(trial).verdict == "launch"
+    assert record_of(trial).verdict.action == "launch"
     assert list(trial.constraints) == ["perfguard:memory"]
     assert trial.constraints["perfguard:memory"] < 0
     assert trial == study.best_trial
@@ -171,7 +171,7 @@ def test_a_trial_is_judged_once_however_often_it_asks() -> None:
 
     study = study_of(pruner, [SMALL, SMALL])
     study.optimize(objective, n_trials=2)
-    assert len(pruner.guard.log.decisions(study.study_name)) == 2
+    assert len(pruner.guard.log.records(study.study_name)) == 2
 
 
 def test_plain_study_trial_is_measured_at_the_next_one() -> None:
@@ -179,14 +179,14 @@ def test_plain_study_trial_is_measured_at_the_next_one() -> None:
     pruner = make_pruner()
     study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
     study.optimize(objective, n_trials=3)
-    decisions = pruner.guard.log.decisions(study.study_name)
-    assert [(decision.trial, decision.action, decision.status) for decision in decisions] == [
-        (0, "launch", "ok"),
-        (1, "prune", None),
-        (2, "launch", None),
+    records = pruner.guard.log.records(study.study_name)
+    assert [(record.number, record.in_words, record.status) for record in records] == [
+        (0, "launched", "ok"),
+        (1, "pruned", None),
+        (2, "launched", None),
     ]
-    assert decisions[0].measured_total_time_s is not None
-    assert len(pruner.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
+    assert "time" in records[0].measured
+    assert len(pruner.guard.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
 
 
 def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
@@ -201,7 +201,7 @@ def test_a_plain_study_logs_a_failed_trial_as_failed() -> None:
     study = study_of(pruner, [SMALL, SMALL])
     study.optimize(objective, n_trials=2, catch=ValueError)
     assert states(study) == [FAIL, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.decisions()] == ["failed", None]
+    assert [decision.status for decision in pruner.guard.log.records()] == ["failed", None]
 
 
 def test_no_build_launches_with_one_warning() -> None:
@@ -248,7 +248,7 @@ def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any],
     assert objective.trained == [SMALL, LARGE]
     for trial in study.trials:
         record = record_of(trial)
-        assert (record.verdict, record.predicted) == ("launch", {})
+        assert (record.in_words, record.predicted) == ("unguarded", {})
         assert message in record.reason
         assert trial.constraints == {"perfguard:memory": 0.0}
 
@@ -267,7 +267,7 @@ def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
     store.close()
     path.unlink()
     with MeasurementStore(path) as mended:
-        assert [decision.action for decision in mended.decisions()] == ["launch", "prune", "launch"]
+        assert [record.in_words for record in mended.records()] == ["launched", "pruned", "launched"]
 
 
 def test_study_survives_a_log_whose_folder_is_gone(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_marked_steps_replace_optimizer_steps(steps_by_hand: int, num_steps: int
     """Steps marked in the block count instead of the optimizer's."""
     pruner = make_pruner(build=None)
     study_of(pruner, [SMALL]).optimize(InlineObjective(pruner, steps_by_hand=steps_by_hand), n_trials=1)
-    (observation,) = pruner.guard.predictor.learnt  # type: ignore[attr-defined]
+    (observation,) = pruner.guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == num_steps
 
 
@@ -383,7 +383,7 @@ def test_block_with_nothing_to_judge_warns() -> None:
         study.optimize(objective, n_trials=2)
     assert len(caught) == 1
     assert states(study) == [COMPLETE, COMPLETE]
-    assert [decision.status for decision in pruner.guard.log.decisions()] == ["ok", "ok"]
+    assert [decision.status for decision in pruner.guard.log.records()] == ["ok", "ok"]
 
 
 def test_block_measures_its_own_trial_only() -> None:
@@ -394,7 +394,7 @@ def test_block_measures_its_own_trial_only() -> None:
     other = study_of(pruner, [SMALL], study_name="other")
     other.optimize(InlineObjective(pruner), n_trials=1)
     assert record_of(other.trials[0]).status == "ok"
-    assert [(decision.study, decision.status) for decision in pruner.guard.log.decisions()] == [("plain", "ok"), ("other", "ok")]
+    assert [(decision.study, decision.status) for decision in pruner.guard.log.records()] == [("plain", "ok"), ("other", "ok")]
 
 
 class CountingPruner(optuna.pruners.BasePruner):
@@ -423,7 +423,7 @@ def test_inner_pruner_sees_launched_trials_only() -> None:
     study.optimize(reporting_objective, n_trials=2)
     assert states(study) == [PRUNED, PRUNED]
     assert inner.asked == [0, 0, 0]
-    assert [record_of(trial).verdict for trial in study.trials] == ["launch", "prune"]
+    assert [record_of(trial).in_words for trial in study.trials] == ["launched", "pruned"]
 
 
 def test_the_median_pruner_works_inside() -> None:
@@ -441,7 +441,7 @@ def test_a_pruner_pickles() -> None:
     study = study_of(copy, [SMALL, LARGE])
     study.optimize(Objective(), n_trials=2)
     assert states(study) == [COMPLETE, PRUNED]
-    assert copy.guard.budget == pruner.guard.budget
+    assert copy.guard.guard.budget == pruner.guard.guard.budget
     assert copy.guard.device == pruner.guard.device
 
 
@@ -456,6 +456,7 @@ def test_a_pruner_pickles() -> None:
         ({"time_budget": -1}, ConfigurationError, "time_budget must be positive"),
         ({"step_time_budget": "2 weeks"}, ConfigurationError, "step_time_budget must look like"),
         ({"risk": 1.0}, ConfigurationError, "risk must lie in"),
+        ({"memory_limit": "4GiB"}, ConfigurationError, r"no setting 'memory_limit' \(did you mean 'memory_budget'\?\)"),
         ({"predictor": "crystal-ball"}, PredictorError, "No predictor is called 'crystal-ball'"),
     ],
 )
@@ -486,10 +487,9 @@ def test_shipped_predictor_guards_a_cpu_study() -> None:
     assert states(study) == [COMPLETE, COMPLETE, PRUNED, COMPLETE]
     for trial in study.trials:
         record = record_of(trial)
-        low, high = record.intervals["memory"]
-        assert 0 < low < record.predicted["memory"] < high
-        assert record.predicted["step_time"] > 0
-        assert (record.predicted["memory"] > 2**26) == (trial.params["width"] == LARGE)
+        memory = record.predicted["memory"]
+        assert memory.log_sigma > 0
+        assert (memory.median > 2**26) == (trial.params["width"] == LARGE)
 
 
 def _deep(params: Mapping[str, Any], depth: int) -> Workload:

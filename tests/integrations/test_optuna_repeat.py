@@ -53,7 +53,7 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
     study.optimize(objective, n_trials=NUM_TRIALS, pruner=pruner)
     rows = [
         (row.trial, row.params, row.action, row.reason, row.predicted_peak_memory_bytes, row.predicted_step_time_s)
-        for row in store.decisions()
+        for row in store.records()
     ]
     store.close()
     return rows

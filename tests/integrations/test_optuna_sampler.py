@@ -292,7 +292,7 @@ def test_partly_fixed_params_end_only_their_trial() -> None:
     study.optimize(objective, n_trials=4, pruner=pruner)
     study.enqueue_trial({"width": 4096})  # fits with no batch
     study.optimize(objective, n_trials=2, pruner=pruner)
-    asked_for = [decision for decision in pruner.guard.log.decisions() if decision.params["width"] == 4096]
+    asked_for = [decision for decision in pruner.guard.guard.log.records() if decision.params["width"] == 4096]
     assert {decision.action for decision in asked_for} == {"prune"}
     assert len(completed(study)) == 6
 

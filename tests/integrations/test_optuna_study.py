@@ -72,7 +72,7 @@ def states(study: optuna.Study) -> list[TrialState]:
 
 
 def statuses(pruner: PerfGuardPruner, study: optuna.Study) -> list[str | None]:
-    return [decision.status for decision in pruner.guard.log.decisions(study.study_name)]
+    return [decision.status for decision in pruner.guard.guard.log.records(study.study_name)]
 
 
 def test_the_literal_line_runs() -> None:
@@ -107,7 +107,7 @@ def test_launched_trial_has_prediction_and_measurement() -> None:
     assert (pruned.verdict, pruned.status, pruned.measured) == ("prune", None, {})
     assert study.trials[0].constraints["perfguard:memory"] < 0 < study.trials[1].constraints["perfguard:memory"]
     assert statuses(pruner, study) == ["ok", None]
-    (observation,) = pruner.guard.predictor.learnt  # type: ignore[attr-defined]
+    (observation,) = pruner.guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == 3
 
 
@@ -281,7 +281,7 @@ def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
     assert statuses(pruner, study) == ["ok", "oom", "ok"]
     assert record_of(study.trials[1]).status == "oom"
-    assert [row.measurement.status for row in pruner.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
+    assert [row.measurement.status for row in pruner.guard.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
 def test_oom_prunes_an_unguarded_trial_too() -> None:
@@ -385,7 +385,7 @@ def test_a_study_is_resumed_from_its_storage(storage_of: Callable[[Path], Any], 
     resumed = load_study(study_name="resumed", storage=storage_of(tmp_path))
     pruner = make_pruner(log=log)
     assert isinstance(resumed, GuardedStudy)
-    assert len(pruner.guard.predictor.learnt) == 2  # type: ignore[attr-defined]
+    assert len(pruner.guard.guard.predictor.learnt) == 2  # type: ignore[attr-defined]
     resumed.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
     assert states(resumed) == [COMPLETE, PRUNED, COMPLETE, COMPLETE, PRUNED]
     assert statuses(pruner, resumed) == ["ok", None, "ok", "ok", None]
@@ -427,7 +427,7 @@ def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
 
     assert states(load_study(study_name="resumed", storage=url)) == [COMPLETE] * 10
     with MeasurementStore(log) as store:
-        assert [(row.trial, row.status) for row in store.decisions("resumed")] == [(number, "ok") for number in range(10)]
+        assert [(row.trial, row.status) for row in store.records("resumed")] == [(number, "ok") for number in range(10)]
 
 
 def test_a_study_with_two_objectives_is_guarded() -> None:
@@ -513,7 +513,7 @@ def test_optimize_adds_pruner_and_count_to_optunas() -> None:
 
 @pytest.mark.parametrize("name", ["suggest_float", "suggest_int", "suggest_categorical", "should_prune", "report"])
 def test_a_guarded_trial_takes_what_optunas_takes(name: str) -> None:
-    from perfguard_optuna._study import _GuardedTrial
+    from perfguard_optuna.study import _GuardedTrial
 
     ours, theirs = (inspect.signature(getattr(trial, name)).parameters for trial in (_GuardedTrial, optuna.Trial))
     assert {parameter: ours[parameter].default for parameter in ours} == {

@@ -86,8 +86,8 @@ def test_a_summary_by_hand(study: optuna.Study) -> None:
             "num_launched": 6,
             "num_repaired": 0,
             "num_pruned": 2,
-            "num_unjudged": 2,
-            "why_unjudged": "BuildError: ...",
+            "num_unguarded": 2,
+            "why_unguarded": "BuildError: ...",
             "num_measured": 4,
             "why_not_measured": "",
             "num_violations": 2,
@@ -110,7 +110,7 @@ def test_summary_separates_first_and_last_errors() -> None:
 
 def test_unguarded_study_has_nothing_to_compare() -> None:
     summary = summarize(study_of(finished({}), finished({}, state=TrialState.FAIL)))
-    assert (summary.num_launched, summary.num_unjudged, summary.first_error, summary.last_error) == (2, 2, None, None)
+    assert (summary.num_launched, summary.num_unguarded, summary.first_error, summary.last_error) == (2, 2, None, None)
 
 
 def test_time_saved_excludes_trials_that_would_crash() -> None:

@@ -142,7 +142,7 @@ def test_callback_prunes_or_measures_and_learns(folder: str) -> None:
     args = arguments(folder, max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=2)
     study = study_of(guard, args, [SMALL, LARGE, SMALL])
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert [(decision.action, decision.status) for decision in guard.log.decisions()] == [
+    assert [(decision.action, decision.status) for decision in guard.log.records()] == [
         ("launch", "ok"),
         ("prune", None),
         ("launch", "ok"),
@@ -231,7 +231,7 @@ def test_callback_keeps_training_bitwise_the_same(folder: str) -> None:
     guard = make_guard()
     plain, guarded = train(), train(PerfGuardCallback(guard, optuna.create_study().ask()))
     assert all(torch.equal(plain[name], guarded[name]) for name in plain)
-    assert [decision.status for decision in guard.log.decisions()] == ["ok"]  # without the block
+    assert [decision.status for decision in guard.log.records()] == ["ok"]  # without the block
 
 
 def test_oom_prunes_the_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_another_error_is_the_users(folder: str, monkeypatch: pytest.MonkeyPatch
     guard = make_guard()
     with pytest.raises(ValueError, match="a mistake of the user"):
         study_of(guard, arguments(folder), [SMALL])
-    assert [decision.status for decision in guard.log.decisions()] == ["failed"]
+    assert [decision.status for decision in guard.log.records()] == ["failed"]
 
 
 def test_pace_over_time_budget_prunes_trial(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_hyperparameter_search_is_guarded(folder: str) -> None:
     guard_search(trainer, guard)
     study = search(trainer, 2)
     assert {trial.params["width"]: trial.state for trial in study.trials} == {SMALL: COMPLETE, LARGE: PRUNED}
-    assert sorted(decision.action for decision in guard.log.decisions()) == ["launch", "prune"]
+    assert sorted(decision.action for decision in guard.log.records()) == ["launch", "prune"]
     assert len(guard.predictor.learnt) == 1  # type: ignore[attr-defined]
     assert len(trainer.callback_handler.callbacks) == num_callbacks
 

@@ -100,7 +100,7 @@ def test_laptop_smoke_test_teaches_a100_nothing(tmp_path: Path) -> None:
         assert "this process has no NVIDIA A100" in trial.user_attrs["perfguard:not_measured"]
         assert not [name for name in trial.user_attrs if name.endswith(":measured") or name == "perfguard:status"]
     assert guard.log.observations(A100) == []
-    logged = [decision for decision in guard.log.decisions() if decision.status is not None]
+    logged = [decision for decision in guard.log.records() if decision.status is not None]
     assert len(logged) == 8  # what it cost is kept, as the processor's
     guard.log.close()
     assert verdicts("a100", log) == fresh

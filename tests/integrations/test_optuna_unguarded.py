@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from perfguard import Workload
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study, summarize
+from perfguard_optuna.guard import Search
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
@@ -64,23 +66,75 @@ def unguarded(caught: pytest.WarningsRecorder) -> list[warnings.WarningMessage]:
 def test_objective_that_never_asks_is_warned_of() -> None:
     """20 of 20 trials ran unguarded, without a word: Optuna calls a pruner only where the objective asks."""
     study = optuna.create_study(pruner=make_pruner())
-    with pytest.warns(UnguardedTrialWarning) as caught:
-        study.optimize(never_asks, n_trials=1)
+    with pytest.warns(UnguardedTrialWarning) as caught:  # by the second trial
+        study.optimize(never_asks, n_trials=2)
     (warning,) = unguarded(caught)
     assert "does not call trial.should_prune()" in str(warning.message)
     assert "study = perfguard_optuna.create_study(...)" in str(warning.message)
     assert warning.filename == __file__
-    study.optimize(never_asks, n_trials=19)  # a second warning would be an error here
+    study.optimize(never_asks, n_trials=18)  # a second warning would be an error here
     summary = summarize(study)
-    assert (summary.num_launched, summary.num_unjudged) == (20, 20)
-    assert "does not call" in summary.why_unjudged
-    assert "does not call" in " ".join(str(summary).split())
+    assert (summary.num_launched, summary.num_unguarded) == (20, 20)
+
+
+def test_sampler_without_its_pruner_is_warned_of() -> None:
+    """An enqueued trial of 65,536 x 65,536 launched without a verdict, and without a word."""
+    study = optuna.create_study(sampler=PerfGuardSampler(optuna.samplers.RandomSampler(seed=0), make_pruner()))
+    study.enqueue_trial({"width": LARGE})
+    with pytest.warns(UnguardedTrialWarning, match="does not call"):
+        study.optimize(never_asks, n_trials=1)
+    assert "does not call" in summarize(study).why_unguarded
+
+
+def test_guarded_study_without_a_pruner_is_warned_of() -> None:
+    with pytest.warns(UnguardedTrialWarning, match="runs without a PerfGuardPruner.*pruner=") as caught:
+        create_study().optimize(never_asks, n_trials=3)
+    assert len(unguarded(caught)) == 1
+
+
+def test_block_that_is_never_entered_is_warned_of() -> None:
+    guard = make_pruner(build=None).guard
+
+    def objective(trial: optuna.Trial) -> float:
+        guard.trial(trial, nn.Linear(64, LARGE), (32, 64), loss=torch.mean)
+        return never_asks(trial)
+
+    with pytest.warns(UnguardedTrialWarning, match=r"Write `with guard.trial\(...\) as run:`"):
+        optuna.create_study().optimize(objective, n_trials=1)
+
+
+def test_slip_in_a_default_is_warned_of() -> None:
+    """Every trial of the plain study was judged at 8."""
+    study = optuna.create_study(pruner=make_pruner(build=lambda params: build({"width": params.get("widht", SMALL)})))
+    with pytest.warns(UnguardedTrialWarning, match=r"reads 'widht' \(did you mean 'width'\?\).*its default counts") as caught:
+        study.optimize(asks, n_trials=3)
+    assert len(unguarded(caught)) == 1
+
+
+def test_within_timeout_needs_a_timeout() -> None:
+    with pytest.warns(UnguardedTrialWarning, match="within_timeout=True has no effect") as caught:
+        create_study().optimize(never_asks, n_trials=2, pruner=make_pruner(within_timeout=True))
+    assert len(unguarded(caught)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "words"),
+    [
+        (("trial", "model"), {"loss_fn": torch.mean}, r"Workload has no field 'loss_fn' \(did you mean 'loss'\?\)"),
+        (("model", "trial"), {}, "takes the trial that Optuna hands to the objective, and then the model, but got Linear"),
+    ],
+)
+def test_wrong_argument_of_a_block_is_an_error(arguments: tuple[str, ...], fields: dict[str, Any], words: str) -> None:
+    """They were launched unguarded, with a warning in Python's own words."""
+    known: dict[str, Any] = {"trial": optuna.create_study().ask(), "model": nn.Linear(64, 8)}
+    with pytest.raises(ConfigurationError, match=words):
+        make_pruner().trial(*(known[name] for name in arguments), (32, 64), **fields)
 
 
 def test_an_objective_that_asks_is_not_warned_of() -> None:
     study = optuna.create_study(pruner=make_pruner())
     study.optimize(asks, n_trials=5)
-    assert summarize(study).num_unjudged == 0
+    assert summarize(study).num_unguarded == 0
 
 
 def test_an_objective_that_asks_at_times_is_found_out() -> None:
@@ -88,7 +142,7 @@ def test_an_objective_that_asks_at_times_is_found_out() -> None:
     study = optuna.create_study(pruner=make_pruner())
     with pytest.warns(UnguardedTrialWarning, match="never judged a trial"):
         study.optimize(lambda trial: asks(trial) if trial.number % 2 else never_asks(trial), n_trials=6)
-    assert summarize(study).num_unjudged == 3
+    assert summarize(study).num_unguarded == 3
 
 
 def test_failed_and_self_pruned_trials_are_counted() -> None:
@@ -100,10 +154,9 @@ def test_failed_and_self_pruned_trials_are_counted() -> None:
     study.optimize(objective, n_trials=2, catch=ValueError)  # a warning would be an error here
     assert [trial.state for trial in study.trials] == [PRUNED, FAIL]
     summary = summarize(study)
-    assert summary.num_unjudged == 2
-    assert summary.why_unjudged == "it pruned itself before PerfGuard could judge it."
+    assert summary.num_unguarded == 2
     with pytest.warns(UnguardedTrialWarning, match="never judged"):  # the warning was not spent on those
-        study.optimize(never_asks, n_trials=1)
+        study.optimize(never_asks, n_trials=2)
 
 
 @pytest.mark.parametrize("options", [{}, {"build": None}])
@@ -126,14 +179,14 @@ def test_strict_guard_leaves_trial_errors_as_they_are(
     else:
         study.optimize(objective, n_trials=1, catch=ValueError)
     assert [trial.state for trial in study.trials] == [PRUNED if error is optuna.TrialPruned else FAIL]
-    assert summarize(study).num_unjudged == 1
+    assert summarize(study).num_unguarded == 1
 
 
 @pytest.mark.parametrize("options", [{"build": None}, {"build": typo}, {"build": build}])
 def test_strict_error_does_not_say_that_trials_run(options: dict[str, Any]) -> None:
     study = optuna.create_study(pruner=make_pruner(strict=True, **options))
     with pytest.raises(UnguardedTrialError) as raised:
-        study.optimize(never_asks if options["build"] is build else asks, n_trials=1)
+        study.optimize(never_asks if options["build"] is build else asks, n_trials=2)
     assert "unguarded" not in str(raised.value)
 
 
@@ -164,24 +217,28 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
     assert "reads 'widht' (did you mean 'width'?), which the trial has not suggested" in str(warning.message)
     study.optimize(asks, n_trials=4)
     summary = summarize(study)
-    assert (summary.num_launched, summary.num_unjudged) == (5, 5)
-    assert "'widht'" in summary.why_unjudged
+    assert (summary.num_launched, summary.num_unguarded) == (5, 5)
+    assert "'widht'" in summary.why_unguarded
 
 
 @pytest.mark.parametrize(
     ("faulty", "words"),
     [
         (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
+        (lambda trial: build({"width": trial.suggest_int("width", 1, 2)}), "build gets the parameters .* a dict, and not the trial"),
+        (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
+        (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),
+        (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"integers of at least 0, but got \(32\.0, 64\)"),
         (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
 )
-def test_failing_build_names_attribute_or_argument(faulty: Callable[..., Any], words: str) -> None:
+def test_failing_build_says_what_to_mend(faulty: Callable[..., Any], words: str) -> None:
     study = create_study(pruner=make_pruner(build=faulty))
     with pytest.warns(UnguardedTrialWarning, match=words):
         study.optimize(never_asks, n_trials=3)
-    assert summarize(study).num_unjudged == 3
-    assert "BuildError" in summarize(study).why_unjudged
+    assert summarize(study).num_unguarded == 3
+    assert summarize(study).why_unguarded
 
 
 def workload(**fields: Any) -> Workload:
@@ -262,11 +319,11 @@ def test_a_strict_guard_raises_instead_of_launching(run: Callable[..., optuna.St
 
 
 def test_strict_guard_ends_study_that_never_asks() -> None:
-    """Nobody can know before its first trial has ended; the second is not launched."""
+    """Nobody can know before its first trial has ended; the second fails at its first suggestion."""
     study = optuna.create_study(pruner=make_pruner(strict=True))
     with pytest.raises(UnguardedTrialError, match=r"does not call trial.should_prune\(\)"):
         study.optimize(never_asks, n_trials=3)
-    assert [trial.state for trial in study.trials] == [COMPLETE]
+    assert [trial.state for trial in study.trials] == [COMPLETE, FAIL]
 
 
 def test_strict_inline_guard_needs_something_to_judge() -> None:
@@ -293,7 +350,7 @@ def test_strict_error_quoting_oom_does_not_prune() -> None:
 
 def test_warnings_point_at_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them pointed at perfguard/guard.py. One of these comes from a thread of Optuna's."""
-    monkeypatch.setattr("perfguard_optuna._guard.MOST_REJECTIONS_IN_A_ROW", 4)
+    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=4))
     guard = OptunaGuard(BARE_A100, predictor=ReplayPredictor(), log=False, memory_budget="1MiB", on_violation="warn")
 
     def inline(trial: optuna.Trial) -> float:
