@@ -244,7 +244,7 @@ class OptunaGuard:
         rejection = self.recall(study, params.given, build)
         if rejection is not None:
             name, number = study.study_name, trial.number
-            decision = self.guard.record(rejection.verdict, study=name, trial=number, params=params.given)
+            decision = self.guard.record(rejection.verdict, None, study=name, trial=number, params=params.given)
             return self._keep(study, trial, decision, params.given)
         try:
             workload = build_watched(build, params)

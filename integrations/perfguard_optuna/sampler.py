@@ -158,7 +158,8 @@ class PerfGuardSampler(BaseSampler):
         """Propose until something fits, or until the bounds of the class. Return the parameters of the trial."""
         search, ends_at = self.guard.search_of(study), time.monotonic() + self._max_seconds
         num_rejected = num_repeats = 0
-        least_bad: tuple[float, dict[str, Any]] = (float("inf"), {})
+        least_bad: tuple[tuple[float, float], dict[str, Any]] = ((1.0, float("inf")), {})
+        """Chance of breaking a limit and largest margin, with the parameters."""
         while True:
             # Five repeats in a row, and the sampler is stuck: then chance proposes.
             proposal = self._propose(study, trial, search_space, at_random=num_repeats >= 5)
@@ -174,7 +175,11 @@ class PerfGuardSampler(BaseSampler):
                 self._reject(study, trial, proposal, verdict)
             search.count_rejected(verdict)
             num_rejected += 1
-            least_bad = min(least_bad, (max(verdict.margins.values(), default=0.0), proposal.drawn), key=lambda known: known[0])
+            badness = verdict.p_violation, max(verdict.margins.values(), default=0.0)
+            least_bad = min(least_bad, (badness, proposal.drawn), key=lambda known: known[0])
+            patient = self.guard.threshold(study)
+            if patient is not None and least_bad[0][0] <= patient:  # it is launched now
+                return least_bad[1]
             is_stopping = bool(study._thread_local.in_optimize_loop and study._stop_flag)  # as an exhausted grid does
             if is_stopping or search.is_over:
                 if not is_stopping or not search.has_launched:

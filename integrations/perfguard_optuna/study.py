@@ -74,7 +74,8 @@ class GuardedStudy(optuna.Study):
             self.pruner = pruner
         callbacks = list(callbacks or ())
         if not isinstance(self.pruner, PerfGuardPruner):
-            callbacks.append(_UnguardedCallback())
+            if pruner is None:  # else another was asked for
+                callbacks.append(_UnguardedCallback())
             super().optimize(func, n_trials, timeout, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar)
             return
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)

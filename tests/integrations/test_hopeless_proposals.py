@@ -49,12 +49,12 @@ def test_huge_proposals_leave_no_unguarded_trial(make: Callable[..., Workload], 
         study.optimize(objective, n_trials=40, count="proposed", pruner=pruner)
     assert [str(warning.message) for warning in caught if "judge" in str(warning.message)] == []
     records = [record_of(trial) for trial in study.trials]
-    assert {record.verdict for record in records} == {"launch", "prune"}
+    assert {record.in_words for record in records} == {"launched", "pruned"}
     for trial, record in zip(study.trials, records, strict=True):
         batch_size = trial.params["batch_size"]
-        assert (batch_size in launched) == (record.verdict == "launch") == (trial.state is TrialState.COMPLETE)
+        assert (batch_size in launched) == (record.in_words == "launched") == (trial.state is TrialState.COMPLETE)
         assert trial.constraints.keys() == {"perfguard:memory"}
-        assert (trial.constraints["perfguard:memory"] > 0) == (record.verdict == "prune")
+        assert (trial.constraints["perfguard:memory"] > 0) == record.is_pruned
     assert max(launched) < 10**7
     assert any("needs at least" in record.reason for record in records)
 
@@ -76,11 +76,11 @@ def test_a_search_of_ray_is_not_handed_the_absurd() -> None:
     search = guarded(ListSearcher([LARGEST, SMALL, 10**16, 10**20]), build=build_batch)
     assert search.suggest("a") == {"width": SMALL}
     assert search.suggest("b") == "FINISHED"
-    decisions = search.ledger.guard.log.records()
-    assert [(row.action, row.params["width"]) for row in decisions] == [
-        ("prune", LARGEST),
-        ("launch", SMALL),
-        ("prune", 10**16),
-        ("prune", 10**20),
+    records = search.ledger.guard.log.records()
+    assert [(record.in_words, record.params["width"]) for record in records] == [
+        ("pruned", LARGEST),
+        ("launched", SMALL),
+        ("pruned", 10**16),
+        ("pruned", 10**20),
     ]
-    assert all(row.reason.startswith("needs at least") for row in decisions if row.action == "prune")
+    assert all(record.reason.startswith("needs at least") for record in records if record.is_pruned)

@@ -82,14 +82,14 @@ def run_processes(storage: str, log: str, study_names: list[str]) -> None:
 
 def assert_each_trial_once(study: optuna.Study, log: MeasurementStore, launched: int) -> None:
     """In the study and in the log: as many launched trials as were asked for, each judged once and measured once."""
-    decisions = log.records(study.study_name)
-    by_trial = Counter(decision.trial for decision in decisions)
+    records = log.records(study.study_name)
+    by_trial = Counter(record.number for record in records)
     assert set(by_trial.values()) == {1}
     assert set(by_trial) == {trial.number for trial in study.trials}
     completed = study.get_trials(states=(COMPLETE,))
     assert len(completed) == launched
-    assert {decision.trial for decision in decisions if decision.status == "ok"} == {trial.number for trial in completed}
-    assert all(decision.status is None for decision in decisions if decision.action == "prune")
+    assert {record.number for record in records if record.status == "ok"} == {trial.number for trial in completed}
+    assert all(record.status is None for record in records if record.verdict is not None and record.verdict.action == "prune")
     assert all("time" in record_of(trial).measured for trial in completed)
 
 

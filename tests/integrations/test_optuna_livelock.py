@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -27,10 +28,11 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
+from perfguard.rejections import Rejections
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard_optuna import OptunaGuard, PerfGuardPruner, PerfGuardSampler, create_study
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
 from perfguard.workload import WatchedParams
-from perfguard_optuna.sampler import NewProposals
+from perfguard_optuna.guard import Search
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytestmark = pytest.mark.usefixtures("pretended_gpu")
@@ -250,10 +252,10 @@ def test_parameters_know_who_looked_at_them() -> None:
     ):
         params = WatchedParams({"a": 1, "b": 2})
         look(params)
-        assert params.used().keys() == used
+        assert params.used.keys() == used
     assert params.missing == {"c"}
     params.setdefault("d", 4)
-    assert (params["d"], params.missing, params.all()) == (4, {"c", "d"}, {"a": 1, "b": 2})
+    assert (params["d"], params.missing, params.given) == (4, {"c", "d"}, {"a": 1, "b": 2})
     with pytest.raises(TypeError, match="unhashable"):
         hash(params)
 
@@ -277,7 +279,7 @@ def test_second_build_finds_params_the_first_popped() -> None:
 @pytest.mark.parametrize("most", [20, 21, 22, 23])
 def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler counts its repeats into the same search; where the last one fell to it the study never ended."""
-    monkeypatch.setattr("perfguard_optuna.guard.MOST_REJECTIONS_IN_A_ROW", most)
+    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=most))
     pruner = PerfGuardPruner(
         BARE_A100, build=lambda params: build_of(2**17 + params["width"]), memory_budget="1MiB", predictor=ReplayPredictor(),
         log=False,
@@ -296,15 +298,15 @@ def test_study_ends_whoever_counts_the_last_rejection(most: int, monkeypatch: py
 
 def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that both found a repeat put one wrapper around the other."""
-    has_rejected_again = OptunaGuard.has_rejected_again
+    any_repeated = Rejections.any_repeated
 
-    def slowly(guard: OptunaGuard, study: optuna.Study) -> bool:
-        found = has_rejected_again(guard, study)
+    def slowly(rejections: Rejections) -> bool:
+        found = any_repeated.__get__(rejections)
         time.sleep(0.05)  # the other threads look as well
-        return found
+        return bool(found)
 
-    monkeypatch.setattr(OptunaGuard, "has_rejected_again", slowly)
-    monkeypatch.setattr("perfguard_optuna.guard.MOST_REJECTIONS_IN_A_ROW", 12)
+    monkeypatch.setattr(Rejections, "any_repeated", property(slowly))
+    monkeypatch.setattr("perfguard_optuna.guard.Search", functools.partial(Search, most_rejected=12))
     samplers = []
 
     def two_widths(trial: optuna.Trial) -> float:
@@ -318,7 +320,7 @@ def test_concurrent_threads_wrap_the_sampler_once(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(NothingFeasibleWarning):
         create_study(sampler=RandomSampler(seed=0), pruner=pruner).optimize(two_widths, n_trials=4, n_jobs=4)
     assert len({id(sampler) for sampler in samplers}) <= 2
-    assert not any(isinstance(sampler.inner, NewProposals) for sampler in samplers if isinstance(sampler, NewProposals))
+    assert not any(isinstance(sampler.inner, PerfGuardSampler) for sampler in samplers if isinstance(sampler, PerfGuardSampler))
 
 
 def test_repeat_rejection_is_judged_again_after_launch() -> None:
@@ -352,13 +354,9 @@ def test_repeat_rejection_is_judged_again_after_launch() -> None:
 def test_points_differ_by_value_type(bad: Any, good: Any) -> None:
     """1 == True, so a trial that fits was pruned with what was remembered of the other."""
 
-    def build_by_kind(params: Mapping[str, Any]) -> Workload:
-        return build_of(2**17 if params["kind"] is bad else 8)
-
-    pruner = PerfGuardPruner(BARE_A100, build=build_by_kind, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
-    guard, study = pruner.guard, optuna.create_study()
-    for number, value in enumerate((bad, good)):
-        trial = study.ask()
-        decision = guard.judge(study, trial, {"kind": value}, guard.build)
-        assert decision is not None
-        assert decision.verdict.action == ("launch" if number else "prune")
+    pruner = PerfGuardPruner(BARE_A100, build=build, memory_budget="1MiB", predictor=ReplayPredictor(), log=False)
+    guard, study, params = pruner.guard, optuna.create_study(), WatchedParams({"kind": bad})
+    assert params["kind"] is bad
+    guard.remember(study, params, guard.check(build_of(2**17)))
+    assert guard.recall(study, {"kind": bad}, build) is not None
+    assert guard.recall(study, {"kind": good}, build) is None

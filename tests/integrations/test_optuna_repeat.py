@@ -51,10 +51,7 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
     store = MeasurementStore(log if isinstance(log, Path) else ":memory:")
     pruner = PerfGuardPruner("a100", build=build, step_time_budget="4ms", log=store)
     study.optimize(objective, n_trials=NUM_TRIALS, pruner=pruner)
-    rows = [
-        (row.trial, row.params, row.action, row.reason, row.predicted_peak_memory_bytes, row.predicted_step_time_s)
-        for row in store.records()
-    ]
+    rows = [(record.number, record.params, record.in_words, record.reason, record.predicted) for record in store.records()]
     store.close()
     return rows
 
@@ -63,6 +60,6 @@ def one_study(log: Path | bool) -> list[tuple[Any, ...]]:
 def test_seeded_study_repeats_every_verdict(tmp_path: Path) -> None:
     # Finding 8: the same seed gave another study the next day, because the user's log had grown in between.
     first = one_study(log=False)
-    assert {action for _, _, action, *_ in first} == {"launch", "prune"}
+    assert {in_words for _, _, in_words, *_ in first} == {"launched", "pruned"}
     assert one_study(log=False) == first
     assert one_study(tmp_path / "own.db") == first

@@ -18,7 +18,10 @@ from perfguard import Workload
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from tests.doubles import ReplayPredictor
 
-pytestmark = pytest.mark.usefixtures("pretended_gpu")
+pytestmark = [
+    pytest.mark.usefixtures("pretended_gpu"),
+    pytest.mark.filterwarnings("ignore::perfguard.exceptions.UnguardedTrialWarning"),  # the suites have studies without a pruner
+]
 
 MODEL = nn.Linear(2, 1)
 

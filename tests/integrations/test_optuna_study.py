@@ -102,9 +102,9 @@ def test_launched_trial_has_prediction_and_measurement() -> None:
     study = study_of(SMALL, LARGE)
     study.optimize(objective, n_trials=2, count="proposed", pruner=pruner)
     launched, pruned = map(record_of, study.trials)
-    assert (launched.verdict, launched.status) == ("launch", "ok")
+    assert (launched.in_words, launched.status) == ("launched", "ok")
     assert set(launched.measured) == {"time", "step_time"}  # it ran on no GPU, so there is no GPU memory to measure
-    assert (pruned.verdict, pruned.status, pruned.measured) == ("prune", None, {})
+    assert (pruned.in_words, pruned.status, pruned.measured) == ("pruned", None, {})
     assert study.trials[0].constraints["perfguard:memory"] < 0 < study.trials[1].constraints["perfguard:memory"]
     assert statuses(pruner, study) == ["ok", None]
     (observation,) = pruner.guard.guard.predictor.learnt  # type: ignore[attr-defined]
@@ -427,7 +427,7 @@ def test_fresh_process_resumes_study_and_learning(tmp_path: Path) -> None:
 
     assert states(load_study(study_name="resumed", storage=url)) == [COMPLETE] * 10
     with MeasurementStore(log) as store:
-        assert [(row.trial, row.status) for row in store.records("resumed")] == [(number, "ok") for number in range(10)]
+        assert [(row.number, row.status) for row in store.records("resumed")] == [(number, "ok") for number in range(10)]
 
 
 def test_a_study_with_two_objectives_is_guarded() -> None:
@@ -439,7 +439,7 @@ def test_a_study_with_two_objectives_is_guarded() -> None:
     study = study_of(SMALL, LARGE, LARGE, directions=["minimize", "maximize"], sampler=sampler)
     study.optimize(two_values, n_trials=6, count="proposed", pruner=make_pruner())
     assert states(study)[:3] == [COMPLETE, PRUNED, PRUNED]
-    assert all(record_of(trial).verdict == ("prune" if trial.state == PRUNED else "launch") for trial in study.trials)
+    assert all(record_of(trial).is_pruned == (trial.state == PRUNED) for trial in study.trials)
     assert study.best_trials
 
 
@@ -448,9 +448,9 @@ def test_ask_and_tell_are_optunas() -> None:
     trial = study.ask()
     assert type(trial) is optuna.Trial
     trial.suggest_int("width", SMALL, LARGE)
+    study.tell(trial, 1.0)
     with pytest.warns(UnguardedTrialWarning, match="never judged a trial"):
-        study.tell(trial, 1.0)
-    assert states(study) == [COMPLETE]
+        study.ask().suggest_int("width", SMALL, LARGE)
 
 
 def test_a_guarded_study_pickles() -> None:
@@ -477,7 +477,7 @@ def test_the_median_pruner_is_consulted_inside() -> None:
     study = study_of(SMALL, SMALL, SMALL, LARGE)
     study.optimize(reporting, n_trials=4, count="proposed", pruner=pruner)
     assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
-    assert [record_of(trial).verdict for trial in study.trials] == ["launch", "launch", "launch", "prune"]
+    assert [record_of(trial).is_pruned for trial in study.trials] == [False, False, False, True]
 
 
 def test_callbacks_see_what_was_measured() -> None:
