@@ -30,7 +30,6 @@ from perfguard.physics import LeastMemory
 from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable
 from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
-from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.traced_workload import TracedWorkload
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict
@@ -157,8 +156,6 @@ class Guard(Judge):
             )
         self.log = _open_log(log)
         self._num_launched = 0
-        self.num_ended = 0
-        self.rejections = Rejections()
         self._expected_violations = 0.0
         self._lock = threading.RLock()
         self._warned: set[tuple[type[Warning], str]] = set()
@@ -196,18 +193,13 @@ class Guard(Judge):
         Each launched trial adds ``risk`` to the risk budget, and ten trials are counted in advance. The threshold is that budget
         less the chances accepted so far. It is never below ``risk`` and never above one half.
         """
-        left = self.risk * (self._num_launched + 1) - self._expected_violations
+        left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
         return max(self.risk, min(EVEN_CHANCE, left))
 
     @property
-    def patient_threshold(self) -> float:
+    def first_threshold(self) -> float:
         """The chance of breaking a limit up to which the first trial of a guard is launched."""
         return max(self.risk, min(EVEN_CHANCE, self.risk * _TRIALS_IN_ADVANCE))
-
-    @property
-    def num_launched(self) -> int:
-        """Number of trials that were launched."""
-        return self._num_launched
 
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
@@ -288,7 +280,7 @@ class Guard(Judge):
         with self._lock:
             prediction = super()._predict(graph, steps=steps).widened(self._assessment.widening)
         if not prediction.trained_on_device:
-            self.warn_once(
+            self._warn_once(
                 UntrainedDeviceWarning,
                 f"{prediction.predictor} was not trained on such steps on {self.device.name}. "
                 "Read the interval and not the median until some trials have run.",
@@ -325,14 +317,16 @@ class Guard(Judge):
             return self._launched_all_the_same(verdict), workload
         found = find_repair(self._fits, workload, self.remedies, self.device)
         if found is None:
-            return replace(verdict, remark=f"no remedy of {', '.join(self.remedies)} helps"), workload
+            return replace(verdict, reason=f"{verdict.reason}; no remedy of {', '.join(self.remedies)} helps"), workload
         repair, repaired = found
         after = self._judge_repaired(repair, repaired)
-        return replace(after, action="repair", repair=repair, as_proposed=verdict.worst), repaired
+        return replace(
+            after, action="repair", reason=f"{verdict.reason}; with {repair} it {after.reason}", repair=repair
+        ), repaired
 
     def _launched_all_the_same(self, verdict: Verdict) -> Verdict:
         warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
-        return replace(verdict, action="launch")
+        return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}")
 
     def _judge_repaired(self, repair: Repair, repaired: Workload) -> Verdict:
         with checkpointing(repaired.model, on=repair.checkpointing):
@@ -394,11 +388,11 @@ class Guard(Judge):
                 raise UnguardedTrialError(
                     f"PerfGuard could not judge a trial, so it is not launched (strict=True): {type(error).__name__}: {error}"
                 ) from error
-            self.warn_once(
+            self._warn_once(
                 UnguardedTrialWarning,
                 f"PerfGuard could not judge a trial and launches it unguarded (shown once): {type(error).__name__}: {error}",
             )
-            verdict = Verdict(action="launch", unjudged=f"{type(error).__name__}: {error}")
+            verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
         self._warn_unchecked(unchecked)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
 
@@ -416,7 +410,7 @@ class Guard(Judge):
 
     def _warn_unchecked(self, unchecked: Mapping[str, str]) -> None:
         for budget, problem in unchecked.items():
-            self.warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
+            self._warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
 
     def record(
         self,
@@ -432,10 +426,18 @@ class Guard(Judge):
         """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
         try:
             decision_id = self.log.record_decision(
-                verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id
+                study=study,
+                trial=trial,
+                graph=graph,
+                device=self.device,
+                action=verdict.action,
+                reason=verdict.reason,
+                prediction=verdict.prediction,
+                params=params or {},
+                trial_id=trial_id,
             )
         except Exception as error:  # the log keeps what it cannot deliver; this is worse
-            self.warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
             decision_id = ""
         return Decision(decision_id, verdict, steps)
 
@@ -472,10 +474,9 @@ class Guard(Judge):
         :class:`DriftWarning`. A run on another device than the guarded one is logged under that device. Nothing is learnt from
         it, and one :class:`MeasurementWarning` says so.
         """
-        self.num_ended += 1
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
-            self.warn_once(
+            self._warn_once(
                 MeasurementWarning,
                 f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name}, but such trials do not count "
                 "as measured, and nothing is learnt from them. Pass gpu='auto' to guard the device of this machine.",
@@ -488,7 +489,7 @@ class Guard(Judge):
         try:
             self.log.record_measurement(decision.id, measurement)
         except Exception as error:
-            self.warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
         if elsewhere:
             return
         self._learn_from_log()
@@ -496,7 +497,7 @@ class Guard(Judge):
             if self._fine_tuning is not None:
                 self._fine_tuning.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
-            self.warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
+            self._warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -517,7 +518,7 @@ class Guard(Judge):
                     after = before  # the log is away; what is known goes on
                 self._assessment = after
         except Exception as error:
-            self.warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
+            self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
             return
         if say and before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, after)
@@ -534,7 +535,7 @@ class Guard(Judge):
                     f"PerfGuard's predictor does not fit the runs on {self.device.name}: {misfit.reason}. Verdicts use its "
                     "shipped prediction again (shown once). Check that `build` describes the step that the trials run."
                 )
-                self.warn_once(DriftWarning, message, about="misfit")
+                self._warn_once(DriftWarning, message, about="misfit")
         refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
         reasons = {misfit.reason for misfit in after.misfits}
         for found in after.quarantined:
@@ -545,9 +546,9 @@ class Guard(Judge):
                     f"PerfGuard does not learn from an implausible reading (shown once): {found.reason}. Check that `build` "
                     "describes the step that the trials run. `perfguard log quarantine` lists such readings."
                 )
-                self.warn_once(MeasurementWarning, message)
+                self._warn_once(MeasurementWarning, message)
 
-    def warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
+    def _warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
         """Warn, unless the guard has warned in this ``category`` ``about`` this before."""
         if (category, about) not in self._warned:
             self._warned.add((category, about))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from perfguard.exceptions import TooLargeError
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import TARGETS, Predictor, load_predictor
+from perfguard.quantities import format_bytes
 from perfguard.verdict import Verdict, check_risk
 
 if TYPE_CHECKING:
@@ -87,7 +89,9 @@ class Judge:
     ) -> Verdict:
         """The verdict on a candidate that needs more memory than the budget by its lower bound alone."""
         prediction = least.prediction(self.device, steps=steps)
-        return Verdict.of(prediction, limits(prediction), accepted=accepted, bound=str(least))
+        verdict = Verdict.of(prediction, limits(prediction), accepted=accepted)
+        capacity = format_bytes(self.budget.capacity_bytes(self.device))
+        return replace(verdict, action="prune", reason=f"needs {least}, the budget is {capacity}")
 
 
 __all__ = ["Judge"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -19,8 +18,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Row, Select, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from perfguard.exceptions import ConfigurationError, LogError, PredictorError, WorkloadError
-from perfguard.predictor import Observation
-from perfguard.record import TrialRecord, columns_of, verdict_from
+from perfguard.predictor import Observation, Prediction
 from perfguard.store import _retention as retention
 from perfguard.store import _schema as schema
 from perfguard.store._database import parse_url
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.measure import Measurement
-    from perfguard.verdict import Verdict
+    from perfguard.verdict import Action
 
 T = TypeVar("T")
 
@@ -93,20 +91,20 @@ class MeasurementStore(WeightsRegistry):
 
     def record_decision(
         self,
-        verdict: Verdict,
         *,
-        graph: OpGraph | None,
-        device: Device | None,
         study: str,
         trial: int | None,
+        graph: OpGraph | None,
+        device: Device | None,
+        action: Action,
+        reason: str,
+        prediction: Prediction | None,
         params: Mapping[str, Any],
         trial_id: str | None = None,
     ) -> str:
         """Log one verdict and return its id, which :meth:`record_measurement` takes. Values in ``params`` that JSON does not
         know are logged as text. ``trial_id`` is the tuner's own name of the trial, where it has one beside the number."""
         decision_id = uuid.uuid4().hex
-        prediction, action = verdict.prediction, verdict.action
-        reason = json.dumps(columns_of(verdict))
         device_row = None if device is None else schema.device_entry(device)
         with self._log.lock:
             if graph is not None and graph.content_hash not in self._log.sent_graphs:
@@ -211,22 +209,6 @@ class MeasurementStore(WeightsRegistry):
         """
         selection = of if isinstance(of, Selection) else Selection(study=of)
         return self._read(schema.select_decisions(select_ids(selection), newest), lambda _, row: schema.decision_from_row(row))
-
-    def records(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[TrialRecord]:
-        """The trials, oldest first."""
-        return [
-            TrialRecord(
-                number=row.trial, verdict=verdict_from(json.loads(row.reason)), status=row.status, params=row.params,
-                study=row.study, trial_id=row.trial_id, decision_id=row.decision_id, note=row.note,
-                measured={
-                    quantity: value for quantity, value in (
-                        ("memory", row.measured_peak_memory_bytes), ("step_time", row.measured_step_time_s),
-                        ("time", row.measured_total_time_s),
-                    ) if value is not None
-                },
-            )
-            for row in self.decisions(of, newest=newest)
-        ]
 
     def counts(self) -> dict[str, int]:
         """Number of rows of each table.
