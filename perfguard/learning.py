@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from perfguard._warn import warn_user
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError
 from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
@@ -42,7 +43,6 @@ from perfguard.predictor import (
     load_predictor,
 )
 from perfguard.quantities import format_bytes, format_seconds
-from perfguard._warn import warn_user
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -333,8 +333,8 @@ def interval_widening(
 
     A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
     inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
-    (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth, whatever
-    the data.
+    (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
+    whatever the data.
 
     Args:
         runs: believed runs, from the oldest to the newest, each with the interval that it was launched with.
