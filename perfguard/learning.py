@@ -41,6 +41,7 @@ from perfguard.predictor import (
     Refinable,
     Target,
     load_predictor,
+    widened_log_sigma,
 )
 from perfguard.quantities import format_bytes, format_seconds
 
@@ -185,7 +186,7 @@ def why_impossible(
         if run.graph.mode == "train" and measurement.status == "ok" and measurement.num_steps == 0:
             return "the trial ended without an optimizer step, so it does not show what steps need"
         return _too_little(run, target)
-    if run.device.kind == "cuda" and (reason := why_impossible(run, "memory")) is not None:
+    if run.device.kind == "cuda" and (reason := _too_little(run, "memory")) is not None:
         return reason  # something else ran
     total_s = measurement.total_time_s
     if not (math.isfinite(total_s) and total_s > 0):
@@ -292,7 +293,7 @@ def far_readings(
         released_far = [i for i in far - held_back if sign * residuals[i] > 0]
         if len({observations[i].study for i in released_far}) < 2:
             foreign = (i for i in released_far if observations[i].study != study)
-            reasons |= {i: f"{_far_off(observations[i], target)} of another study" for i in foreign}
+            reasons |= {i: f"{_far_off(observations[i], target)} in another study" for i in foreign}
     return reasons
 
 
@@ -337,7 +338,8 @@ def interval_widening(
     whatever the data.
 
     Args:
-        runs: believed runs, from the oldest to the newest, each with the interval that it was launched with.
+        runs: believed runs, from the oldest to the newest. Each is judged by the width that follows from the runs before it, and
+            not by the one that it was launched with: many runs that were launched at once do not each widen for one miss.
         target: which of their readings.
         step_size: gamma. With 0.4, a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many.
         least: the smallest factor.
@@ -349,7 +351,9 @@ def interval_widening(
         value, estimate = run.measured(target), run.predicted.get(target)
         if value is None or estimate is None:
             continue
-        error, half = math.log(value / estimate.median), HALF_INTERVAL * estimate.log_sigma
+        error = math.log(value / estimate.median)
+        shipped_sigma = estimate.log_sigma / run.widening.get(target, 1.0)
+        half = HALF_INTERVAL * widened_log_sigma(shipped_sigma, math.exp(log_width))
         if run.measurement.status != "ok":  # out of memory: more was needed than was read
             if target == "memory" and error > half:
                 log_width = min(log_width + step_size * COVERAGE, math.log(most))
@@ -357,9 +361,10 @@ def interval_widening(
         log_width += step_size * ((abs(error) > half) - (1 - COVERAGE))
         log_width = min(max(log_width, math.log(least)), math.log(most))
         residuals[_step_type(run)].append(error)
-        # No end of an interval moves by more than a factor of ten. Readings of one type of step that scatter by more agree on no
-        # factor that could be learnt: the predictor does not fit what runs here, and what was read until now is no use.
-        if sum(map(len, residuals.values())) >= 8 and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
+        # No end of an interval moves by more than a factor of ten. Where that is not enough, and readings of one type of step
+        # agree on no factor that could be learnt, the predictor does not fit what runs here: what was read until now is no use.
+        widest = min(math.log(most), math.log1p(MOST_WIDENED / HALF_INTERVAL / shipped_sigma))
+        if log_width >= widest and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
             misfit, log_width = index, 0.0
             residuals.clear()
     return math.exp(log_width), misfit
@@ -367,8 +372,8 @@ def interval_widening(
 
 def _scatter(groups: Iterable[Sequence[float]]) -> float:
     """Standard deviation within the groups, from the median distance to the median of each group."""
-    distances = [abs(value - statistics.median(group)) for group in groups for value in group]
-    return SIGMA_OF_MAD * statistics.median(distances)
+    centred = ((group, statistics.median(group)) for group in groups)
+    return SIGMA_OF_MAD * statistics.median(abs(value - middle) for group, middle in centred for value in group)
 
 
 # --- The predictor follows the log ----------------------------------------------------------------------------------------------

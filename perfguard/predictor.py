@@ -122,6 +122,8 @@ class Prediction:
     """Joules of one step or one batch of inference; None if the predictor cannot say."""
     unmodelled: tuple[str, ...] = ()
     """Parts that the trace does not account for, in words."""
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """Factors by which :meth:`widened` has widened the standard deviations; empty: none."""
     trained_quantities: tuple[Target, ...] | None = None
     """Quantities for which ``trained_on_device`` holds, of "memory" and "time". It is True if it holds for both. None: the
     predictor does not tell them apart."""
@@ -152,10 +154,16 @@ class Prediction:
         def widened(estimate: Estimate, target: Target) -> Estimate:
             return replace(estimate, log_sigma=widened_log_sigma(estimate.log_sigma, factors.get(target, 1.0)))
 
+        memory, step_time = widened(self.peak_memory, "memory"), widened(self.step_time, "time")
+        done = {
+            "memory": memory.log_sigma / self.peak_memory.log_sigma,
+            "time": step_time.log_sigma / self.step_time.log_sigma,
+        }
         return replace(
             self,
-            peak_memory=widened(self.peak_memory, "memory"),
-            step_time=widened(self.step_time, "time"),
+            widening={target: self.widening.get(target, 1.0) * done[target] for target in TARGETS},
+            peak_memory=memory,
+            step_time=step_time,
             total_time=self.total_time and widened(self.total_time, "time"),
         )
 
@@ -184,6 +192,8 @@ class Observation:
     measurement: Measurement
     predicted: Mapping[Target, Estimate] = field(default_factory=dict)
     """Prediction of the run from before it ran; empty: unknown."""
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """Factors by which the standard deviations of ``predicted`` were widened, see :meth:`Prediction.widened`; empty: none."""
     predicted_by: str = ""
     """Name and version of the predictor that ``predicted``; empty: unknown."""
     regime: int = 0

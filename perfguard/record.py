@@ -46,6 +46,9 @@ TEXTS = ("verdict", "bound", "repair", "remark", "unjudged", "predictor")
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(TEXTS, str),
     "accepted": float,
+    # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
+    "memory_widening": float,
+    "step_time_widening": float,
     **{column(quantity, number): float for quantity in QUANTITIES for number in NUMBERS},
 }
 """Every column of a verdict, with the type of its values."""
@@ -59,8 +62,11 @@ def columns_of(verdict: Verdict) -> dict[str, Any]:
         "bound": verdict.bound,
         "remark": verdict.remark,
         "unjudged": verdict.unjudged,
-        "predictor": "" if verdict.prediction is None else verdict.prediction.predictor,
     }
+    if verdict.prediction is not None:
+        columns["predictor"] = verdict.prediction.predictor
+        names = {"memory": "memory_widening", "time": "step_time_widening"}
+        columns |= {names[target]: factor for target, factor in verdict.prediction.widening.items()}
     for quantity, estimate in verdict.predicted.items():
         columns |= _numbers_of(quantity, estimate)
     for limit in verdict.limits:

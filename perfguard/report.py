@@ -318,8 +318,9 @@ def _trials(report: Report, shown: Sequence[TrialRecord]) -> str:
     )
     rows = "".join(_row(record, index, quantities, report.doubts or {}, several=several) for index, record in enumerate(shown))
     filters = (
-        '<form id="filters" class="controls" hidden><label for="outcome">Outcome<select id="outcome"><option value="">all</option>'
-        f'{options}</select></label><label for="words">Words to find<input id="words" type="search" autocomplete="off"></label>'
+        '<form id="filters" class="controls" hidden><label for="outcome">Outcome<select id="outcome">'
+        f'<option value="">all</option>{options}</select></label>'
+        '<label for="words">Words to find<input id="words" type="search" autocomplete="off"></label>'
         '<p role="status" id="shown" class="muted"></p></form>'
     )
     caption = "One row for each trial. Under a prediction: its 90% interval. The buttons in the header sort the rows."
