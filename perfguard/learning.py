@@ -22,6 +22,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -479,7 +480,8 @@ def tune_weights(
     if data is None:
         return None
     promoted = log.promoted(in_use.lineage)
-    in_use.use_refinement(None if promoted is None else promoted[1])
+    with suppress(PredictorError):  # guards refuse damaged weights too, and a better generation takes their place
+        in_use.use_refinement(None if promoted is None else promoted[1])
     candidate.use_refinement(data)
     before, after = _judged(in_use, splits), _judged(candidate, splits)
     metrics = {

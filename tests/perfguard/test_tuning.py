@@ -6,10 +6,8 @@ import functools
 import math
 import random
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
-from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
-from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer, assess_log
-from perfguard.store import export_log, import_log
+from perfguard import (
+    Device,
+    Guard,
+    Limit,
+    Measurement,
+    MeasurementStore,
+    Observation,
+    OpGraph,
+    Prediction,
+    TensorSpec,
+    Verdict,
+    Workload,
+    trace,
+)
+from perfguard.exceptions import ConfigurationError, DriftWarning, LogWarning, MeasurementWarning
+from perfguard.learning import FineTuneProcess, Learner, assess, tune_weights
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
@@ -74,9 +84,8 @@ def fill(
     for graph, index in rows:
         prediction = shipped()[index % len(graphs())]
         step_s = prediction.step_time.median * pattern(graph, index) * math.exp(generator.gauss(0, 0.03))
-        decision_id = log.record_decision(
-            study="s", trial=index, graph=graph, device=CPU, action="launch", reason="", prediction=prediction, params={}
-        )
+        verdict = Verdict.of(prediction, [Limit("memory", 2**34, prediction.peak_memory)], accepted=0.05)
+        decision_id = log.record_decision(verdict, graph=graph, device=CPU, study="s", trial=index, params={})
         log.record_measurement(decision_id, measurement(int(prediction.peak_memory.median), step_s, framework))
     return net
 
@@ -99,7 +108,7 @@ def same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs are kept back follows the ids of decisions: with random ones a promotion is a matter of luck."""
     generator = random.Random(0)
     ids = SimpleNamespace(uuid4=lambda: uuid.UUID(int=generator.getrandbits(128)))
-    monkeypatch.setattr("perfguard.store._store.uuid", ids)
+    monkeypatch.setattr("perfguard.log.uuid", ids)
 
 
 @pytest.fixture
@@ -107,67 +116,52 @@ def log(tmp_path: Path) -> MeasurementStore:
     return MeasurementStore(tmp_path / "log.db")
 
 
-def test_better_weights_are_promoted_and_synced(log: MeasurementStore) -> None:
+def test_better_weights_are_promoted_used_and_rolled_back(log: MeasurementStore) -> None:
     net = fill(log, by_width)
-    sync = LogSync(net, log)
-    sync.update("cpu")
+    learner = Learner(net, log)
+    learner.update(CPU)
     before = error(net, by_width)
-    generation = OnlineTrainer(log).update()
+    generation = tune_weights(log)
     assert generation is not None
     assert generation.promoted
     assert generation.metrics["recent time after"] < 0.9 * generation.metrics["recent time before"]
     assert "promoted" in str(generation)
-    sync.update("cpu")
+    learner.update(CPU)
     assert net.name == f"{net.lineage}+"
     assert error(net, by_width) < 0.8 * before
-    assert OnlineTrainer(log).update() is None  # nothing is new
+    assert tune_weights(log) is None, "nothing is new"
+    again = guardnet.load()
+    Learner(again, log).update(CPU)
+    assert [net.predict(graph, CPU) for graph in graphs()[:5]] == [again.predict(graph, CPU) for graph in graphs()[:5]]
+    log.roll_back(net.lineage)
+    learner.update(CPU)
+    assert net.name == net.lineage
+    assert tune_weights(log) is None, "the same runs do not undo a rollback"
 
 
 def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
     net = fill(log, by_chance)
-    generation = OnlineTrainer(log).update()
+    generation = tune_weights(log)
     assert generation is not None
     assert not generation.promoted
-    assert log.promoted_weights(net.lineage) is None
-    assert [weights.state for weights in log.weights()] == ["rejected"]
-    assert log.weights_data(generation.weights_id) is None
+    assert log.promoted(net.lineage) is None
 
 
 def test_weights_far_from_shipped_are_rejected(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(log, by_width)
     monkeypatch.setattr(GuardNet, "shift_on_reference", 0.05)
-    generation = OnlineTrainer(log).update()
+    generation = tune_weights(log)
     assert generation is not None
     assert generation.metrics["recent time after"] < 0.9 * generation.metrics["recent time before"]
-    assert generation.metrics["shipped moved"] == 0.05
     assert not generation.promoted
 
 
-def test_rollback_to_parent(log: MeasurementStore) -> None:
-    net = fill(log, by_width)
-    first = OnlineTrainer(log).update()
-    fill(log, by_all, repeats=6, framework="torch, a later one")
-    second = OnlineTrainer(log).update()
-    assert first is not None and first.promoted  # noqa: PT018
-    assert second is not None and second.promoted  # noqa: PT018
-    sync = LogSync(net, log)
-    sync.update("cpu")
-    assert log.promoted_weights(net.lineage) == second.weights_id
-    assert log.roll_back_weights(second.weights_id) == first.weights_id
-    assert log.roll_back_weights(first.weights_id) is None
-    with pytest.raises(LogError, match="is rolled back"):
-        log.roll_back_weights(first.weights_id)
-    sync.update("cpu")
-    assert net.name == net.lineage
-    assert [weights.state for weights in log.weights()] == ["rolled back", "rolled back"]
-
-
-def test_sync_of_one_device_leaves_others(log: MeasurementStore) -> None:
+def test_tuning_for_one_device_leaves_others(log: MeasurementStore) -> None:
     net = fill(log, by_width)
     other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
     before = [net.predict(graph, other) for graph in graphs()]
-    OnlineTrainer(log).update()
-    LogSync(net, log).update("cpu")
+    tune_weights(log)
+    Learner(net, log).update(CPU)
     after = [net.predict(graph, other) for graph in graphs()]
     assert [one.step_time for one in before] == [one.step_time for one in after]
     assert [one.peak_memory for one in before] == [one.peak_memory for one in after]
@@ -175,46 +169,35 @@ def test_sync_of_one_device_leaves_others(log: MeasurementStore) -> None:
 
 def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
     fill(log, by_width, repeats=1)
-    assert OnlineTrainer(log, min_new=41).update() is None
-    assert OnlineTrainer(log, max_rows=10).update() is None
+    assert tune_weights(log, min_new=41) is None
+    assert tune_weights(log, max_rows=10) is None
     assert log.weights() == []
-
-
-def test_update_without_new_runs_reads_nothing(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(log, by_width)
-    trainer = OnlineTrainer(log)
-    assert trainer.update() is not None
-    monkeypatch.setattr(log, "observations", lambda *_: pytest.fail("read"))
-    assert trainer.update() is None
 
 
 def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
     with pytest.raises(ConfigurationError, match="cannot be fine-tuned"):
-        OnlineTrainer(log, predictor=ReplayPredictor)
+        tune_weights(log, predictor=ReplayPredictor)
     with pytest.raises(ConfigurationError, match="min_new"):
-        OnlineTrainer(log, min_new=0)
+        tune_weights(log, min_new=0)
     fill(log, by_width, repeats=1)
     replay = ReplayPredictor()
-    LogSync(replay, log).update("cpu")
+    Learner(replay, log).update(CPU)
     assert len(replay.learnt) == 40
 
 
-@pytest.mark.parametrize("data", [b"", b"no weights", b"\xff" * 200])
-def test_damaged_weights_are_refused_once(log: MeasurementStore, data: bytes) -> None:
+def test_damaged_weights_are_refused_once_and_replaced(log: MeasurementStore) -> None:
     net = fill(log, by_width, repeats=1)
-    sync = LogSync(net, log)
-    log.set_weights_state(log.record_weights(predictor=net.lineage, data=data or b"\0"), "promoted")
+    log.promote(net.lineage, b"no weights", {})
+    log.promote("guardnet-0", b"of another lineage", {})
+    learner = Learner(net, log)
     with pytest.warns(LogWarning, match="are not used"):
-        sync.update("cpu")
-    sync.update("cpu")  # said once
+        learner.update(CPU)
+    learner.update(CPU)  # said once
     assert net.name == net.lineage
-
-
-def test_weights_of_other_lineage_are_ignored(log: MeasurementStore) -> None:
-    net = fill(log, by_width, repeats=1)
-    log.set_weights_state(log.record_weights(predictor="guardnet-0", data=b"x"), "promoted")
-    LogSync(net, log).update("cpu")
-    assert net.name == net.lineage
+    fill(log, by_width)
+    generation = tune_weights(log)
+    assert generation is not None
+    assert generation.promoted
 
 
 def test_guard_warns_of_drift_and_quarantine() -> None:
@@ -247,7 +230,7 @@ def test_small_reading_on_cpu_is_quarantined_quietly() -> None:
         prediction = decision.verdict.prediction
         assert isinstance(prediction, Prediction)
         guard.learn(decision, measurement(memory, prediction.step_time.median, "torch 2.13"))
-    found = assess_log(guard.log.observations("cpu")).quarantined
+    found = assess(guard.log.observations("cpu")).doubts
     assert [(quarantined.target, quarantined.observation.measurement.peak_memory_bytes) for quarantined in found] == [
         ("memory", 2**19)
     ]
@@ -265,27 +248,8 @@ def test_known_drift_is_not_warned_again(log: MeasurementStore) -> None:
         prediction = decision.verdict.prediction
         assert prediction is not None
         guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
-    assert len(guard._assessment.drifts) == 1
+    assert len(guard._assessment.changes) == 1
     assert len(guard._assessment.observations) == len(rows) + 3
-
-
-def test_lease_is_exclusive_and_expires(log: MeasurementStore) -> None:
-    assert log.lease(LEASE, "first", seconds=60)
-    assert not log.lease(LEASE, "second", seconds=60)
-    assert log.lease(LEASE, "first", seconds=0.2)  # renewed
-    time.sleep(0.3)
-    assert log.lease(LEASE, "second", seconds=60)
-    log.release(LEASE, "first")
-    assert not log.lease(LEASE, "first", seconds=60)
-    log.release(LEASE, "second")
-    assert log.lease(LEASE, "first", seconds=60)
-
-
-def test_lease_under_contention(postgres_url: str) -> None:
-    stores = [MeasurementStore(postgres_url) for _ in range(4)]
-    assert sum(store.lease(LEASE, str(index), seconds=60) for index, store in enumerate(stores)) == 1
-    for store in stores:
-        store.close()
 
 
 @pytest.mark.slow
@@ -298,17 +262,7 @@ def test_fine_tune_process_starts_after_enough_runs(log: MeasurementStore) -> No
     process.wake()
     assert process._child is not None
     assert process._child.wait(120) == 0
-    assert log.promoted_weights(net.lineage) is not None
-
-
-def test_sync_is_the_same_in_every_order(log: MeasurementStore) -> None:
-    net = fill(log, by_width)
-    OnlineTrainer(log).update()
-    LogSync(net, log).update("cpu")
-    again = guardnet.load()
-    LogSync(again, log).update("cpu")
-    ours, theirs = ([one.predict(graph, CPU).step_time for graph in graphs()[:5]] for one in (net, again))
-    assert ours == theirs
+    assert log.promoted(net.lineage) is not None
 
 
 def test_refine_learns_from_all_devices() -> None:
@@ -328,71 +282,6 @@ def test_refine_learns_from_all_devices() -> None:
     assert net.name.endswith("+")
     net.use_refinement(None)
     assert net.name == net.lineage
-
-
-def test_lost_lease_promotes_nothing(log: MeasurementStore) -> None:
-    net = fill(log, by_width)
-    generation = OnlineTrainer(log).update(may_promote=lambda: False)
-    assert generation is not None
-    assert not generation.promoted
-    assert log.promoted_weights(net.lineage) is None
-
-
-def test_candidate_of_replaced_parent_is_rejected(log: MeasurementStore) -> None:
-    first, second = (log.record_weights(predictor="p", data=bytes([index])) for index in range(2))
-    assert log.promote_candidate(first)
-    assert not log.promote_candidate(second)  # judged against the shipped ones
-    child = log.record_weights(predictor="p", data=b"child", parent_id=first)
-    log.roll_back_weights(first)
-    assert not log.promote_candidate(child)
-    assert log.promoted_weights("p") is None
-    assert [weights.state for weights in log.weights("p")] == ["rolled back", "rejected", "rejected"]
-    with pytest.raises(LogError, match="no candidate"):
-        log.promote_candidate(child)
-
-
-def test_imported_weights_do_not_stop_promotions(log: MeasurementStore, tmp_path: Path) -> None:
-    with MeasurementStore(tmp_path / "elsewhere.db") as elsewhere:
-        assert elsewhere.promote_candidate(elsewhere.record_weights(predictor="p", data=b"theirs"))
-        export_log(elsewhere, tmp_path / "export")
-    assert log.promote_candidate(log.record_weights(predictor="p", data=b"ours"))
-    import_log(log, tmp_path / "export")
-    child = log.record_weights(predictor="p", data=b"child", parent_id=log.promoted_weights("p"))
-    assert log.promote_candidate(child)
-    assert [weights.weights_id for weights in log.weights("p") if weights.state == "promoted"] == [child]
-
-
-def test_promotion_under_contention(postgres_url: str) -> None:
-    stores = [MeasurementStore(postgres_url) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(10):
-            parent = stores[0].promoted_weights("p")
-            made = [store.record_weights(predictor="p", data=b"x", parent_id=parent) for store in stores]
-            done = list(pool.map(lambda one: one[0].promote_candidate(one[1]), zip(stores, made, strict=True)))
-            assert sum(done) == 1
-    assert [weights.state for weights in stores[0].weights("p")].count("promoted") == 1
-    for store in stores:
-        store.close()
-
-
-def test_rollback_is_not_undone_by_same_runs(log: MeasurementStore) -> None:
-    fill(log, by_width)
-    first = OnlineTrainer(log).update()
-    fill(log, by_width)
-    assert first is not None
-    log.roll_back_weights(first.weights_id)
-    assert OnlineTrainer(log).update() is None
-
-
-def test_damaged_weights_do_not_stop_trainer(log: MeasurementStore) -> None:
-    net = fill(log, by_width, repeats=1)
-    damaged = log.record_weights(predictor=net.lineage, data=b"no weights")
-    log.set_weights_state(damaged, "promoted")
-    fill(log, by_width)
-    generation = OnlineTrainer(log).update()
-    assert generation is not None
-    assert generation.promoted
-    assert log.promoted_weights(net.lineage) == generation.weights_id
 
 
 def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
