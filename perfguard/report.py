@@ -296,7 +296,7 @@ def _counts(summary: Summary) -> str:
 def _picture(figure: go.Figure) -> str:
     from plotly.io import to_html
 
-    config = {"responsive": True, "displaylogo": False}
+    config = {"responsive": True, "displayModeBar": False}
     div = to_html(figure, full_html=False, include_plotlyjs=False, default_width="100%", default_height="100%", config=config)
     return f'<div class="plot">{div}</div>'
 
