@@ -255,7 +255,7 @@ def page_of(report: Report, *, max_rows: int = 5000) -> str:
     body = (
         f"<header><h1>{_text(report.title)}</h1><p class='muted'>{_text(_about(report))}</p></header>"
         f"<main><h2>What was saved</h2>{_counts(report.summary)}{''.join(map(_picture, pictures))}"
-        f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown)}</main>"
+        f"<h2>Verdict by verdict</h2>{note}{_trials(report, shown, compared)}</main>"
         f"<footer><p class='muted'>Written by PerfGuard {__version__}. This file loads nothing from the network.</p></footer>"
     )
     page = f"<script>{_plotly_js()}</script>{body}<script>{_asset('report.js')}</script>"
@@ -301,12 +301,12 @@ def _picture(figure: go.Figure) -> str:
     return f'<div class="plot">{div}</div>'
 
 
-def _trials(report: Report, shown: Sequence[TrialRecord]) -> str:
+def _trials(report: Report, shown: Sequence[TrialRecord], compared: Sequence[Quantity]) -> str:
     if not shown:
         return "<p>No trial has finished yet.</p>"
     several = len({record.study for record in shown}) > 1
-    known = {quantity for record in shown for quantity in (*record.predicted, *record.measured)}
-    quantities = [quantity for quantity in QUANTITIES if quantity in known]
+    limited = {quantity for record in shown for quantity in record.limits}
+    quantities = [quantity for quantity in QUANTITIES if quantity in limited or quantity in compared]
     heads = ["Trial", *(["Study"] if several else []), "Outcome", "Reason"]
     for quantity in quantities:
         heads += [f"{NOUNS[quantity].capitalize()}, predicted", f"{NOUNS[quantity].capitalize()}, measured"]
