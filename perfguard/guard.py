@@ -95,9 +95,9 @@ class Guard(Judge):
         step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
         energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
-        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and a price.
-        price_per_hour: dollars of an hour on the device, for ``cost_budget``. None: what the table that the environment variable
-            PERFGUARD_PRICES names has, else a list price. See :func:`perfguard.devices.price_of`.
+        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and
+            ``price_per_hour``.
+        price_per_hour: dollars of an hour on the device, for ``cost_budget``.
         risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
             the limit are lost. Near 1, none is lost, but some crash.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is

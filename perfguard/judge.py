@@ -29,8 +29,7 @@ class Judge:
         predictor: its name, or the object itself.
 
     Raises:
-        ConfigurationError: if the device cannot have the memory of the budget, if it has no price but the budget limits the cost,
-            or if an argument cannot be right.
+        ConfigurationError: if the device cannot have the memory of the budget, or if an argument cannot be right.
     """
 
     def __init__(self, gpu: str | Device, budget: Budget, *, risk: float, predictor: str | Predictor) -> None:
@@ -40,7 +39,7 @@ class Judge:
         self.risk = check_risk(risk)
         self.device = resolve_device(gpu)
         budget.check_device(self.device)
-        self.budget = budget.priced_on(self.device)
+        self.budget = budget
         self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self._traces = TraceCache()
 

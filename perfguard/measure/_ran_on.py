@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perfguard.devices import Device, catalog
-from perfguard.devices._catalog import look_up, same_name
-from perfguard.devices._cpu import cpu_name
-from perfguard.devices._detect import id_of
-from perfguard.devices._spec import DeviceKind
+from perfguard.devices.catalog import DeviceKind, look_up, same_name
+from perfguard.devices.detect import cpu_name, id_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
