@@ -83,7 +83,8 @@ class TrialRecord:
     @property
     def is_measured(self) -> bool:
         """Whether the trial ran, and it is known whether it exceeded a limit."""
-        return self.status in RAN_OUT.values() or any(quantity in self.measured for quantity in self.limits)
+        ran_out = self.status in RAN_OUT.values() and not self.not_measured
+        return ran_out or any(quantity in self.measured for quantity in self.limits)
 
     @property
     def violates(self) -> bool:
@@ -94,7 +95,7 @@ class TrialRecord:
         """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
         limit = self.limits.get(quantity)
         is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
-        return is_over or self.status == RAN_OUT.get(quantity, "-")
+        return is_over or (self.status == RAN_OUT.get(quantity, "-") and not self.not_measured)
 
     def prediction_error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
