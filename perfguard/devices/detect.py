@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import psutil
 
@@ -21,27 +21,7 @@ from perfguard.exceptions import ConfigurationError
 _T = TypeVar("_T")
 
 
-class Nvml(Protocol):
-    """The part of the module ``pynvml`` that detection uses. Handles are opaque."""
-
-    NVMLError: type[Exception]
-    NVML_CLOCK_SM: int
-    NVML_CLOCK_MEM: int
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
-    def nvmlDeviceGetName(self, handle: Any) -> str | bytes: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetNumGpuCores(self, handle: Any) -> int: ...
-    def nvmlDeviceGetMaxClockInfo(self, handle: Any, clock: int) -> int: ...
-    def nvmlDeviceGetMemoryBusWidth(self, handle: Any) -> int: ...
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Any) -> int: ...
-
-
-def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
+def resolve_device(gpu: str | Device, *, nvml: Any = None) -> Device:
     """Return the device that ``gpu`` names.
 
     Example:
@@ -72,7 +52,7 @@ def resolve_device(gpu: str | Device, *, nvml: Nvml | None = None) -> Device:
     return here if here is not None and is_short_for(gpu, here) else named
 
 
-def visible_gpu(*, nvml: Nvml | None = None) -> Device | None:
+def visible_gpu(*, nvml: Any = None) -> Device | None:
     """The first GPU that this process may use (``CUDA_VISIBLE_DEVICES``); None: there is none. Does not initialise CUDA.
 
     Args:
@@ -82,7 +62,7 @@ def visible_gpu(*, nvml: Nvml | None = None) -> Device | None:
     return None if first is None else detect_gpu(first, nvml=nvml)
 
 
-def detect_gpu(index: int | str = 0, *, nvml: Nvml | None = None) -> Device | None:
+def detect_gpu(index: int | str = 0, *, nvml: Any = None) -> Device | None:
     """The GPU that NVML shows at ``index``; None where there is no NVML, no such GPU, or no permission.
 
     A card of the catalog gets the catalog's figures, with NVML's memory where the sizes differ. Any other card gets NVML's
@@ -94,7 +74,7 @@ def detect_gpu(index: int | str = 0, *, nvml: Nvml | None = None) -> Device | No
         nvml: stands in for the module ``pynvml``.
     """
     try:
-        nvml = nvml or cast(Nvml, importlib.import_module("pynvml"))
+        nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
@@ -120,7 +100,7 @@ def _first_visible(cuda_visible_devices: str | None) -> int | str | None:
     return int(first) if first.isdecimal() else first
 
 
-def _describe(nvml: Nvml, handle: Any) -> Device:
+def _describe(nvml: Any, handle: Any) -> Device:
     raw_name = nvml.nvmlDeviceGetName(handle)
     name = raw_name.decode() if isinstance(raw_name, bytes) else raw_name
     total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
@@ -138,7 +118,7 @@ def id_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "gpu"
 
 
-def _from_nvml(nvml: Nvml, handle: Any, name: str, memory_bytes: int) -> Device:
+def _from_nvml(nvml: Any, handle: Any, name: str, memory_bytes: int) -> Device:
     def read(query: Callable[[], _T], default: _T) -> _T:
         try:
             return query() or default
