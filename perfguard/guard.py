@@ -13,10 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._gc import gc_paused
-from perfguard._logging import log_once
-from perfguard._too_large import too_large_named
-from perfguard._warn import warn_user
 from perfguard.budget import Budget
 from perfguard.exceptions import (
     BudgetWarning,
@@ -28,11 +24,14 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
+    log_once,
+    warn_user,
 )
 from perfguard.learning import Assessment, FineTuneProcess, Learner
 from perfguard.pace import total_time_at_pace
 from perfguard.physics import HOPELESS, LeastMemory, least_reading
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
+from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
 from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch

@@ -26,8 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
 from perfguard.measure import NOT_A_NUMBER
 from perfguard.physics import least_reading
 from perfguard.predictor import (

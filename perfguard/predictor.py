@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
-from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PredictorError
+from perfguard.pytorch import random_numbers_kept
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import ConfigurationError, TrackingWarning
+from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user
 from perfguard.record import TrialRecord, column, columns_of
 
 TrackerName = Literal["mlflow", "wandb", "tensorboard"]

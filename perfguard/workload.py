@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._compiled import is_compiled, module_inside
-from perfguard._random import random_numbers_kept
-from perfguard._too_large import too_large_named
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError
+from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
 
 if TYPE_CHECKING:
     import torch

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-_AMD = "AMD GPUs: no prediction for them was ever compared with a measurement"
 MEMORY, TIME = MemoryForest.name, TwoClocks.name
 
 
@@ -180,7 +179,6 @@ class GuardNet:
         memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
-        has_learnt = (device.id, "memory") in self._posteriors
         on_device = self._weights[device.kind].trained_on(device)
         trained = {target: ((device.id, target) in self._posteriors) | (raw.known[target] & on_device) for target in TARGETS}
         quantities = [tuple(target for target in TARGETS if trained[target][at]) for at in range(len(memory))]
@@ -209,7 +207,7 @@ class GuardNet:
                 gpu_util=shares["gpu_util"][at] if shares else None,
                 sm_active=shares["sm_active"][at] if shares else None,
                 energy=None if power is None else time.scaled(math.exp(power[0]), log_sigma=power[1]),
-                unmodelled=launched.skeleton.unmodelled + ((_AMD,) if device.is_amd and not has_learnt else ()),
+                unmodelled=launched.skeleton.unmodelled,
             )
             for at, time in enumerate(step_time)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from perfguard.devices import catalog
-from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
+from perfguard.graph import GraphBatch, OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
@@ -69,9 +69,6 @@ class PhysicsConfig:
     those that are used are loaded."""
     time_log_sigma: float = 0.6
     """A step takes one to four times its roofline."""
-    time_factor: float = 2.0
-    """The middle of that, as a factor on the roofline."""
-
     new_cpu_log_sigma: float = 0.2
     """What another CPU adds to the time's. A guess: the training rows are of one machine."""
 
@@ -168,20 +165,12 @@ class Weights:
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
             prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
-            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" and not device.is_amd else {},
+            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" else {},
             known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
         )
-        if device.is_amd:
-            # NVIDIA's kernels and workspaces say nothing of AMD's. Carried over, they have a transformer in half precision at
-            # 91% of an MI300X's peak, at 83% of an H100's. The host is the same: what waits for it takes as long there.
-            roofline_s = PHYSICS.time_factor * batch_roofline_s(graphs, device).sum(axis=1)
-            is_slower = np.log(np.maximum(roofline_s, 1e-12)) > log_step_s[0]
-            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_), "time": is_slower})
-            unsure = np.maximum(raw.prior_scale["time"], PHYSICS.time_log_sigma)
-            raw = raw._replace(prior_scale=raw.prior_scale | {"time": unsure})
-        elif memory is None:
-            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
+        if memory is None:
+            raw = memory_by_replay(raw, graphs, device)
         alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
         if device.kind == "cpu":
             alternatives["memory"] = torch.zeros_like(alternatives["memory"])  # there is no allocator's cache, and no context
@@ -249,7 +238,7 @@ class Weights:
 
         Compiled steps of any GPU count, and both half precisions as one.
         """
-        if device.kind == "cpu" or device.is_amd:
+        if device.kind == "cpu":
             return False
         own = Setting.of(graph, device)
         if own.precision != "fp32":
@@ -280,36 +269,19 @@ def gp_inputs(
     return GPInputs(x, alternatives, *columns)
 
 
-def by_physics(
-    raw: RawPrediction, graphs: GraphBatch, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
-) -> RawPrediction:
-    """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma."""
-    for target, chosen in rows.items():
-        if not chosen.any():
-            continue
-        op_time_s, path = raw.op_time_s, raw.path
-        if target == "memory":
-            num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
-            value = np.log((np.maximum(num_bytes, 1) + device.context_bytes).astype(np.float64))
-        else:
-            bare = batch_roofline_s(graphs, device) * PHYSICS.time_factor
-            value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
-            op_time_s = np.where(chosen[:, None], bare, op_time_s)
-            path = path.replaced(PathTimes.on_device(bare), chosen)
-        is_validated = target == "memory" and device.kind == "cuda" and not device.is_amd
-        is_validated = is_validated and _replay_is_validated(graphs.skeleton)
-        unsure: float | Floats = PHYSICS.log_sigma(target)
-        if is_validated:  # a relative and a constant part
-            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
-        scale = np.where(chosen, unsure, raw.prior_scale[target])
-        raw = raw._replace(
-            log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
-            op_time_s=op_time_s,
-            path=path,
-            prior_scale=raw.prior_scale | {target: scale},
-            known=raw.known | {target: np.where(chosen, is_validated, raw.known[target])},
-        )
-    return raw
+def memory_by_replay(raw: RawPrediction, graphs: GraphBatch, device: Device) -> RawPrediction:
+    """Replace the memory by that of the allocator's replay and the driver's context, with its sigma."""
+    num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
+    value = np.log((np.maximum(num_bytes, 1) + device.context_bytes).astype(np.float64))
+    is_validated = device.kind == "cuda" and _replay_is_validated(graphs.skeleton)
+    sigma = np.full(len(graphs), PHYSICS.memory_log_sigma)
+    if is_validated:  # a relative and a constant part
+        sigma = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
+    return raw._replace(
+        log_value=raw.log_value | {"memory": value},
+        prior_scale=raw.prior_scale | {"memory": sigma},
+        known=raw.known | {"memory": np.full(len(graphs), is_validated)},
+    )
 
 
 def _replay_is_validated(graph: OpGraph) -> bool:

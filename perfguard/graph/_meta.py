@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from perfguard._batch import mapped
-from perfguard._compiled import function_inside
 from perfguard.exceptions import TraceError, WorkloadError
+from perfguard.pytorch import function_inside
 from perfguard.workload import TensorSpec, Workload
 
 META = torch.device("meta")

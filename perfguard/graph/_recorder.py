@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perfguard._compiled import path_inside
 from perfguard.graph._costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
 from perfguard.graph._pytree import tensors_in
 from perfguard.graph._schema import Op, Phase, Storage, StorageKind
 from perfguard.graph._selections import Selections, is_mask
 from perfguard.graph._shape_rules import outputs_of
+from perfguard.pytorch import path_inside
 
 
 class _Operator(NamedTuple):

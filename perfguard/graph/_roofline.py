@@ -77,7 +77,7 @@ def _rates(skeleton: OpGraph, device: Device) -> _Floats:
     """Peak FLOPs a second of each operator. Shape: (N,)."""
 
     def rates() -> _Floats:
-        in_tf32 = kinds_in_tf32(skeleton) - (_CUDNN_KINDS if device.is_amd else frozenset())  # MIOpen has no TF32
+        in_tf32 = kinds_in_tf32(skeleton)
         return np.array([_rate(op.kind, op.dtype, device, in_tf32) for op in skeleton.ops], dtype=np.float64)
 
     return _kept(_known_rates, skeleton, device, rates)

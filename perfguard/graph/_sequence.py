@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import nn
 
-from perfguard._compiled import compiled_parts, is_compiled
 from perfguard.graph._meta import META
 from perfguard.graph._schema import Op, OpGraph, Storage, StorageKind
 from perfguard.graph._structure import structure_of
 from perfguard.graph._target import target_of
 from perfguard.graph._trace import trace
+from perfguard.pytorch import compiled_parts, is_compiled
 from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:

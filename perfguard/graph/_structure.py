@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from perfguard._batch import mapped
-from perfguard._compiled import function_inside, module_inside
 from perfguard.graph._target import Target
+from perfguard.pytorch import function_inside, module_inside
 from perfguard.workload import TensorSpec, Workload
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)

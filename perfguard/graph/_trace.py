@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from perfguard._compiled import compiled_parts, is_compiled, path_inside
-from perfguard._gc import gc_paused
-from perfguard._random import random_numbers_kept
-from perfguard._too_large import too_large_named
 from perfguard.exceptions import PerfGuardError, TraceError
 from perfguard.graph._device_paths import DevicePaths
 from perfguard.graph._device_semantics import device_semantics
@@ -29,6 +25,7 @@ from perfguard.graph._recorder import Recorder
 from perfguard.graph._schema import OpGraph, Phase, StorageKind
 from perfguard.graph._target import Target, target_of
 from perfguard.graph._unknown import GROUPED_PRODUCTS
+from perfguard.pytorch import compiled_parts, gc_paused, is_compiled, path_inside, random_numbers_kept, too_large_named
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from perfguard._random import random_numbers_kept
 from perfguard.exceptions import BuildError, ConfigurationError, OnnxError, WorkloadError
 from perfguard.nas._protocols import ConstrainedTrial, Constraint, constrain
+from perfguard.pytorch import random_numbers_kept
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:

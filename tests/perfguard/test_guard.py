@@ -25,9 +25,9 @@ from perfguard.exceptions import (
 )
 from perfguard.graph import OpGraph
 from perfguard.guard import Guard
+from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
-from perfguard.log import MeasurementStore
 from perfguard.verdict import Verdict
 from perfguard.workload import Workload
 
@@ -289,7 +289,7 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"memory_budget": 0.025}, r"memory budget of 256 MiB is too small for any trial"),
         ({"time_budget": 0}, "time_budget must be positive"),
         ({"step_time_budget": -1}, "step_time_budget must be positive"),
-        ({"cost_budget": "$2"}, "cost_budget needs price_per_hour"),
+        ({"cost_budget": "$2"}, "cost_budget needs price_per_hour, the price of an hour on the device"),
         ({"gpu": "a1000000"}, "gpu must be a name from the catalog, 'auto' or 'cpu', but got 'a1000000'"),
     ],
 )

@@ -1,36 +1,30 @@
-"""Run: one launched trial being measured."""
+"""Run: one launched trial being measured. StepTimer: how long its steps take, and how long they wait for data."""
 
 from __future__ import annotations
 
 import functools
 import platform
+import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from perfguard.measure._cpu import CpuProbe
-from perfguard.measure._gpu import GpuProbe
-from perfguard.measure._measurement import Measurement, Status
-from perfguard.measure._probe import Probe, Reading
-from perfguard.measure._ran_on import RanOn
-from perfguard.measure._steps import StepTimer
-
-if TYPE_CHECKING:
-    from perfguard.devices import Device
+from perfguard.devices import Device
+from perfguard.measure.cpu import CpuProbe
+from perfguard.measure.gpu import GpuProbe
+from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
 
 T = TypeVar("T")
 
-_OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "std::bad_alloc",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-)
+_lock = threading.Lock()
+_active: WeakValueDictionary[int, Run] = WeakValueDictionary()
+"""The running Run of each thread. A run that was dropped unfinished is over, so the references are weak."""
 
 
 class Run:
@@ -129,13 +123,13 @@ class Run:
 
     def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
         """End the run, now or ``at_last_step``, and return what it cost."""
+        self._timer.catch_up()  # a GPU that lags behind is still at work for this run
         last = self._timer.last_step_at_s if at_last_step else None
-        step_time_s, data_wait_s = self._timer.step_time_s(), self._timer.data_wait_s()
         total_time_s = (time.perf_counter() if last is None else last) - self._started_at
         with _lock:
             if _active.get(self._thread) is self:
                 del _active[self._thread]
-        self.measurement = self._measured(status, self._probe.finish(), step_time_s, data_wait_s, total_time_s, note)
+        self.measurement = self._measured(status, self._probe.finish(), total_time_s, note)
         return self.measurement
 
     @property
@@ -148,18 +142,12 @@ class Run:
         """Cost of the run until now. After its end: the final cost."""
         if self.measurement is not None:
             return self.measurement
-        timer = self._timer
-        return self._measured("ok", self._probe.read(), timer.step_time_s(), timer.data_wait_s(), self.elapsed_s, "")
+        self._timer.catch_up()
+        return self._measured("ok", self._probe.read(), self.elapsed_s)
 
-    def _measured(
-        self,
-        status: Status,
-        reading: Reading,
-        step_time_s: float | None,
-        data_wait_s: float | None,
-        total_time_s: float,
-        note: str,
-    ) -> Measurement:
+    def _measured(self, status: Status, reading: Reading, total_time_s: float, note: str = "") -> Measurement:
+        import torch
+
         notes = [note] if note else []
         if self._overlapped:
             notes.append("other trials ran in this process, so its memory cannot be attributed")
@@ -172,28 +160,19 @@ class Run:
             used = reading.ran_on
             if used.kind != self._device.kind:  # the probe watched the wrong memory
                 reading = Reading("none", driver=reading.driver, notes=reading.notes)
+        readings = {one.name: getattr(reading, one.name) for one in fields(reading) if one.name not in ("notes", "ran_on")}
         return Measurement(
             status=status,
             device_id=used.id,
             device_name=used.name,
-            peak_memory_bytes=reading.peak_memory_bytes,
-            step_time_s=step_time_s,
+            step_time_s=self._timer.step_time_s(),
             total_time_s=total_time_s,
             num_steps=self.num_steps,
-            method=reading.method,
-            framework=_framework(),
+            framework=f"torch{torch.__version__}",
             note="; ".join([*notes, *reading.notes]),
-            allocated_peak_bytes=reading.allocated_peak_bytes,
-            reserved_peak_bytes=reading.reserved_peak_bytes,
-            sm_utilisation=reading.sm_utilisation,
-            energy_j=reading.energy_j,
-            sm_clock_hz=reading.sm_clock_hz,
-            throttled=reading.throttled,
-            data_wait_s=data_wait_s,
-            oom_retries=reading.oom_retries,
-            driver=reading.driver,
-            confidence=reading.confidence,
+            data_wait_s=self._timer.data_wait_s(),
             host=platform.node(),
+            **readings,
         )
 
     def __enter__(self) -> Run:
@@ -207,31 +186,36 @@ def status_of(error: BaseException | None) -> Status:
     """The status of a run that ended with ``error``.
 
     KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that
-    exits with another code than 0 has failed.
+    exits with another code than 0 has failed. So has one with a TimeoutError: a socket or a collective waited too long, which
+    says nothing about the trial's time. The status "timeout" is for whoever stops a trial for its time.
     """
     if error is None:
         return "ok"
     if not isinstance(error, Exception):
         return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
-    if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_SIGNS):
-        return "oom"
-    return "timeout" if isinstance(error, TimeoutError) else "failed"
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "std::bad_alloc",
+        "cublas_status_alloc_failed",
+        "cudnn_status_alloc_failed",
+    )
+    is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+    return "oom" if is_oom else "failed"
 
 
-_lock = threading.Lock()
-_active: WeakValueDictionary[int, Run] = WeakValueDictionary()  # a run that was dropped unfinished is over
-_hook_installed = False
+_has_hook = False
 
 
 def _install_optimizer_hook() -> None:
-    global _hook_installed
-    with _lock:
-        if _hook_installed:
-            return
-        _hook_installed = True
+    """Let every optimizer of the process mark a step, once: a second hook would count each step twice."""
+    global _has_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(_after_optimizer_step)
+    with _lock:
+        if not _has_hook:
+            register_optimizer_step_post_hook(_after_optimizer_step)
+        _has_hook = True
 
 
 @functools.cache
@@ -254,7 +238,118 @@ def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
         run._timer.step()
 
 
-def _framework() -> str:
-    import torch
+_Label = Literal["step", "wait begins", "wait ends"]
 
-    return f"torch{torch.__version__}"
+
+class _Mark(NamedTuple):
+    label: _Label
+    at_s: float
+    stamp: Any
+
+
+class StepTimer:
+    """Turns the ends of steps, and the waits for data between them, into a time per step.
+
+    A step is the time between two ends, less the waits that were marked in between. On a GPU, which works behind the
+    processor's back, both are taken on the device: what it computes while the processor waits for data is no wait.
+
+    The rule for the warm-up: the first step has no beginning and does not count; nor do the first tenth of the other steps, at
+    most ten. The median of what is left.
+
+    Args:
+        stamp: a point in time on the device, or None; see ``Probe.stamp``.
+    """
+
+    def __init__(self, stamp: Callable[[], Any]) -> None:
+        self._stamp = stamp
+        self.num_steps = 0
+        self.last_step_at_s: float | None = None
+        """Time at which the last step ended, by ``time.perf_counter``."""
+        self.device_time_lost = False
+        """Whether the device's clock failed, so that the processor's was taken instead."""
+        self._pending: deque[_Mark] = deque()
+        self._previous: _Mark | None = None
+        self._busy_s = self._wait_s = 0.0
+        self._steps_s: list[float] = []
+        self._waits_s: list[float] = []
+        self._saw_wait = self._saw_step = False
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.last_step_at_s = self._mark("step")
+        self.num_steps += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for data."""
+        self._mark("wait begins")
+        try:
+            yield
+        finally:
+            self._mark("wait ends")
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
+        while self._pending and (self._pending[0].stamp is None or self._has_passed()):
+            self._fold(self._pending.popleft())
+        return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
+
+    def catch_up(self) -> None:
+        """Wait until the device has reached the last mark."""
+        while self._pending:
+            self._fold(self._pending.popleft())
+
+    def step_time_s(self) -> float | None:
+        """Median seconds of a step; None with fewer than two. Waits for the device."""
+        steps = self._counted(self._steps_s)
+        return statistics.median(steps) if steps else None
+
+    def data_wait_s(self) -> float | None:
+        """Mean seconds that a step waited; None if no wait was marked. Waits for the device."""
+        waits = self._counted(self._waits_s)
+        return statistics.fmean(waits) if waits and self._saw_wait else None
+
+    def _counted(self, values: list[float]) -> list[float]:
+        self.catch_up()
+        return values[min(10, len(values) // 10) :]
+
+    def _mark(self, label: _Label) -> float:
+        mark = _Mark(label, time.perf_counter(), self._stamp())
+        self._pending.append(mark)
+        # A device's marks are only known once it gets there; a long run must not keep all of them.
+        while self._pending and (self._pending[0].stamp is None or (len(self._pending) > 256 and self._has_passed())):
+            self._fold(self._pending.popleft())
+        return mark.at_s
+
+    def _has_passed(self) -> bool:
+        try:
+            return bool(self._pending[0].stamp.query())
+        except RuntimeError:
+            return True  # a lost device; _seconds will see it too
+
+    def _fold(self, mark: _Mark) -> None:
+        if self._previous is not None:
+            elapsed_s = self._seconds(self._previous, mark)
+            if mark.label == "wait ends":
+                self._wait_s += elapsed_s
+            else:
+                self._busy_s += elapsed_s
+        self._previous = mark
+        self._saw_wait |= mark.label == "wait ends"
+        if mark.label != "step":
+            return
+        if self._saw_step:
+            self._steps_s.append(self._busy_s)
+            self._waits_s.append(self._wait_s)
+        self._saw_step = True
+        self._busy_s = self._wait_s = 0.0
+
+    def _seconds(self, earlier: _Mark, later: _Mark) -> float:
+        if earlier.stamp is not None and later.stamp is not None:
+            try:
+                later.stamp.synchronize()
+                return float(earlier.stamp.elapsed_time(later.stamp)) / 1e3
+            except RuntimeError:
+                self.device_time_lost = True
+        return later.at_s - earlier.at_s

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perfguard import Guard, MeasurementStore, _logging
+from perfguard import Guard, MeasurementStore, exceptions
 from tests.doubles import ReplayPredictor
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
@@ -22,7 +22,7 @@ def a_fresh_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
     logger.handlers.clear()
     logger.propagate = True  # else pytest adds handlers of its own
-    monkeypatch.setattr(_logging, "_logged_topics", set())
+    monkeypatch.setattr(exceptions, "_logged_topics", set())
     yield
     logger.level, logger.handlers[:], logger.propagate = before
 

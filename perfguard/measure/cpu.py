@@ -6,19 +6,16 @@ import ctypes
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from perfguard.measure._measurement import Confidence
-from perfguard.measure._probe import Reading
-from perfguard.measure._ran_on import Cuda, CudaUse
+from perfguard.measure.measurement import Confidence, CudaUse, Reading
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_LEFTOVERS_BYTES = 2**20
 _settled_bytes = 0
 """The resident set after the last collection."""
-_SAMPLE_INTERVAL_S = 0.02
 
 
 class CpuProbe:
@@ -28,7 +25,7 @@ class CpuProbe:
         cuda: stands in for the module ``torch.cuda``.
     """
 
-    def __init__(self, *, cuda: Cuda | None = None) -> None:
+    def __init__(self, *, cuda: Any = None) -> None:
         import torch
 
         self._use = CudaUse(torch.cuda if cuda is None else cuda)
@@ -82,7 +79,7 @@ class PeakResidentSet:
         global _settled_bytes
         process = psutil.Process()
         _trim_heap()
-        if abs(process.memory_info().rss - _settled_bytes) > _LEFTOVERS_BYTES:
+        if abs(process.memory_info().rss - _settled_bytes) > 2**20:
             gc.collect()  # a quarter of a second where many libraries are loaded, so only if there may be something
             _trim_heap()
             _settled_bytes = process.memory_info().rss
@@ -109,7 +106,7 @@ class PeakResidentSet:
 
     def _sample(self) -> None:
         process = psutil.Process()
-        while not self._stop.wait(_SAMPLE_INTERVAL_S):
+        while not self._stop.wait(0.02):
             self._sampled_peak_bytes = max(self._sampled_peak_bytes, process.memory_info().rss)
 
 
@@ -131,6 +128,6 @@ def _high_water_mark() -> int:
 
 def _trim_heap() -> None:
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory in its arenas, where it still counts as resident
     except (AttributeError, OSError):  # not glibc
         pass

@@ -1,4 +1,4 @@
-"""The catalog of GPUs: ``catalog.json``, read once, and the names that people write for them."""
+"""Device: what a prediction needs to know of the hardware. The catalog: ``catalog.json``, and the names that people write."""
 
 from __future__ import annotations
 
@@ -7,17 +7,80 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from perfguard.devices._mig import mig_profile
-from perfguard.devices._partition import mig_instance
-from perfguard.devices._spec import Device
-from perfguard.exceptions import UnknownDeviceError
+from perfguard.devices.parts import mig_instance, mig_profile
+from perfguard.exceptions import ConfigurationError, UnknownDeviceError
 
-_SEPARATORS = re.compile(r"[\s_-]+")
-_BRANDS = re.compile(r"^(nvidia|tesla|geforce|amd|instinct)+")
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as its data sheet describes it, or a CPU as it was measured.
+
+    The rates are per second and dense: vendors' figures for structured sparsity are halved in the catalog.
+    """
+
+    id: str
+    """Catalog id, for instance "a100-pcie-40gb"; "cpu" for the processor."""
+    name: str
+    """The name that people know it by."""
+    kind: DeviceKind
+    """"cuda" or "cpu"."""
+    memory_bytes: int
+    """Memory for programs, as CUDA reports it."""
+    bandwidth_bytes_per_s: float
+    """Peak bandwidth of the device memory."""
+    peak_flops: Mapping[str, float]
+    """FLOP/s by arithmetic: "fp32", "tf32", "fp16", "bf16"; the last three on matrix units. Missing: not supported."""
+    num_sms: int
+    """Streaming multiprocessors; cores for a CPU."""
+    boost_clock_hz: float
+    """Highest clock of the data sheet, in hertz."""
+    l2_bytes: int
+    """Size of the last-level cache."""
+    tdp_w: float
+    """Power limit, in watts. 0: unknown."""
+    architecture: str
+    """Vendor's name of the generation, for instance "Ampere"."""
+    context_bytes: int
+    """Memory of the driver before the first tensor: CUDA context and kernels. 0 on a CPU."""
+    launch_overhead_s: float
+    """Least time of one operator in eager PyTorch."""
+    source: str
+    """Source of the figures."""
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "bandwidth_bytes_per_s", "num_sms", "boost_clock_hz"):
+            if getattr(self, field) <= 0:
+                raise ConfigurationError(f"Device.{field} of {self.id!r} must be positive, but got {getattr(self, field)!r}.")
+        if self.peak_flops.get("fp32", 0) <= 0:
+            raise ConfigurationError(f'Device.peak_flops of {self.id!r} must hold a positive "fp32" rate.')
+
+    def flops_per_s(self, arithmetic: str) -> float:
+        """Peak rate for ``arithmetic`` ("fp32", "tf32", "fp16", "bf16"); the fp32 rate where the device has no such unit."""
+        return self.peak_flops.get(arithmetic, self.peak_flops["fp32"])
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """The fields by which two devices are the same one.
+
+        For a GPU these are all fields. For a CPU they leave out the rates, which each process measures anew. One machine with one
+        number of threads and one limit of memory is one device.
+        """
+        names = [field.name for field in fields(self)]
+        if self.kind == "cpu":
+            names = ["id", "name", "kind", "memory_bytes", "num_sms", "architecture"]
+        return {name: getattr(self, name) for name in names}
+
+    def with_memory(self, memory_bytes: int) -> Device:
+        """The same device with another capacity, for a part of a card or a limited process."""
+        return replace(self, memory_bytes=memory_bytes)
+
 
 USABLE_MEMORY = 0.975
 """CUDA's total memory is 0.5 to 2.5% below the nominal size on the catalog's cards: the driver keeps the rest."""
@@ -123,7 +186,7 @@ def _alias(name: str) -> str | None:
 
 
 def _key(name: str) -> str:
-    return _BRANDS.sub("", _SEPARATORS.sub("", name.lower()))
+    return re.sub(r"^(nvidia|tesla|geforce)+", "", re.sub(r"[\s_-]+", "", name.lower()))
 
 
 @functools.lru_cache(maxsize=1)
