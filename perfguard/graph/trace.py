@@ -6,6 +6,7 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,21 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from perfguard._compiled import compiled_parts, is_compiled, path_inside
+from perfguard._batch import mapped
+from perfguard._compiled import compiled_parts, function_inside, is_compiled, path_inside
 from perfguard._gc import gc_paused
 from perfguard._random import random_numbers_kept
 from perfguard._too_large import too_large_named
-from perfguard.exceptions import PerfGuardError, TraceError
-from perfguard.graph._device_paths import DevicePaths
-from perfguard.graph._device_semantics import device_semantics
-from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
-from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
-from perfguard.graph._pytree import tensors_in
-from perfguard.graph._recorder import Recorder
-from perfguard.graph._schema import OpGraph, Phase, StorageKind
-from perfguard.graph._target import Target, target_of
-from perfguard.graph._unknown import GROUPED_PRODUCTS
-from perfguard.workload import Workload
+from perfguard.exceptions import PerfGuardError, TraceError, WorkloadError
+from perfguard.graph.kernels import DevicePaths, Target, device_semantics, target_of
+from perfguard.graph.op import Phase, StorageKind
+from perfguard.graph.opgraph import OpGraph
+from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
+from perfguard.graph.recorder import Recorder, tensors_in
+from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.workload import TensorSpec, Workload
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -67,6 +66,8 @@ _MOST_PARTS = 4
 """Compiled parts that are named."""
 _MOST_CHARACTERS = 240
 """Length at which another library's message is cut."""
+META = torch.device("meta")
+_PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 _DDP_BUCKET_BYTES = (2**20, 25 * 2**20)  # torch.nn.parallel.DistributedDataParallel: the first bucket, and each other one
 
@@ -412,10 +413,94 @@ def _where(error: BaseException, model: nn.Module) -> str:
         if isinstance(owner, nn.Module) and id(owner) in names:
             path = names[id(owner)]
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _OWN)):
+        if not file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent))):
             line = f" ({Path(file).name}:{number})"
     return (f"in module {path!r}" if path else "in the model") + line
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+def model_on_meta(workload: Workload) -> nn.Module:
+    """The model with every tensor replaced by one without memory, in the workload's precision and layout.
+
+    A model that is on meta already is used as it is where nothing has to be converted. Otherwise a copy is made, and nothing
+    is allocated for it: ``copy.deepcopy`` finds the replacement of each tensor in its memo. Only a model on meta that cannot
+    be copied is converted itself.
+    """
+    model = workload.model
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
+    on_meta = all(tensor.is_meta for tensor in _tensors_of(model))
+    if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
+        return model
+    try:
+        twins: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)}
+        model = copy.deepcopy(model, twins)
+        _rebind_compiled_methods(model, twins)
+    except Exception as error:
+        if not on_meta:
+            raise TraceError(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                f'Build it under `with torch.device("meta"):`, or give `build=` instead of a live model.'
+            ) from error
+    if workload.precision in _PURE:
+        model = model.to(_PURE[workload.precision])
+    if workload.layout == "nhwc":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _rebind_compiled_methods(model: nn.Module, twins: dict[int, Any]) -> None:
+    """A compiled method that an instance holds is copied as a function, so it would still run on the original."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            inside = function_inside(value)
+            if id(getattr(inside, "__self__", None)) in twins:
+                vars(module)[name] = copy.deepcopy(inside, twins)
+
+
+def loss_on_meta(workload: Workload) -> Any:
+    """The loss; a module's own tensors (class weights) are replaced as the model's are."""
+    if not isinstance(workload.loss, nn.Module):
+        return workload.loss
+    return copy.deepcopy(workload.loss, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(workload.loss)})
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():  # tensors kept as plain attributes
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def batch_on_meta(value: Any, workload: Workload) -> Any:
+    """Tensors, TensorSpecs and shapes, nested in tuples, lists and dicts, as meta tensors."""
+
+    def on_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _cast(torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META), workload)
+        if isinstance(leaf, TensorSpec):
+            return _cast(torch.empty(leaf.shape, dtype=_dtype_named(leaf.dtype), device=META), workload)
+        return leaf
+
+    return mapped(value, on_meta)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise WorkloadError(f'TensorSpec.dtype must name a torch dtype such as "float32" or "int64", but got {name!r}.')
+    return dtype
+
+
+def _cast(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+    if workload.precision in _PURE and tensor.is_floating_point():
+        tensor = tensor.to(_PURE[workload.precision])
+    if workload.layout == "nhwc" and tensor.dim() == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    return tensor

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import TraceError, WorkloadError
-from perfguard.graph._shape_rules import empty_like, outputs_of
-from perfguard.graph._target import Target
+from perfguard.graph.kernels import Target
+from perfguard.graph.shape_rules import empty_like, outputs_of
 from perfguard.workload import Workload
 
 HOST = torch.device("cpu")
