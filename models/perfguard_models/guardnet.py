@@ -162,9 +162,7 @@ class GuardNet:
         compiled = self._compiled(graph, device)
         return self._prediction(graph, graph if compiled is None else compiled.graph, self._raw(graph, device), device, steps)
 
-    def _prediction(
-        self, graph: OpGraph, launched: OpGraph, raw: RawPrediction, device: Device, steps: int | None
-    ) -> Prediction:
+    def _prediction(self, graph: OpGraph, launched: OpGraph, raw: RawPrediction, device: Device, steps: int | None) -> Prediction:
         """The prediction for ``graph``. ``launched`` has the operators that really run."""
         memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))

@@ -280,9 +280,7 @@ def gp_inputs(
     return GPInputs(x, alternatives, *columns)
 
 
-def by_physics(
-    raw: RawPrediction, graph: OpGraph, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
-) -> RawPrediction:
+def by_physics(raw: RawPrediction, graph: OpGraph, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]) -> RawPrediction:
     """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma."""
     for target, chosen in rows.items():
         if not chosen.any():

@@ -43,9 +43,7 @@ class FeatureSet(NamedTuple):
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
     "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches, launches.__name__),
-    "sums": FeatureSet(
-        step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}, step.__name__
-    ),
+    "sums": FeatureSet(step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}, step.__name__),
 }
 """Feature sets of GuardNet's learners by name."""
 LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, TwoClocks)}
@@ -152,9 +150,7 @@ def trained_of(
     return FittedModel(learner, card, calibration)
 
 
-def step_of(
-    learner: Learner, graph: OpGraph, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS
-) -> Step:
+def step_of(learner: Learner, graph: OpGraph, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS) -> Step:
     """Return ``graph`` on ``device`` with the features that ``learner`` reads."""
     features: Arrays = {}
     for name in learner.views:
