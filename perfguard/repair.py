@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._batch import mapped, shape_of, shapes_in
 from perfguard.exceptions import ConfigurationError, TraceError, WorkloadError
-from perfguard.workload import Precision, TensorSpec, Workload
+from perfguard.workload import Precision, TensorSpec, Workload, mapped, shape_of, shapes_in
 
 if TYPE_CHECKING:
     from perfguard.devices import Device

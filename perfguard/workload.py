@@ -249,3 +249,41 @@ def _mend(error: Exception, params: Mapping[str, Any]) -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.7) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+# A batch as a user describes it: tensors, specifications and shapes, nested in tuples, lists and dicts.
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether ``value`` stands for a float32 tensor of that shape: a tuple or list of integers, at least one."""
+    return isinstance(value, (tuple, list)) and bool(value) and all(type(size) is int for size in value)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest ``value`` with ``change(leaf)`` in the place of each leaf; a shape is handed over as a TensorSpec."""
+    if _is_shape(value):
+        return change(TensorSpec(tuple(value)))
+    if isinstance(value, Mapping):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor or TensorSpec; None for anything else."""
+    return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+
+
+def shapes_in(value: Any) -> list[tuple[int, ...]]:
+    """The shapes of all tensors and specifications in ``value``, in order."""
+    found: list[tuple[int, ...]] = []
+
+    def note(leaf: Any) -> None:
+        shape = shape_of(leaf)
+        if shape is not None:
+            found.append(shape)
+
+    mapped(value, note)
+    return found

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from perfguard._batch import mapped
 from perfguard._compiled import function_inside, module_inside
 from perfguard.graph.kernels import Target, target_of
 from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.trace import trace
-from perfguard.workload import TensorSpec, Workload
+from perfguard.workload import TensorSpec, Workload, mapped
 
 if TYPE_CHECKING:
     from perfguard.devices import Device

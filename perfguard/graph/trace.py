@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from perfguard._batch import mapped
 from perfguard._compiled import compiled_parts, function_inside, is_compiled, path_inside
 from perfguard._gc import gc_paused
 from perfguard._random import random_numbers_kept
@@ -28,7 +27,7 @@ from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
 from perfguard.graph.recorder import Recorder, tensors_in
 from perfguard.graph.selections import GROUPED_PRODUCTS
-from perfguard.workload import TensorSpec, Workload
+from perfguard.workload import TensorSpec, Workload, mapped
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
