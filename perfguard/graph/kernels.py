@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
     is_cpu: bool = False
     flash_attention: bool = True
-    """FlashAttention needs compute capability 8.0 (Ampere)."""
+    """FlashAttention, and memory-efficient attention in bfloat16, need compute capability 8.0 (Ampere)."""
 
 
 def target_of(device: Device | Literal["cuda", "cpu"]) -> Target:
@@ -94,7 +94,9 @@ def attention(
             and same_width
         ):
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped and query.dtype in (*_HALF, torch.float32):
+        # Below compute capability 8.0 it takes no bfloat16 (`check_mem_efficient_hardware_support` and its list of dtypes).
+        efficient_dtypes = (*_HALF, torch.float32) if target.flash_attention else (torch.float16, torch.float32)
+        if torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped and query.dtype in efficient_dtypes:
             bias = _bias(attn_mask, query, key)
             return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

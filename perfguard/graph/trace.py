@@ -7,6 +7,7 @@ so the storages are born and die exactly as they would on the device; a weak ref
 from __future__ import annotations
 
 import copy
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.rnn import PackedSequence
 
 from perfguard._compiled import compiled_parts, function_inside, is_compiled, path_inside
 from perfguard._gc import gc_paused
@@ -32,43 +35,12 @@ from perfguard.workload import TensorSpec, Workload, mapped
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-_DATA_DEPENDENT = (
-    "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
-    "perfguard.opaque(function, example_outputs=...)."
-)
-_WRONG_DEVICE = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
-_NO_META_KERNEL = (
-    "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
-    "perfguard.opaque(function, example_outputs=...)."
-)
-_HELP = {
-    "Tensor.item": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
-    "_local_scalar_dense": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
-    "data-dependent": _DATA_DEPENDENT,
-    "numpy": f"It leaves torch for numpy. Use torch operators, or wrap the part in {_DATA_DEPENDENT.rpartition(' in ')[2]}",
-    "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
-    "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...).",
-    "Expected all tensors to be on the same device": _WRONG_DEVICE,
-    "is not on the expected device meta": _WRONG_DEVICE,
-    "Torch not compiled with CUDA enabled": _WRONG_DEVICE,
-    "Found no NVIDIA driver": _WRONG_DEVICE,
-    "No CUDA GPUs are available": _WRONG_DEVICE,
-    "with arguments from the 'Meta' backend": _NO_META_KERNEL,
-    "no fake impl": _NO_META_KERNEL,
-    "Could not run": _NO_META_KERNEL,
-    "data pointer of tensor that doesn't have storage": _NO_META_KERNEL,
-    "Cannot access data pointer": _NO_META_KERNEL,
-}
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
 """Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
-_MOST_PARTS = 4
-"""Compiled parts that are named."""
-_MOST_CHARACTERS = 240
-"""Length at which another library's message is cut."""
 META = torch.device("meta")
+_LAZY = (UninitializedParameter, UninitializedBuffer)
 _PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
-_DDP_BUCKET_BYTES = (2**20, 25 * 2**20)  # torch.nn.parallel.DistributedDataParallel: the first bucket, and each other one
 
 
 def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
@@ -134,6 +106,7 @@ class _Tracer:
         modes = {module: module.training for module in model.modules()}
         model.train(self._workload.mode == "train")
         try:
+            self._initialize_lazy_parameters()
             if self._workload.mode == "train":
                 self._training_step()
             else:
@@ -156,6 +129,12 @@ class _Tracer:
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
             ),
         )
+
+    def _initialize_lazy_parameters(self) -> None:
+        """Lazy modules get their shapes from a first batch, as in the user's own code."""
+        if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
+            with self._paths, torch.no_grad():
+                self._forward(batch_on_meta(self._workload.inputs, self._workload))
 
     def _inference(self) -> None:
         inputs, _ = self._batch()
@@ -293,7 +272,7 @@ class _Tracer:
         model = self._model
         if isinstance(inputs, dict):
             return self._guarded(lambda: model(**inputs))
-        if isinstance(inputs, (tuple, list)):
+        if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
             return self._guarded(lambda: model(*inputs))
         return self._guarded(lambda: model(inputs))
 
@@ -326,12 +305,8 @@ class _Tracer:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            advice = next(
-                (help_ for sign, help_ in _HELP.items() if sign in text), "Check the shapes given to Workload(inputs=...)."
-            )
-            where = _where(error, self._model)
-            summary = text.splitlines()[0][:_MOST_CHARACTERS].rstrip(".")
-            raise TraceError(f"The step cannot be traced, {where}: {summary}. {advice}") from error
+            summary = text.splitlines()[0][:240].rstrip(".: ")  # another library's message may have pages
+            raise TraceError(f"The step cannot be traced, {_where(error, self._model)}: {summary}. {_advice(text)}") from error
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -362,7 +337,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[tuple[nn.Parameter
         sizes = [parameter.numel() for parameter in members]
         buckets.append(list(zip(members, torch.empty(sum(sizes), dtype=dtype).split(sizes), strict=True)))
 
-    first, other = _DDP_BUCKET_BYTES
+    first, other = 2**20, 25 * 2**20  # bytes, in torch.nn.parallel.DistributedDataParallel
     for parameter in reversed(parameters):
         members = open_by_dtype.setdefault(parameter.dtype, [])
         members.append(parameter)
@@ -391,15 +366,66 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
         yield TRACED_AS_EAGER
     else:
         parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
-        others = f" and {len(parts) - _MOST_PARTS} more" if len(parts) > _MOST_PARTS else ""
+        others = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         if parts:
-            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:_MOST_PARTS])}{others}"
+            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:4])}{others}"
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:
         yield "recurrent layers: the size of their reserve space is an estimate"
     if "opaque" in names:
         yield "opaque functions: their bytes are counted, their arithmetic is not"
+
+
+def _advice(text: str) -> str:
+    """What to do about an error of the user's step, by the words of the error. One true sentence each."""
+    data_dependent = (
+        "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
+        "perfguard.opaque(function, example_outputs=...)."
+    )
+    value_is_read = f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {data_dependent}"
+    wrong_device = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
+    no_meta_kernel = (
+        "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
+        "perfguard.opaque(function, example_outputs=...)."
+    )
+    sparse = (
+        "PyTorch cannot trace sparse gradients. Describe the model with Embedding(..., sparse=False) and a dense optimizer; that "
+        "counts a dense gradient, more than the sparse one has."
+    )
+    full_lengths = 'take `torch.full((len(x),), x.shape[1], device="cpu")` where `x.is_meta`.'
+    arguments = "Workload(inputs=...) gives forward one argument for each item of a tuple, one keyword for each key of a dict."
+    by_sign = {
+        "'lengths' argument should be": f"Packing reads the lengths of the sequences, and a trace has no values: {full_lengths}",
+        "SparseTensorImpl": sparse,
+        "SparseMeta": sparse,
+        "Tensor.item": value_is_read,
+        "_local_scalar_dense": value_is_read,
+        "data-dependent": data_dependent,
+        "numpy": "It leaves torch for numpy. Use torch operators, or wrap the part in "
+        "perfguard.opaque(function, example_outputs=...).",
+        "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
+        "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...). As the lengths "
+        f"of sequences to pack, {full_lengths}",
+        "Expected all tensors to be on the same device": wrong_device,
+        "is not on the expected device meta": wrong_device,
+        "Torch not compiled with CUDA enabled": wrong_device,
+        "Found no NVIDIA driver": wrong_device,
+        "No CUDA GPUs are available": wrong_device,
+        "with arguments from the 'Meta' backend": no_meta_kernel,
+        "no fake impl": no_meta_kernel,
+        "Could not run": no_meta_kernel,
+        "data pointer of tensor that doesn't have storage": no_meta_kernel,
+        "Cannot access data pointer": no_meta_kernel,
+        "positional argument": arguments,
+        "unexpected keyword argument": arguments,
+    }
+    for sign, found in by_sign.items():
+        if sign in text:
+            return found
+    if re.search(r"\b(shapes?|sizes?|dim|dims|dimensions?|channels?|broadcast\w*|elements)\b", text.lower()):
+        return "Check the shapes given to Workload(inputs=...)."
+    return "Run one step on real tensors: if it fails there too, the model or its inputs are the cause."
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
@@ -427,7 +453,8 @@ def model_on_meta(workload: Workload) -> nn.Module:
     model = workload.model
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
-    on_meta = all(tensor.is_meta for tensor in _tensors_of(model))
+    # The parameters of a lazy module are made in the trace, so a copy gets them.
+    on_meta = all(tensor.is_meta and not isinstance(tensor, _LAZY) for tensor in _tensors_of(model))
     if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
         return model
     try:
@@ -458,6 +485,9 @@ def _rebind_compiled_methods(model: nn.Module, twins: dict[int, Any]) -> None:
 
 def loss_on_meta(workload: Workload) -> Any:
     """The loss; a module's own tensors (class weights) are replaced as the model's are."""
+    if isinstance(workload.loss, type):
+        name = workload.loss.__name__
+        raise WorkloadError(f"Workload.loss must be called as loss(output, targets), but got the class {name}. Give {name}().")
     if not isinstance(workload.loss, nn.Module):
         return workload.loss
     return copy.deepcopy(workload.loss, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(workload.loss)})
@@ -471,6 +501,10 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, UninitializedParameter):
+        return UninitializedParameter(requires_grad=tensor.requires_grad, device=META, dtype=tensor.data.dtype)
+    if isinstance(tensor, UninitializedBuffer):
+        return UninitializedBuffer(device=META, dtype=tensor.data.dtype)
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
