@@ -27,7 +27,7 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, trace
 from perfguard.devices import Device, catalog
-from perfguard.graph._target import Target, target_of
+from perfguard.graph.kernels import Target, target_of
 from perfguard_models import guardnet
 
 CARDS = list(catalog().values())

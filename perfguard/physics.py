@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -79,26 +78,18 @@ def least_reading(target: Target, graph: OpGraph, device: Device, *, idle: bool 
     return max(launch_s, products_s / faster, traffic_s / faster)
 
 
-_known: WeakKeyDictionary[OpGraph, _Needs] = WeakKeyDictionary()
-
-
 def _needs(graph: OpGraph) -> _Needs:
     from perfguard.graph import StorageKind  # imports torch
 
-    def most_alive(*kinds: StorageKind) -> float:
-        return float(graph.as_batch().live_bytes_of(*kinds).max())
-
-    if graph not in _known:
-        update = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
-        shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.skeleton.ops]
-        _known[graph] = _Needs(
-            most_alive(StorageKind.PARAMETER, StorageKind.BUFFER, *update),
-            most_alive(*update),
-            most_alive(StorageKind.GRADIENT),
-            most_alive(*update, StorageKind.ACTIVATION, StorageKind.TEMPORARY),
-            float(graph.costs[0].astype(np.float64) @ np.array(shares)) if shares else 0.0,
-        )
-    return _known[graph]
+    update = StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE
+    shares = [_SHARE_OF_FLOPS.get(op.kind, 0.0) for op in graph.ops]
+    return _Needs(
+        graph.most_alive_bytes(StorageKind.PARAMETER, StorageKind.BUFFER, *update),
+        graph.most_alive_bytes(*update),
+        graph.most_alive_bytes(StorageKind.GRADIENT),
+        graph.most_alive_bytes(*update, StorageKind.ACTIVATION, StorageKind.TEMPORARY),
+        float(graph.costs[0].astype(np.float64) @ np.array(shares)) if shares else 0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from perfguard.devices import Device
-    from perfguard.graph import GraphBatch, OpGraph
+    from perfguard.graph import OpGraph
     from perfguard.measure import Measurement
 
 ENTRY_POINT_GROUP = "perfguard.predictors"
@@ -229,14 +229,6 @@ class Predictor(Protocol):
         The runs have the status "ok" or "oom". With "oom" the memory is a lower bound and the times are not used. The next
         predictions are for the last regime among the runs.
         """
-
-
-@runtime_checkable
-class BatchPredictor(Protocol):
-    """A predictor that takes thousands of graphs at once, for instance the sizes of one network."""
-
-    def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
-        """The result of `predict` for each of ``graphs``."""
 
 
 @runtime_checkable

@@ -241,14 +241,14 @@ class TrialRecord:
 
     @property
     def violates(self) -> bool:
-        """Whether a trial that ran broke one of its limits, or ran out of memory or time."""
-        return self.status in RAN_OUT.values() or any(map(self.breaks, QUANTITIES))
+        """Whether a trial that ran broke one of its limits, or ran out of memory or time of the guarded device."""
+        return any(map(self.breaks, QUANTITIES))
 
     def breaks(self, quantity: Quantity) -> bool:
         """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
         limit = self.limits.get(quantity)
         is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
-        return is_over or self.status == RAN_OUT.get(quantity, "-")
+        return is_over or (self.status == RAN_OUT.get(quantity, "-") and not self.not_measured)
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""

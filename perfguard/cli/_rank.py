@@ -17,7 +17,7 @@ from perfguard.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from perfguard.graph import OpGraph
-    from perfguard.graph._target import Target
+    from perfguard.graph.kernels import Target
 
 _LIKELY_TO_FIT = 0.95
 _WIDTH = 140
@@ -65,7 +65,7 @@ def show_ranking(arguments: argparse.Namespace) -> None:
 
 def rank(subject: Subject, devices: Sequence[Device], *, samples: int) -> list[Ranked]:
     """``subject`` on each of ``devices``: those that fit first, then by time."""
-    from perfguard.graph._target import target_of
+    from perfguard.graph.kernels import target_of
 
     predictor = load_predictor()
     graphs: dict[Target, OpGraph] = {}

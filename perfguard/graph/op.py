@@ -1,4 +1,4 @@
-"""One operator and one storage of a step; `_schema.py` describes how they make a graph."""
+"""One operator and one storage of a step; `opgraph.py` describes how they make a graph."""
 
 from __future__ import annotations
 

@@ -1,24 +1,34 @@
-"""Keys of workloads. Two workloads with equal keys have the same graph, so one trace serves both."""
+"""Graphs of equal workloads: one trace serves all.
+
+A study traces the same network many times, with another learning rate or seed. Two workloads with equal keys have the same graph.
+A key has the tree of modules by value, the shapes and dtypes of all tensors, and every hyperparameter that changes a step. Where
+something cannot be compared by value, there is no key, and the workload is traced.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
+import threading
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from perfguard._batch import mapped
-from perfguard.graph._target import Target
+from perfguard.graph.kernels import Target, target_of
+from perfguard.graph.opgraph import OpGraph
+from perfguard.graph.trace import trace
 from perfguard.pytorch import function_inside, module_inside
-from perfguard.workload import TensorSpec, Workload
+from perfguard.workload import TensorSpec, Workload, mapped
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
@@ -30,43 +40,69 @@ _HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
 """Attributes of an unchanged module beside tensors and submodules: mostly empty dictionaries of hooks."""
 _BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
 _COLLECTIONS = frozenset({dict, OrderedDict, set})
-_APART = frozenset({"inputs", "targets", "optimizer"})
-_NOT_COST = frozenset({"steps", "steps_per_epoch"})
-"""Fields of a workload that do not change its step."""
 _OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"})
 """Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
 _MOST_VALUES = 200_000
 
 
-class Structure(NamedTuple):
-    """Key of a workload's graph, in two parts."""
+class TraceCache:
+    """:func:`trace`, remembering the graphs of the last ``most_graphs`` different workloads. Thread-safe; holds no tensors."""
 
-    key: Hashable
-    """Key of the workload without its sizes."""
-    sizes: tuple[int, ...]
-    """Sizes of all dimensions of all inputs and targets, in order."""
+    def __init__(self, most_graphs: int = 128) -> None:
+        self._graphs: OrderedDict[Hashable, OpGraph] = OrderedDict()
+        self._most_graphs = most_graphs
+        self._lock = threading.Lock()
+
+    def trace(self, workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
+        """Same as :func:`perfguard.graph.trace`, with the same errors."""
+        key = structure_of(workload, target_of(target))
+        if key is None:
+            return trace(workload, target=target)
+        with self._lock:
+            graph = self._graphs.pop(key, None)
+            if graph is not None:
+                self._graphs[key] = graph  # now the newest
+        if graph is None:
+            graph = trace(workload, target=target)  # outside of the lock: other threads trace meanwhile
+            with self._lock:
+                self._graphs[key] = graph
+                if len(self._graphs) > self._most_graphs:
+                    self._graphs.popitem(last=False)
+        return graph
 
 
 class _Indescribable(Exception):
     """Something that cannot be compared by value, such as an open file."""
 
 
-def structure_of(workload: Workload, target: Target) -> Structure | None:
-    """The structure of ``workload``; None if it holds something that cannot be compared by value.
+def structure_of(workload: Workload, target: Target) -> Hashable | None:
+    """The key of ``workload`` on ``target``; None if it holds something that cannot be compared by value.
 
     What code reads from global variables is not seen.
     """
     describe = _Describer(compiled=workload.compiled)
     try:
-        sizes, batch = _batch_of(workload)
-        parts: list[Hashable] = [target, describe(batch), _ambient()]
+        parts: list[Hashable] = [target, _ambient()]
         for field in fields(workload):
-            if field.name not in _APART and field.name not in _NOT_COST:
-                parts.append(describe(getattr(workload, field.name)))
-        parts.append(_optimizer(workload.optimizer, describe) if workload.mode == "train" else None)
-        return Structure(tuple(parts), sizes)
+            value = getattr(workload, field.name)
+            if field.name in ("inputs", "targets"):
+                parts.append(describe(mapped(value, _leaf)))
+            elif field.name == "optimizer":
+                parts.append(_optimizer(value, describe) if workload.mode == "train" else None)
+            elif field.name not in ("steps", "steps_per_epoch"):  # they change no step
+                parts.append(describe(value))
+        return tuple(parts)
     except (_Indescribable, RecursionError, AttributeError, TypeError, ValueError):
         return None
+
+
+def _leaf(leaf: Any) -> Any:
+    """A tensor of a batch, of which only shape and dtype are read. Its strides would be, too, so it must be contiguous."""
+    if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
+        raise _Indescribable
+    if not isinstance(leaf, (torch.Tensor, TensorSpec)):
+        return leaf
+    return TensorSpec, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 
 
 def _ambient() -> Hashable:
@@ -76,22 +112,6 @@ def _ambient() -> Hashable:
         raise _Indescribable
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), torch.get_default_dtype()
-
-
-def _batch_of(workload: Workload) -> tuple[tuple[int, ...], Any]:
-    """All sizes, and the inputs and targets reduced to the rank and dtype of each tensor."""
-    sizes: list[int] = []
-
-    def form(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous():
-            raise _Indescribable
-        if not isinstance(leaf, (torch.Tensor, TensorSpec)):
-            return leaf
-        sizes.extend(leaf.shape)
-        return TensorSpec, len(leaf.shape), str(leaf.dtype).removeprefix("torch.")
-
-    batch = mapped(workload.inputs, form), mapped(workload.targets, form)
-    return tuple(sizes), batch
 
 
 def _optimizer(value: Any, describe: _Describer) -> Hashable:

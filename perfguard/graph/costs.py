@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from perfguard.graph._rnn import fused_rnn_flops
-
 OP_KINDS = (
     "conv",
     "conv_backward",
@@ -196,6 +194,12 @@ def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.S
     """The scores again, then the gradients of value, probabilities, query and key: five products for the forward's two."""
     heads = math.prod(query[:-2])
     return 2 * heads * query[-2] * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+def fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """FLOPs of a fused recurrent layer. Each weight is used once at each position; a multiply-add counts as two."""
+    positions = input.shape[:-1].numel()
+    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 # Operators that torch's registry does not know.

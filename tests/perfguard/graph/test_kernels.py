@@ -1,8 +1,8 @@
-"""On meta, the step takes the paths that it would take on the target."""
+"""On meta, the step takes the paths that it would take on the target: attention, autocast, norms, recurrent and opaque parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from perfguard import opaque
 from perfguard.devices import resolve_device
+from perfguard.exceptions import TraceError
 from perfguard.graph import OpGraph, Phase, trace
 from perfguard.workload import TensorSpec, Workload
 
@@ -83,6 +85,7 @@ def masked(x: torch.Tensor) -> torch.Tensor:
         ("a100", "fp32", attend, "efficient_attention"),
         ("v100", "fp16", attend, "efficient_attention"),
         ("t4", "fp16", attend, "efficient_attention"),
+        ("t4", "fp32", attend, "efficient_attention"),
         ("a100", "bf16", masked, "efficient_attention"),
         ("a100", "amp-bf16", attend, "flash_attention"),
         ("cpu", "fp32", attend, "flash_attention_for_cpu"),
@@ -93,6 +96,15 @@ def test_the_target_and_the_mask_choose_the_kernel(
 ) -> None:
     graph = traced(function, (2, 4, 64, 32), precision=precision, target=resolve_device(gpu))
     assert attention_names(graph) == {kernel, f"{kernel}_backward"}
+
+
+@pytest.mark.parametrize("gpu", ["v100", "t4"])
+@pytest.mark.parametrize("function", [attend, masked])
+def test_bfloat16_before_ampere_takes_the_math_path(gpu: str, function: Callable[[torch.Tensor], Any]) -> None:
+    # A T4 stores the attention matrix: some 5 GiB of GPT-2 at batch 8.
+    graph = traced(function, (2, 4, 64, 32), precision="bf16", target=resolve_device(gpu))
+    assert not attention_names(graph)
+    assert any(op.shape[-2:] == (64, 64) for op in graph.ops)
 
 
 def test_sdpa_math_path_is_taken_where_asked() -> None:
@@ -240,3 +252,144 @@ def test_rms_norm_is_one_kernel_each_way(precision: Any) -> None:
     assert [op.kind for op in rms.ops if "rms" in op.name].count("norm_backward") == 4
     assert sum(op.kind == "norm" for op in rms.ops) == 4
     assert rms.peak_live_bytes <= layer.peak_live_bytes
+
+
+# Recurrent layers
+
+
+@pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_one_kernel_each_way_with_flops_by_hand(layer: Callable[..., nn.RNNBase], gates: int, bidirectional: bool) -> None:
+    steps, batch, inputs, hidden = 20, 8, 32, 64
+    model = layer(inputs, hidden, num_layers=2, bidirectional=bidirectional)
+    graph = trace(Workload(model, (steps, batch, inputs), loss=total))
+    one, two = [op for op in graph.ops if op.kind == "rnn"]
+    assert (one.phase, two.phase) == (Phase.FORWARD, Phase.BACKWARD)
+    directions = 2 if bidirectional else 1
+    weights = directions * gates * hidden * ((inputs + hidden) + (directions * hidden + hidden))
+    assert one.flops == 2 * steps * batch * weights
+    assert two.flops == 2 * one.flops
+    assert one.shape == (steps, batch, directions * hidden)
+    assert one.attributes["steps"] == two.attributes["steps"] == steps * 2 * directions
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnn_training_keeps_what_backward_needs(layer: Callable[..., nn.RNNBase]) -> None:
+    """Inference does not keep it."""
+    model = layer(64, 64, num_layers=2)
+    training, inference = (
+        trace(Workload(model, (100, 32, 64), loss=total if mode == "train" else None, mode=mode)) for mode in ("train", "infer")
+    )
+    output_bytes = 100 * 32 * 64 * 4
+    assert training.peak_live_bytes > inference.peak_live_bytes + 2 * output_bytes
+    assert any("reserve space" in text for text in training.unmodelled)
+
+
+def packed_of(x: torch.Tensor) -> Any:
+    """Four sequences of different lengths."""
+    return nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 3, 2], device="cpu"), batch_first=True)
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (self.layer(packed_of(x))[0].data,)
+
+
+def test_packed_sequences_count_only_their_own_steps() -> None:
+    graph = trace(Workload(Packed(nn.LSTM(16, 32, batch_first=True)), (4, 5, 16), loss=total))
+    assert next(op for op in graph.ops if op.kind == "rnn").shape == (5 + 4 + 3 + 2, 32)
+
+
+def test_autocast_runs_it_in_half_precision() -> None:
+    graph = trace(Workload(nn.LSTM(16, 32), (5, 4, 16), loss=total, precision="amp-fp16"))
+    assert [op.dtype for op in graph.ops if op.kind == "rnn"] == ["float16", "float16"]
+
+
+def really_fused(layer: nn.RNNBase, x: Any) -> bool:
+    """Whether oneDNN's kernel runs on this machine's CPU."""
+    with torch.profiler.profile() as profile:
+        layer(x)
+    return any(event.key == "aten::mkldnn_rnn_layer" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "packed"),
+    [
+        (nn.LSTM, {}, False), (nn.LSTM, {"bidirectional": True, "num_layers": 2}, False), (nn.LSTM, {"proj_size": 4}, False),
+        (nn.LSTM, {"dtype": torch.float64}, False), (nn.LSTM, {}, True), (nn.GRU, {}, False), (nn.RNN, {}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_on_the_cpu_it_is_one_kernel_where_onednn_runs_it(layer: Any, options: dict[str, Any], packed: bool) -> None:
+    model = layer(16, 32, batch_first=True, **options)
+    sizes = TensorSpec((4, 5, 16), str(options.get("dtype", torch.float32)).removeprefix("torch."))
+    graph = trace(Workload(Packed(model) if packed else model, sizes, loss=total), target="cpu")
+    fused = any(op.name == "fused_rnn" for op in graph.ops)
+    cells = sum(op.kind == "matmul" and op.phase is Phase.FORWARD for op in graph.ops)
+    assert fused == (cells < 5)
+    x = torch.randn(4, 5, 16, dtype=options.get("dtype"))
+    assert fused == really_fused(model, packed_of(x) if packed else x)
+
+
+# Opaque functions
+
+
+class Selects(nn.Module):
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.select = opaque(lambda x: x[x.sum(1) > 0], example_outputs=example)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.select(self.linear(x))  # type: ignore[no-untyped-call]
+
+
+def test_on_real_tensors_the_function_runs_as_it_is() -> None:
+    rows = torch.cat([torch.ones(2, 8), -torch.ones(3, 8)])
+    assert len(opaque(lambda x: x[x.sum(1) > 0], example_outputs=lambda x: x[:1])(rows)) == 2
+
+
+def test_opaque_in_trace_has_outputs_and_gradients() -> None:
+    graph = trace(Workload(Selects(lambda x: x.new_empty(100, 8)), (32, 8), loss=lambda output: output.sum()))
+    one, two = [op for op in graph.ops if op.name == "opaque"]
+    assert (one.phase, two.phase) == (Phase.FORWARD, Phase.BACKWARD)
+    assert one.bytes_written == 4 * 100 * 8
+    assert one.module == "" or one.module == "select"
+    assert any(op.name == "mm" and op.phase is Phase.BACKWARD for op in graph.ops)
+    assert any("opaque" in text for text in graph.unmodelled)
+
+
+def test_example_outputs_must_be_tensors() -> None:
+    with pytest.raises(TraceError, match=r"example_outputs of perfguard\.opaque must return a tensor"):
+        trace(Workload(Selects(lambda x: 3), (32, 8), loss=lambda output: output.sum()))
+
+
+@pytest.fixture
+def extension() -> Iterator[Any]:
+    """A custom operator with a kernel for the CPU and none for meta, as a CUDA extension would be."""
+    library = torch.library.Library("perfguard_test_extension", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    yield torch.ops.perfguard_test_extension.twice
+    library._destroy()
+
+
+class Extended(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(8, 8), call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.linear(x))
+
+
+def test_opaque_mends_extension_without_meta_kernel(extension: Any) -> None:
+    """Without opaque, the error names the extension."""
+    with pytest.raises(TraceError, match=r"test_kernels\.py:\d+.*no kernel for the meta device.*perfguard\.opaque"):
+        trace(Workload(Extended(extension), (4, 8), loss=lambda output: output.sum()))
+    mended = opaque(extension.default, example_outputs=torch.empty_like)
+    assert trace(Workload(Extended(mended), (4, 8), loss=lambda output: output.sum())).ops

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perfguard.graph._costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
-from perfguard.graph._pytree import tensors_in
-from perfguard.graph._schema import Op, Phase, Storage, StorageKind
-from perfguard.graph._selections import Selections, is_mask
-from perfguard.graph._shape_rules import outputs_of
+from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.selections import Selections, is_mask
+from perfguard.graph.shape_rules import outputs_of
 from perfguard.pytorch import path_inside
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in ``value``, in order. A tensor that occurs twice is listed twice."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
 
 
 class _Operator(NamedTuple):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard.exceptions import TraceError, WorkloadError
-from perfguard.graph._shape_rules import empty_like, outputs_of
-from perfguard.graph._target import Target
+from perfguard.graph.kernels import Target
+from perfguard.graph.shape_rules import empty_like, outputs_of
 from perfguard.workload import Workload
 
 HOST = torch.device("cpu")
@@ -86,6 +86,16 @@ class OptimizerOnMeta:
             with HOST, _ValuesUnknown():  # type: ignore[no-untyped-call]
                 self._own_step()
         except Exception as error:
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                raise TraceError(
+                    "LBFGS evaluates the model as often as its line search needs. Its step has no fixed cost. "
+                    "To see one evaluation, give torch.optim.SGD; LBFGS keeps 2 * history_size gradients beside that."
+                ) from error
+            if isinstance(self.optimizer, torch.optim.SparseAdam):
+                raise TraceError(
+                    "PyTorch cannot trace sparse gradients. Describe the model with Embedding(..., sparse=False) and "
+                    "torch.optim.Adam; that counts a dense gradient, more than the sparse one has."
+                ) from error
             raise TraceError(
                 f"The step of {type(self.optimizer).__name__} cannot be traced ({type(error).__name__}: {error}). "
                 f"Give Workload(optimizer=...) a similar one, for instance torch.optim.AdamW."

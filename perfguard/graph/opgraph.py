@@ -10,38 +10,31 @@ The fields and their legal values, once and for all:
                   outputs until the next forward pass has returned. Inputs and gradients end with the step, unless they are kept.
     ops[i].inputs / outputs   indices into `storages`. An operator that writes in place has the same index in both.
 
-A study's graphs differ in their sizes alone (bytes, FLOPs, shapes) as long as it changes nothing but sizes. Such a graph is the
-`skeleton` of an earlier graph, with other `sizes`. Its operators and storages are made when they are first read. Everything that
-does not depend on sizes is computed once, for the skeleton. What depends on sizes is computed for a `GraphBatch`; a graph's own
-properties are those of a batch of one.
+The properties show the same numbers as arrays. Sizes are int64, or Python's integers (dtype object) where their sum does not fit.
+
+Notation:
+    N  operators      S  storages
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import warnings
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.exceptions import WorkloadError
-from perfguard.graph._graph_batch import GraphBatch, SizeLayout, filled, sizes_of
-from perfguard.graph._op import Op, Phase, Storage, StorageKind
-from perfguard.graph._polynomials import LARGEST
-from perfguard.graph._unknown import GROUPED_PRODUCTS
-
-if TYPE_CHECKING:
-    import os
+from perfguard.graph.allocator import replay_allocator
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.selections import GROUPED_PRODUCTS
 
 SCHEMA_VERSION = 3
-_MAX_SERIALISED_BYTES = 256 * 2**20
-_SETTINGS = ("mode", "precision", "layout", "options", "unmodelled")
 _LASTING = (
     StorageKind.PARAMETER,
     StorageKind.BUFFER,
@@ -49,6 +42,8 @@ _LASTING = (
     StorageKind.GRADIENT,
     StorageKind.OPTIMIZER_STATE,
 )
+Ints = npt.NDArray[Any]
+"""int64, or Python's integers where these would not fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,106 +61,106 @@ class OpGraph:
     unmodelled: tuple[str, ...] = field(default=())
     """Parts that the trace does not account for, in words. It names every such part."""
 
-    def with_sizes(self, sizes: npt.NDArray[Any]) -> OpGraph:
-        """This graph with other sizes.
-
-        Args:
-            sizes: in the order of :attr:`sizes`. Shape: (len(self.sizes),).
-        """
-        if sizes.dtype == object and max(sizes.tolist(), default=0) < LARGEST:
-            sizes = sizes.astype(np.int64)
-        sizes = sizes.copy()
-        sizes.setflags(write=False)
-        graph = object.__new__(OpGraph)
-        graph.__dict__.update({name: getattr(self, name) for name in _SETTINGS}, _skeleton=self.skeleton, sizes=sizes)
-        return graph
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Compute a field that :meth:`with_sizes` has left out."""
-            if name not in ("ops", "storages") or "sizes" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            ops, storages = filled(self.skeleton, self.sizes)
-            self.__dict__.update(ops=ops, storages=storages)
-            return self.__dict__[name]
-
-    @property
-    def skeleton(self) -> OpGraph:
-        """The operators and storages of this graph with meaningless sizes: one object for all graphs of `with_sizes`.
-
-        It is another object than the graph, so that the graph can hold its batch without a cycle of references.
-        """
-        if self.is_skeleton:
-            return self
-        if "_skeleton" not in self.__dict__:
-            skeleton = object.__new__(OpGraph)
-            fields = {name: getattr(self, name) for name in ("ops", "storages", *_SETTINGS)}
-            skeleton.__dict__.update(fields, is_skeleton=True)
-            self.__dict__["_skeleton"] = skeleton
-        found: OpGraph = self.__dict__["_skeleton"]
-        return found
-
-    @cached_property
-    def is_skeleton(self) -> bool:
-        """Whether it is the :attr:`skeleton` of other graphs."""
-        return False
-
-    @cached_property
-    def sizes(self) -> npt.NDArray[Any]:
-        """Bytes of the storages; of each operator FLOPs, bytes read and written, and the sizes in its shape and attributes.
-
-        int64, or Python's integers where they are larger.
-        """
-        return sizes_of(self)
-
-    def as_batch(self) -> GraphBatch:
-        """The batch of this graph alone."""
-        if "_batch" not in self.__dict__:
-            self.__dict__["_batch"] = GraphBatch(self.skeleton, self.sizes[None])
-        batch: GraphBatch = self.__dict__["_batch"]
-        return batch
-
-    @cached_property
-    def size_layout(self) -> SizeLayout:
-        """Positions of each operator's sizes in :attr:`sizes`."""
-        return SizeLayout(self) if self.is_skeleton else self.skeleton.size_layout
-
     @cached_property
     def lifetimes(self) -> npt.NDArray[np.int64]:
-        """Kind, birth and death of each storage. Shape: (3, len(storages))."""
-        if not self.is_skeleton:
-            return self.skeleton.lifetimes
+        """Kind, birth and death of each storage. Shape: (3, S)."""
         columns = [(storage.kind, storage.birth, storage.death) for storage in self.storages]
         return np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy()
 
-    @property
-    def storage_bytes(self) -> npt.NDArray[Any]:
-        """Bytes of each storage: int64, or Python's integers if their sum does not fit. Shape: (len(storages),)."""
-        return np.asarray(self.as_batch().storage_bytes[0])
+    @cached_property
+    def storage_bytes(self) -> Ints:
+        """Bytes of each storage. Shape: (S,)."""
+        return _integers([storage.num_bytes for storage in self.storages])
+
+    @cached_property
+    def costs(self) -> Ints:
+        """FLOPs, bytes read and bytes written of each operator. Shape: (3, N)."""
+        return _integers([size for op in self.ops for size in (op.flops, op.bytes_read, op.bytes_written)]).reshape(-1, 3).T
+
+    def attribute(self, name: str, *, ops: Iterable[int] | None = None, length: int = 0, default: int = 1) -> Ints:
+        """The sizes in an attribute of some operators.
+
+        Args:
+            name: of the attribute, or "shape" for the shape of the first output.
+            ops: the V operators. None: all.
+            length: how many sizes there are at the least.
+            default: stands for each size that an operator does not have.
+
+        Returns:
+            Shape: (V, length of the longest).
+        """
+        chosen = self.ops if ops is None else [self.ops[index] for index in ops]
+        found = [op.shape if name == "shape" else op.attributes.get(name, ()) for op in chosen]
+        rows = [value if isinstance(value, tuple) else (int(value),) for value in found]
+        length = max(length, *map(len, rows), 0)
+        return _integers([size for row in rows for size in (*row, *[default] * (length - len(row)))]).reshape(len(rows), length)
 
     @property
-    def costs(self) -> npt.NDArray[Any]:
-        """FLOPs, bytes read and bytes written of each operator. Shape: (3, len(ops))."""
-        return np.asarray(self.as_batch().costs[:, 0])
+    def flops(self) -> int:
+        """Floating-point operations of the whole step."""
+        return sum(op.flops for op in self.ops)
 
-    @property
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of its operators."""
+        return frozenset(op.kind for op in self.ops)
+
+    @cached_property
     def live_bytes(self) -> npt.NDArray[Any]:
-        """Bytes alive while each operator runs, its outputs included: int64, or float64 beyond that. Shape: (len(ops) + 1,).
+        """Bytes alive while each operator runs, its outputs included: int64, or float64 beyond that. Shape: (N + 1,).
 
         The first entry is what is alive before the first operator (parameters, inputs, optimizer state).
         """
-        return np.asarray(self.as_batch().live_bytes[0])
+        return self._live_bytes_where(np.ones(len(self.storages), dtype=np.bool_))
 
-    @property
+    def live_bytes_of(self, *kinds: StorageKind) -> npt.NDArray[Any]:
+        """Same as :attr:`live_bytes`, for storages of ``kinds`` alone."""
+        return self._live_bytes_where(np.isin(self.lifetimes[0], kinds))
+
+    def _live_bytes_where(self, chosen: npt.NDArray[np.bool_], *, of_last_step: bool = True) -> npt.NDArray[Any]:
+        """Same as :attr:`live_bytes`, for the ``chosen`` (S,) storages, with or without what the last step leaves of them."""
+        number = len(self.ops) + 1
+        (_, births, deaths), num_bytes = self.lifetimes[:, chosen], self.storage_bytes[chosen]
+        change = np.zeros(2 * number + 2, dtype=num_bytes.dtype)
+        np.add.at(change, births + 1, num_bytes)
+        np.subtract.at(change, deaths + 2, num_bytes)
+        kept = deaths >= number  # alive until an operator of the next step
+        if of_last_step and kept.any():
+            change[0] += num_bytes[kept].sum()
+            np.subtract.at(change, deaths[kept] - number + 2, num_bytes[kept])
+        live = np.cumsum(change)[:number]
+        return live.astype(np.float64) if live.dtype == object else live
+
+    @cached_property
     def peak_index(self) -> int:
         """Index of the operator at which most bytes are alive; -1 for the time before the first one."""
-        return int(self.as_batch().peak_index[0])
+        return int(np.argmax(self.live_bytes)) - 1
 
     @property
     def peak_live_bytes(self) -> int:
         """Most bytes alive at once in the step."""
-        return int(self.as_batch().peak_live_bytes[0])
+        return int(self.live_bytes.max())
+
+    @cached_property
+    def _most_alive_bytes(self) -> dict[tuple[StorageKind, ...], int]:
+        return {}
+
+    def most_alive_bytes(self, *kinds: StorageKind) -> int:
+        """Most bytes of ``kinds`` that are alive at once. Kept, because a log of hundreds of runs is judged by these again."""
+        if kinds not in self._most_alive_bytes:
+            self._most_alive_bytes[kinds] = int(self.live_bytes_of(*kinds).max())
+        return self._most_alive_bytes[kinds]
+
+    def num_alive(self, index: int) -> npt.NDArray[np.int64]:
+        """Number of copies of each storage alive at operator ``index``: 2 while the last step's is still there. Shape: (S,)."""
+        (_, births, deaths), number = self.lifetimes, len(self.ops) + 1
+        own, of_last_step = (births <= index) & (index <= deaths), (deaths >= number) & (index <= deaths - number)
+        return np.asarray(own.astype(np.int64) + of_last_step)
+
+    def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
+        """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
+        held = self.storage_bytes * self.num_alive(self.peak_index if at is None else at)
+        return {kind: int(held[self.lifetimes[0] == kind].sum()) for kind in StorageKind}
 
     @property
     def has_all_bytes(self) -> bool:
@@ -182,31 +177,19 @@ class OpGraph:
         """
         kinds, births, deaths = self.lifetimes
         lasting = np.isin(kinds, _LASTING)
-        counted = lasting | (deaths <= len(self.skeleton.ops)) if self.has_all_bytes else lasting
-        at = int(np.argmax(self.as_batch().live_bytes_where(counted, of_last_step=False)[0])) - 1
+        counted = lasting | (deaths <= len(self.ops)) if self.has_all_bytes else lasting
+        at = int(np.argmax(self._live_bytes_where(counted, of_last_step=False))) - 1
         held = self.storage_bytes * (counted & (births <= at) & (at <= deaths))
         return {kind: int(held[kinds == kind].sum()) for kind in (StorageKind if self.has_all_bytes else _LASTING)}
 
-    @property
+    @cached_property
     def reserved_bytes(self) -> int:
         """Memory that CUDA's caching allocator takes from the driver for the step, with its default settings."""
-        return int(self.as_batch().reserved_bytes[0])
-
-    def bytes_by_kind(self, at: int | None = None) -> dict[StorageKind, int]:
-        """Bytes alive at operator ``at`` (default: at the peak), by kind of storage."""
-        num_bytes = self.as_batch().bytes_by_kind(None if at is None else np.array([at]))
-        return dict(zip(StorageKind, map(int, num_bytes[0]), strict=True))
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of the whole step."""
-        return int(self.as_batch().flops[0])
+        return replay_allocator(self).reserved_bytes
 
     @cached_property
     def edges(self) -> npt.NDArray[np.int64]:
         """Data flow: pairs (producer, consumer) of operator indices. Shape: (2, num_edges)."""
-        if not self.is_skeleton:
-            return self.skeleton.edges
         writer: dict[int, int] = {}
         pairs: list[tuple[int, int]] = []
         for index, op in enumerate(self.ops):
@@ -214,16 +197,10 @@ class OpGraph:
             writer.update(dict.fromkeys(op.outputs, index))
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
-    @staticmethod
-    def from_onnx(path: str | os.PathLike[str], **options: Any) -> OpGraph:
-        """Deprecated: call :func:`perfguard.onnx.graph_from_onnx`, which takes the same arguments."""
-        warnings.warn(
-            "OpGraph.from_onnx is deprecated and goes in the next version. Call perfguard.onnx.graph_from_onnx instead.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        graph: OpGraph = importlib.import_module("perfguard.onnx").graph_from_onnx(path, **options)
-        return graph
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of the graph's content, hexadecimal."""
+        return hashlib.sha256(self._to_json()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """Compressed JSON; nothing in it but shapes, operators and module paths."""
@@ -249,11 +226,12 @@ class OpGraph:
         Raises:
             WorkloadError: if the data is damaged, too large or of a newer schema.
         """
+        most_bytes = 256 * 2**20  # a few kilobytes of zeros could fill the memory
         try:
             decompressor = zlib.decompressobj()
-            text = decompressor.decompress(data, _MAX_SERIALISED_BYTES)
+            text = decompressor.decompress(data, most_bytes)
             if decompressor.unconsumed_tail:
-                raise WorkloadError(f"A stored graph is larger than {_MAX_SERIALISED_BYTES} bytes; it is refused.")
+                raise WorkloadError(f"A stored graph is larger than {most_bytes} bytes; it is refused.")
             document = json.loads(text)
             if document["schema"] > SCHEMA_VERSION:
                 raise WorkloadError(
@@ -278,18 +256,6 @@ class OpGraph:
         except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise WorkloadError(f"A stored graph is damaged ({error}); trace the workload again.") from error
 
-    @cached_property
-    def kinds(self) -> frozenset[str]:
-        """Kinds of its operators."""
-        if not self.is_skeleton:
-            return self.skeleton.kinds
-        return frozenset(op.kind for op in self.ops)
-
-    @cached_property
-    def content_hash(self) -> str:
-        """SHA-256 of the graph's content, hexadecimal."""
-        return hashlib.sha256(self._to_json()).hexdigest()
-
 
 def _op_from_json(row: list[Any]) -> Op:
     name, kind, phase, flops, read, written, inputs, outputs, module, shape, dtype, attributes = row
@@ -309,4 +275,6 @@ def _op_from_json(row: list[Any]) -> Op:
     )
 
 
-__all__ = ["SCHEMA_VERSION", "GraphBatch", "Op", "OpGraph", "Phase", "Storage", "StorageKind"]
+def _integers(sizes: list[int]) -> Ints:
+    """An array whose sums stay exact."""
+    return np.array(sizes, dtype=np.int64 if sum(sizes) < 2**62 else object)

@@ -6,6 +6,8 @@ so the storages are born and die exactly as they would on the device; a weak ref
 
 from __future__ import annotations
 
+import copy
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,58 +16,36 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.rnn import PackedSequence
 
-from perfguard.exceptions import PerfGuardError, TraceError
-from perfguard.graph._device_paths import DevicePaths
-from perfguard.graph._device_semantics import device_semantics
-from perfguard.graph._meta import META, batch_on_meta, loss_on_meta, model_on_meta
-from perfguard.graph._optimizers import OptimizerOnMeta, optimizers_on_meta
-from perfguard.graph._pytree import tensors_in
-from perfguard.graph._recorder import Recorder
-from perfguard.graph._schema import OpGraph, Phase, StorageKind
-from perfguard.graph._target import Target, target_of
-from perfguard.graph._unknown import GROUPED_PRODUCTS
-from perfguard.pytorch import compiled_parts, gc_paused, is_compiled, path_inside, random_numbers_kept, too_large_named
-from perfguard.workload import Workload
+from perfguard.exceptions import PerfGuardError, TraceError, WorkloadError
+from perfguard.graph.kernels import DevicePaths, Target, device_semantics, target_of
+from perfguard.graph.op import Phase, StorageKind
+from perfguard.graph.opgraph import OpGraph
+from perfguard.graph.optimizers import OptimizerOnMeta, optimizers_on_meta
+from perfguard.graph.recorder import Recorder, tensors_in
+from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.pytorch import (
+    compiled_parts,
+    function_inside,
+    gc_paused,
+    is_compiled,
+    path_inside,
+    random_numbers_kept,
+    too_large_named,
+)
+from perfguard.workload import TensorSpec, Workload, mapped
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
-_DATA_DEPENDENT = (
-    "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
-    "perfguard.opaque(function, example_outputs=...)."
-)
-_WRONG_DEVICE = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
-_NO_META_KERNEL = (
-    "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
-    "perfguard.opaque(function, example_outputs=...)."
-)
-_HELP = {
-    "Tensor.item": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
-    "_local_scalar_dense": f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {_DATA_DEPENDENT}",
-    "data-dependent": _DATA_DEPENDENT,
-    "numpy": f"It leaves torch for numpy. Use torch operators, or wrap the part in {_DATA_DEPENDENT.rpartition(' in ')[2]}",
-    "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
-    "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...).",
-    "Expected all tensors to be on the same device": _WRONG_DEVICE,
-    "is not on the expected device meta": _WRONG_DEVICE,
-    "Torch not compiled with CUDA enabled": _WRONG_DEVICE,
-    "Found no NVIDIA driver": _WRONG_DEVICE,
-    "No CUDA GPUs are available": _WRONG_DEVICE,
-    "with arguments from the 'Meta' backend": _NO_META_KERNEL,
-    "no fake impl": _NO_META_KERNEL,
-    "Could not run": _NO_META_KERNEL,
-    "data pointer of tensor that doesn't have storage": _NO_META_KERNEL,
-    "Cannot access data pointer": _NO_META_KERNEL,
-}
 TRACED_AS_EAGER = "torch.compile: traced as eager; fused kernels need less memory traffic and fewer launches"
 """Entry in a graph's ``unmodelled``. A predictor with a model of the compiler's fusion removes it."""
-_MOST_PARTS = 4
-"""Compiled parts that are named."""
-_MOST_CHARACTERS = 240
-"""Length at which another library's message is cut."""
+META = torch.device("meta")
+_LAZY = (UninitializedParameter, UninitializedBuffer)
+_PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AUTOCAST = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
-_DDP_BUCKET_BYTES = (2**20, 25 * 2**20)  # torch.nn.parallel.DistributedDataParallel: the first bucket, and each other one
 
 
 def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda") -> OpGraph:
@@ -131,6 +111,7 @@ class _Tracer:
         modes = {module: module.training for module in model.modules()}
         model.train(self._workload.mode == "train")
         try:
+            self._initialize_lazy_parameters()
             if self._workload.mode == "train":
                 self._training_step()
             else:
@@ -153,6 +134,12 @@ class _Tracer:
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
             ),
         )
+
+    def _initialize_lazy_parameters(self) -> None:
+        """Lazy modules get their shapes from a first batch, as in the user's own code."""
+        if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
+            with self._paths, torch.no_grad():
+                self._forward(batch_on_meta(self._workload.inputs, self._workload))
 
     def _inference(self) -> None:
         inputs, _ = self._batch()
@@ -290,7 +277,7 @@ class _Tracer:
         model = self._model
         if isinstance(inputs, dict):
             return self._guarded(lambda: model(**inputs))
-        if isinstance(inputs, (tuple, list)):
+        if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
             return self._guarded(lambda: model(*inputs))
         return self._guarded(lambda: model(inputs))
 
@@ -323,12 +310,8 @@ class _Tracer:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            advice = next(
-                (help_ for sign, help_ in _HELP.items() if sign in text), "Check the shapes given to Workload(inputs=...)."
-            )
-            where = _where(error, self._model)
-            summary = text.splitlines()[0][:_MOST_CHARACTERS].rstrip(".")
-            raise TraceError(f"The step cannot be traced, {where}: {summary}. {advice}") from error
+            summary = text.splitlines()[0][:240].rstrip(".: ")  # another library's message may have pages
+            raise TraceError(f"The step cannot be traced, {_where(error, self._model)}: {summary}. {_advice(text)}") from error
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -359,7 +342,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[tuple[nn.Parameter
         sizes = [parameter.numel() for parameter in members]
         buckets.append(list(zip(members, torch.empty(sum(sizes), dtype=dtype).split(sizes), strict=True)))
 
-    first, other = _DDP_BUCKET_BYTES
+    first, other = 2**20, 25 * 2**20  # bytes, in torch.nn.parallel.DistributedDataParallel
     for parameter in reversed(parameters):
         members = open_by_dtype.setdefault(parameter.dtype, [])
         members.append(parameter)
@@ -388,15 +371,66 @@ def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator
         yield TRACED_AS_EAGER
     else:
         parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
-        others = f" and {len(parts) - _MOST_PARTS} more" if len(parts) > _MOST_PARTS else ""
+        others = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
         if parts:
-            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:_MOST_PARTS])}{others}"
+            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:4])}{others}"
     if workload.ddp:
         yield "DDP: the buckets are counted, the time of the all-reduce is not"
     if "fused_rnn" in names:
         yield "recurrent layers: the size of their reserve space is an estimate"
     if "opaque" in names:
         yield "opaque functions: their bytes are counted, their arithmetic is not"
+
+
+def _advice(text: str) -> str:
+    """What to do about an error of the user's step, by the words of the error. One true sentence each."""
+    data_dependent = (
+        "What it runs depends on the data. Move that out of the model, describe a fixed case, or wrap the part in "
+        "perfguard.opaque(function, example_outputs=...)."
+    )
+    value_is_read = f"A value is read from a tensor (`.item()`, `bool(tensor)`, `if tensor > 0`). {data_dependent}"
+    wrong_device = "A tensor was made on a fixed device inside the model. Make it on `x.device`, or register it as a buffer."
+    no_meta_kernel = (
+        "A custom operator has no kernel for the meta device. Register one (torch.library.register_fake), or wrap its call in "
+        "perfguard.opaque(function, example_outputs=...)."
+    )
+    sparse = (
+        "PyTorch cannot trace sparse gradients. Describe the model with Embedding(..., sparse=False) and a dense optimizer; that "
+        "counts a dense gradient, more than the sparse one has."
+    )
+    full_lengths = 'take `torch.full((len(x),), x.shape[1], device="cpu")` where `x.is_meta`.'
+    arguments = "Workload(inputs=...) gives forward one argument for each item of a tuple, one keyword for each key of a dict."
+    by_sign = {
+        "'lengths' argument should be": f"Packing reads the lengths of the sequences, and a trace has no values: {full_lengths}",
+        "SparseTensorImpl": sparse,
+        "SparseMeta": sparse,
+        "Tensor.item": value_is_read,
+        "_local_scalar_dense": value_is_read,
+        "data-dependent": data_dependent,
+        "numpy": "It leaves torch for numpy. Use torch operators, or wrap the part in "
+        "perfguard.opaque(function, example_outputs=...).",
+        "Cannot copy out of meta tensor": "A tensor is copied to another device, or its values are needed. Make tensors on "
+        "`x.device`; where values are needed, wrap the part in perfguard.opaque(function, example_outputs=...). As the lengths "
+        f"of sequences to pack, {full_lengths}",
+        "Expected all tensors to be on the same device": wrong_device,
+        "is not on the expected device meta": wrong_device,
+        "Torch not compiled with CUDA enabled": wrong_device,
+        "Found no NVIDIA driver": wrong_device,
+        "No CUDA GPUs are available": wrong_device,
+        "with arguments from the 'Meta' backend": no_meta_kernel,
+        "no fake impl": no_meta_kernel,
+        "Could not run": no_meta_kernel,
+        "data pointer of tensor that doesn't have storage": no_meta_kernel,
+        "Cannot access data pointer": no_meta_kernel,
+        "positional argument": arguments,
+        "unexpected keyword argument": arguments,
+    }
+    for sign, found in by_sign.items():
+        if sign in text:
+            return found
+    if re.search(r"\b(shapes?|sizes?|dim|dims|dimensions?|channels?|broadcast\w*|elements)\b", text.lower()):
+        return "Check the shapes given to Workload(inputs=...)."
+    return "Run one step on real tensors: if it fails there too, the model or its inputs are the cause."
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
@@ -409,10 +443,102 @@ def _where(error: BaseException, model: nn.Module) -> str:
         if isinstance(owner, nn.Module) and id(owner) in names:
             path = names[id(owner)]
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _OWN)):
+        if not file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent))):
             line = f" ({Path(file).name}:{number})"
     return (f"in module {path!r}" if path else "in the model") + line
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent)
+def model_on_meta(workload: Workload) -> nn.Module:
+    """The model with every tensor replaced by one without memory, in the workload's precision and layout.
+
+    A model that is on meta already is used as it is where nothing has to be converted. Otherwise a copy is made, and nothing
+    is allocated for it: ``copy.deepcopy`` finds the replacement of each tensor in its memo. Only a model on meta that cannot
+    be copied is converted itself.
+    """
+    model = workload.model
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"Workload.model must be a torch.nn.Module, but got {type(model).__name__}.")
+    # The parameters of a lazy module are made in the trace, so a copy gets them.
+    on_meta = all(tensor.is_meta and not isinstance(tensor, _LAZY) for tensor in _tensors_of(model))
+    if on_meta and workload.precision not in _PURE and workload.layout == "nchw":
+        return model
+    try:
+        twins: dict[int, Any] = {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(model)}
+        model = copy.deepcopy(model, twins)
+        _rebind_compiled_methods(model, twins)
+    except Exception as error:
+        if not on_meta:
+            raise TraceError(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                f'Build it under `with torch.device("meta"):`, or give `build=` instead of a live model.'
+            ) from error
+    if workload.precision in _PURE:
+        model = model.to(_PURE[workload.precision])
+    if workload.layout == "nhwc":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _rebind_compiled_methods(model: nn.Module, twins: dict[int, Any]) -> None:
+    """A compiled method that an instance holds is copied as a function, so it would still run on the original."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            inside = function_inside(value)
+            if id(getattr(inside, "__self__", None)) in twins:
+                vars(module)[name] = copy.deepcopy(inside, twins)
+
+
+def loss_on_meta(workload: Workload) -> Any:
+    """The loss; a module's own tensors (class weights) are replaced as the model's are."""
+    if isinstance(workload.loss, type):
+        name = workload.loss.__name__
+        raise WorkloadError(f"Workload.loss must be called as loss(output, targets), but got the class {name}. Give {name}().")
+    if not isinstance(workload.loss, nn.Module):
+        return workload.loss
+    return copy.deepcopy(workload.loss, {id(tensor): _empty_twin(tensor) for tensor in _tensors_of(workload.loss)})
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():  # tensors kept as plain attributes
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, UninitializedParameter):
+        return UninitializedParameter(requires_grad=tensor.requires_grad, device=META, dtype=tensor.data.dtype)
+    if isinstance(tensor, UninitializedBuffer):
+        return UninitializedBuffer(device=META, dtype=tensor.data.dtype)
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def batch_on_meta(value: Any, workload: Workload) -> Any:
+    """Tensors, TensorSpecs and shapes, nested in tuples, lists and dicts, as meta tensors."""
+
+    def on_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _cast(torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META), workload)
+        if isinstance(leaf, TensorSpec):
+            return _cast(torch.empty(leaf.shape, dtype=_dtype_named(leaf.dtype), device=META), workload)
+        return leaf
+
+    return mapped(value, on_meta)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise WorkloadError(f'TensorSpec.dtype must name a torch dtype such as "float32" or "int64", but got {name!r}.')
+    return dtype
+
+
+def _cast(tensor: torch.Tensor, workload: Workload) -> torch.Tensor:
+    if workload.precision in _PURE and tensor.is_floating_point():
+        tensor = tensor.to(_PURE[workload.precision])
+    if workload.layout == "nhwc" and tensor.dim() == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    return tensor

@@ -11,6 +11,8 @@ experts. What is known about a tensor belongs to its storage, so views share it:
     any other mask                                         half of the elements
 
 Fractions of an element are rounded up: an expert that is hit has at least one token.
+
+The functions at the end widen intervals for such assumptions, and for opaque operators, whose arithmetic is unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from perfguard.graph._pytree import is_meta
-from perfguard.graph._unknown import EVEN_CHOICES, HALF_CHOSEN
+if TYPE_CHECKING:
+    from perfguard.graph.opgraph import OpGraph
 
 aten = torch.ops.aten
+EVEN_CHOICES = "experts and other choices by index: tokens are assumed to be spread evenly"
+HALF_CHOSEN = "selections whose size depends on the data: half of the elements is assumed"
+GROUPED_PRODUCTS = "grouped products of experts: tokens are assumed to be spread evenly"
+"""Entries in a graph's ``unmodelled``. A grouped product has the same bytes for any spread."""
 _ARG = ("argmax", "argmin")
 _KEEPING = ("clone", "_to_copy", "index", "index_select", "gather", "mul", "bitwise_and", "logical_and")
 _KEEPING_IN_PLACE = ("mul_", "bitwise_and_", "logical_and_")
@@ -136,6 +142,11 @@ class Selections:
         return self._by_storage.get(self._storage_index(tensor), _Known(Fraction(1, 2), "mask"))
 
 
+def is_meta(value: Any) -> bool:
+    """Whether ``value`` is a tensor on the meta device."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
 def is_mask(index: Any) -> bool:
     """Whether an index is a mask on meta."""
     return is_meta(index) and index.dtype in (torch.bool, torch.uint8)
@@ -146,3 +157,54 @@ def _argument(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return None
+
+
+def has_assumed_sizes(graph: OpGraph) -> bool:
+    """Whether sizes in ``graph`` depend on an assumption about the data."""
+    return EVEN_CHOICES in graph.unmodelled or HALF_CHOSEN in graph.unmodelled
+
+
+def assumed_log_sigma(graph: OpGraph, target: str) -> float:
+    """Standard deviation of log("memory" or "time") that the assumptions about the data add to a prediction of ``graph``."""
+    # Guesses. Half: with a probability of 90% the step needs between half and twice as much. An even spread: only the size of the
+    # largest expert is unknown. A grouped product has the same bytes for any spread.
+    log_sigmas = {
+        EVEN_CHOICES: {"memory": 0.15, "time": 0.1},
+        HALF_CHOSEN: {"memory": 0.42, "time": 0.42},
+        GROUPED_PRODUCTS: {"memory": 0.0, "time": 0.1},
+    }
+    return math.hypot(*(log_sigmas[text][target] for text in graph.unmodelled if text in log_sigmas))
+
+
+def unknown_operators(graph: OpGraph) -> dict[int, int]:
+    """The opaque operators of ``graph``: by index, how many operators each may launch. Empty: there are none."""
+    known = ((index, 1 if op.name == "opaque" else op.attributes.get("unknown", 0)) for index, op in enumerate(graph.ops))
+    return {index: number for index, number in known if number}
+
+
+def unknown_span(graph: OpGraph, op_time_s: Sequence[float], memory_bytes: float) -> dict[str, float]:
+    """Upper end, as a logarithm, of the range above a prediction of ``graph`` that treats opaque operators as copies.
+
+    A prediction moves to the middle of that span, and half of the span becomes half of its 90% interval. So both ends are
+    equally likely. At the lower end the operator only moves its bytes. At the upper end it takes 30 times as long (times the
+    operators that control flow may launch) and holds 4 times its bytes.
+
+    Args:
+        graph: traced, or read from a file.
+        op_time_s: seconds of each operator. Shape: (len(ops),).
+        memory_bytes: the predicted peak.
+
+    Returns:
+        For "memory" and "time" a number that is not negative; 0 where nothing is opaque.
+    """
+    opaque = unknown_operators(graph)
+    if not opaque:
+        return {"memory": 0.0, "time": 0.0}
+    # A matrix product does about 30 times as many operations for a byte beyond what a GPU's memory keeps up with.
+    slower, larger = 30, 4
+    more_s = sum(op_time_s[index] * (slower * number - 1) for index, number in opaque.items())
+    touched = max(graph.ops[index].bytes_read + graph.ops[index].bytes_written for index in opaque)
+    return {
+        "memory": math.log1p((larger - 1) * touched / max(memory_bytes, 1.0)),
+        "time": math.log1p(more_s / max(sum(op_time_s), 1e-12)),
+    }

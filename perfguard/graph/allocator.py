@@ -11,12 +11,12 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy.typing as npt
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
 
-from perfguard.graph._op import Op, Phase, Storage, StorageKind
+if TYPE_CHECKING:
+    from perfguard.graph.opgraph import OpGraph
 
 MIN_BLOCK = 512
 SMALL_REQUEST = 2**20
@@ -33,9 +33,6 @@ _ADDRESS_BITS = 96
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 _LARGE_POOL = 1 << _ADDRESS_BITS - 1
 """The first address of the large pool."""
-MOST_STEPS = 4
-"""The first step makes the optimizer's state in the middle, the second finds the cache as it left it; a step that takes nothing
-more from the driver is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +181,13 @@ class CachingAllocator:
         return have + mapped, end - have
 
 
-def rounded(num_bytes: Any) -> Any:
-    """The size of a block for ``num_bytes``: of one integer, or of each in an array."""
+def rounded(num_bytes: int) -> int:
+    """The size of a block for ``num_bytes``."""
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 def segment_size(size: int) -> int:
+    """The size of a new segment for a block of ``size`` bytes."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < MIN_LARGE_REQUEST:
@@ -197,21 +195,8 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-class Step(Protocol):
-    """The part of an :class:`OpGraph` that a replay reads."""
-
-    @property
-    def ops(self) -> tuple[Op, ...]: ...
-    @property
-    def storages(self) -> tuple[Storage, ...]: ...
-    @property
-    def storage_bytes(self) -> npt.NDArray[Any]: ...
-    @property
-    def skeleton(self) -> Step: ...
-
-
-class Program(NamedTuple):
-    """The requests of a step to the allocator, for any sizes: i allocates storage i, ~i frees it if it is there."""
+class _Program(NamedTuple):
+    """The requests of a step to the allocator: i allocates storage i, ~i frees it if it is there."""
 
     lasting: list[int]
     first: list[int]
@@ -222,19 +207,8 @@ class Program(NamedTuple):
     """Storages of which the one of the step before is there while the step makes its own: the batch, kept outputs."""
 
 
-_programs: WeakKeyDictionary[Step, Program] = WeakKeyDictionary()
-
-
-def program_of(graph: Step) -> Program:
-    """The replay program for one step of ``graph``. Graphs that differ only in their sizes share it."""
-    skeleton = graph.skeleton
-    known = _programs.get(skeleton)
-    if known is None:
-        known = _programs[skeleton] = _make_program(skeleton.ops, skeleton.storages)
-    return known
-
-
-def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
+def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
+    """The requests of a training loop: what a step allocates and frees, in order."""
     end, number = len(ops), len(storages)
     births: list[list[int]] = [[] for _ in range(end + 1)]
     deaths: list[list[int]] = [[] for _ in range(end + 1)]
@@ -279,31 +253,28 @@ def _make_program(ops: Sequence[Op], storages: Sequence[Storage]) -> Program:
         first += [number] * (i == first_product) + (made(state) if i == first_update else []) + both
         later += both + freed(ends.get(i, ()))
     last = made(births[end])
-    return Program(made(lasting), first + last, later + last, [*inputs, *kept])
+    return _Program(made(lasting), first + last, later + last, [*inputs, *kept])
 
 
-def replay_allocator(graph: Step, settings: AllocatorSettings | None = None) -> AllocatorReplay:
+def replay_allocator(graph: OpGraph, settings: AllocatorSettings = AllocatorSettings()) -> AllocatorReplay:
     """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator.
 
     Args:
-        graph: the traced step, an :class:`OpGraph`.
-        settings: of the allocator. None: PyTorch's default.
+        graph: the traced step.
+        settings: of the allocator. PyTorch's defaults by default.
     """
-    settings = settings or AllocatorSettings()
-    return replay_program(program_of(graph), graph.storage_bytes, settings)
-
-
-def replay_program(program: Program, storage_bytes: npt.NDArray[Any], settings: AllocatorSettings) -> AllocatorReplay:
-    """:func:`replay_allocator` of a step whose storages have ``storage_bytes`` (S,)."""
-    number, carried = len(storage_bytes), program.carried
-    sizes = [*rounded(storage_bytes).tolist(), rounded(settings.cublas_workspace_bytes), *[0] * len(carried)]
+    program, number = _program_of(graph.ops, graph.storages), len(graph.storages)
+    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), rounded(settings.cublas_workspace_bytes)]
+    sizes += [0] * len(program.carried)
     blocks = [0] * len(sizes)
     allocator = CachingAllocator(settings)
     allocator.run(program.lasting, sizes, blocks)
     allocator.run(program.first, sizes, blocks)
-    for _ in range(1, MOST_STEPS):
+    # The first step makes the optimizer's state in the middle, the second finds the cache as it left it. A step that takes
+    # nothing more from the driver is the last.
+    for _ in range(3):
         before = allocator.reserved_bytes
-        for at, index in enumerate(carried, number + 1):
+        for at, index in enumerate(program.carried, number + 1):
             blocks[at], blocks[index] = blocks[index], 0
         allocator.run(program.later, sizes, blocks)
         if allocator.reserved_bytes == before:
