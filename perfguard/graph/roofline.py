@@ -53,7 +53,7 @@ def work_s(graph: OpGraph, device: Device) -> tuple[_Floats, _Floats]:
 
 def _rates(graph: OpGraph, device: Device) -> _Floats:
     """Peak FLOPs a second of each operator. Shape: (N,)."""
-    in_tf32 = kinds_in_tf32(graph) - (_CUDNN_KINDS if device.is_amd else frozenset())  # MIOpen has no TF32
+    in_tf32 = kinds_in_tf32(graph)
     half = {"float16": "fp16", "bfloat16": "bf16"}
 
     def rate(kind: str, dtype: str) -> float:
