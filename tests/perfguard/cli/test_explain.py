@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from perfguard import Workload, resolve_device, trace
-from perfguard.cli._explain import operator_times_s
+from perfguard.cli.predict import operator_times_s
 from perfguard.graph import OpGraph, roofline_s
 from perfguard.predictor import OperatorTimes, load_predictor
 from tests.doubles import ReplayPredictor

@@ -1,0 +1,404 @@
+"""``perfguard log``, ``learn``, ``weights`` and ``report``: what the measurement log holds, and what is made of it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, get_args
+
+from perfguard.exceptions import ConfigurationError, LogError
+from perfguard.measure import Status
+from perfguard.predictor import DEFAULT_PREDICTOR
+from perfguard.quantities import format_bytes, format_seconds, parse_seconds
+
+if TYPE_CHECKING:
+    from perfguard.store import MeasurementStore, Selection
+
+
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard log`` takes."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, help: str, *, selects: bool = True) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=help)
+        _add_log(added)
+        if selects:
+            group = added.add_argument_group("selection", "only decisions that match all of these options")
+            group.add_argument("--study", help="the study's name")
+            group.add_argument("--device", help='for instance "a100" or "cpu"')
+            group.add_argument("--host", help="the name of the machine")
+            group.add_argument("--status", choices=get_args(Status), help="how the run ended")
+            group.add_argument("--verdict", choices=("launch", "prune", "repair"), help="what the guard decided")
+            group.add_argument("--since", metavar="TIME", help='"2026-11-20", "2026-11-20 14:30" (UTC), or an age: "2h", "90d"')
+            group.add_argument("--before", metavar="TIME", help="the same")
+        return added
+
+    show = verb("show", "show the newest decisions and the measured costs")
+    show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    export = verb("export", "write the decisions with their measurements as a table")
+    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write; Parquet needs pyarrow")
+    quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
+    quarantine.add_argument("--json", action="store_true", help="print JSON")
+    forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
+    forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
+    forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    prune = verb("prune", "delete decisions with their measurements")
+    prune.add_argument("--keep", type=int, metavar="N", help="also keep at most the newest N of the other decisions")
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", metavar="FILE|URL", help="default: PERFGUARD_LOG, else your own log")
+
+
+def log(arguments: argparse.Namespace) -> None:
+    """Run the verb with these arguments.
+
+    Raises:
+        PerfGuardError: for a log, a file or an argument that cannot be used.
+    """
+    verbs: dict[str, Callable[[MeasurementStore, argparse.Namespace], None]] = {
+        "show": _show, "export": _export, "quarantine": _quarantine, "forget": _forget, "prune": _prune
+    }  # fmt: skip
+    with open_log(arguments.log) as store:
+        verbs[arguments.verb](store, arguments)
+
+
+def open_log(location: str | None) -> MeasurementStore:
+    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own.
+
+    Raises:
+        ConfigurationError: if a file was named that is not there: a typo makes no new log.
+        LogError: if the log cannot be opened.
+    """
+    location = location or os.environ.get("PERFGUARD_LOG")
+    if location is not None and "://" not in location and not Path(location).exists():
+        raise ConfigurationError(f"There is no measurement log at {location}.")
+    from perfguard.store import MeasurementStore
+
+    return MeasurementStore.default() if location is None else MeasurementStore(location)
+
+
+def _selection(arguments: argparse.Namespace) -> Selection:
+    from perfguard.store import Selection
+
+    return Selection(
+        study=arguments.study,
+        device=None if arguments.device is None else _devices(arguments.device),
+        host=arguments.host,
+        status=arguments.status,
+        verdict=arguments.verdict,
+        since=_time(arguments.since, "--since"),
+        before=_time(arguments.before, "--before"),
+    )
+
+
+def _devices(name: str) -> str | tuple[str, ...]:
+    """The id that was named; of an alias all that it may have meant, since "a100" is an A100 SXM on a machine that has one."""
+    from perfguard.devices._catalog import catalog, is_alias, is_short_for, look_up
+
+    known = look_up(name)
+    if known is None or not is_alias(name):
+        return name if known is None else known.id
+    fitting = [id_ for id_, device in catalog().items() if id_ == known.id or is_short_for(name, device)]
+    return tuple(part for id_ in fitting for part in (id_, f"{id_}:"))
+
+
+def _time(text: str | None, what: str) -> datetime.datetime | None:
+    """The moment that a date, a time or an age means; without a time zone it is in UTC, as `perfguard log show` prints it."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+    except ValueError:
+        pass
+    with suppress(ConfigurationError, OverflowError):
+        if text.strip()[-1:].isalpha():  # a bare number may be meant as a year
+            return datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=parse_seconds(text, what=what))
+    raise ConfigurationError(
+        f'{what} must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d", but got {text!r}.'
+    )
+
+
+def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    decisions, counts = store.decisions(_selection(arguments), newest=max(1, arguments.last)), store.counts()
+    if arguments.json:
+        rows = [asdict(decision) | {"created_at": decision.created_at.isoformat()} for decision in decisions]
+        print(json.dumps({"log": repr(store), "counts": counts, "decisions": rows}, indent=2, default=str))
+        return
+    headings = ["when (UTC)", "study", "trial", "verdict", "device", "memory predicted", "measured", "step predicted", "measured"]
+    table = [
+        [
+            f"{decision.created_at:%Y-%m-%d %H:%M:%S}",
+            decision.study,
+            "" if decision.trial is None else str(decision.trial),
+            decision.action,
+            decision.device_id or "",
+            _text(decision.predicted_peak_memory_bytes, format_bytes),
+            _text(decision.measured_peak_memory_bytes, format_bytes),
+            _text(decision.predicted_step_time_s, format_seconds),
+            _text(decision.measured_step_time_s, format_seconds),
+            ", ".join(filter(None, [decision.status, "set aside" if decision.set_aside else None])),
+        ]
+        for decision in decisions
+    ]
+    _print_table([*headings, "status"], table)
+    print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+
+
+def _text(value: float | None, form: Callable[[float], str]) -> str:
+    return "" if value is None else form(value)
+
+
+def _print_table(headings: list[str], rows: list[list[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from perfguard.cli.gpus import wide_console
+
+    table = Table()
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))  # not as markup: a study may be named "s[1]"
+    wide_console(200).print(table)
+
+
+def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    """One row for each decision, with its measurement; hyperparameters as JSON. The file's ending decides the format."""
+    from perfguard.store import LoggedDecision
+
+    path = Path(arguments.file)
+    if path.suffix not in (".csv", ".parquet"):
+        raise ConfigurationError(f"The file must end in .csv or .parquet, but is {arguments.file!r}.")
+    rows = [asdict(decision) for decision in store.decisions(_selection(arguments))]
+    for row in rows:
+        row |= {"created_at": row["created_at"].isoformat(), "params": json.dumps(row["params"], default=str)}
+    try:
+        if path.suffix == ".parquet":
+            try:
+                from pyarrow import Table, parquet
+            except ImportError as error:
+                raise ConfigurationError("Parquet needs pyarrow: pip install 'perfguard[parquet]'. Or write a .csv.") from error
+            parquet.write_table(Table.from_pylist(rows), path)
+        else:
+            with path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(LoggedDecision)])
+                writer.writeheader()
+                writer.writerows(rows)
+    except OSError as error:
+        raise ConfigurationError(f"The table cannot be written to {arguments.file!r}: {error}") from error
+    print(f"{path}: {len(rows):,} decisions")
+
+
+def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    from perfguard.learning import assess_log
+
+    rows: list[dict[str, Any]] = [
+        {
+            "decision_id": refused.observation.decision_id,
+            "when": datetime.datetime.fromtimestamp(
+                refused.observation.recorded_at_ns / 1e9, tz=datetime.timezone.utc
+            ).isoformat(),
+            "device": refused.observation.device.id,
+            "reading": refused.target,
+            "reason": refused.reason,
+        }
+        for device_id in store.device_ids()
+        for refused in assess_log(store.observations(device_id)).quarantined
+    ]
+    num_quarantined = len(rows)
+    rows += [
+        {
+            "decision_id": decision.decision_id,
+            "when": decision.created_at.isoformat(),
+            "device": decision.device_id,
+            "reading": "all",
+            "reason": decision.set_aside,
+        }
+        for decision in store.decisions()
+        if decision.set_aside
+    ]
+    rows.sort(key=lambda row: str(row["when"]))
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['when'][:19]}  {row['decision_id'][:12]}  {row['device']}  {row['reading']}: {row['reason']}")
+    print(f"{num_quarantined} readings are quarantined, {len(rows) - num_quarantined} measurements are set aside")
+
+
+def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    """Set measurements aside, or with --undo use them again, after a question."""
+    selection = _selection(arguments)
+    if selection.is_everything:
+        raise ConfigurationError("Say which measurements to forget: --study NAME, --device NAME, --host NAME, --since TIME, ...")
+    found = [row for row in store.decisions(selection) if row.status and bool(row.set_aside) == arguments.undo]
+    if not found:
+        state = "set aside" if arguments.undo else "in use"
+        raise LogError(f"No measurement that is {state} matches. See `perfguard log show` with the same selection.")
+    devices, studies = sorted({row.device_id or "unknown" for row in found}), {row.study for row in found}
+    print(
+        f"{len(found):,} measurements of {len(studies)} {'study' if len(studies) == 1 else 'studies'} on {', '.join(devices)}, "
+        f"{found[0].created_at:%Y-%m-%d %H:%M:%S} to {found[-1].created_at:%Y-%m-%d %H:%M:%S} (UTC)"
+    )
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise LogError("Nothing was changed: add --yes where there is no terminal.")
+        question = "Use them again?" if arguments.undo else "Set them aside, so that nothing learns from them?"
+        if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+            raise LogError("Nothing was changed.")
+    if arguments.undo:
+        print(f"{store.take_back(selection):,} measurements are used again")
+        return
+    today = datetime.datetime.now(datetime.timezone.utc)
+    count = store.set_aside(selection, f"forgotten on {today:%Y-%m-%d} by `perfguard log forget`")
+    print(f"{count:,} measurements are set aside; the same selection with --undo takes them back")
+    weights = store.weights_since(found[0].created_at)
+    if weights:
+        print("Fine-tuned weights that may have learnt from these runs are still in use. To take them out of use:")
+    for generation in weights:
+        print(f"    perfguard weights rollback {generation.weights_id[:12]}")
+
+
+def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    selection = _selection(arguments)
+    if selection.is_everything and arguments.keep is None:
+        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, --keep N, ...")
+    print(f"{store.prune(selection, keep_newest=arguments.keep):,} decisions removed")
+
+
+def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard learn`` takes."""
+    _add_log(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="one update (the default)")
+    how.add_argument("--watch", action="store_true", help="an update whenever there are new runs, until stopped")
+    parser.add_argument("--every", default="30s", metavar="TIME", help="how often to look for new runs (default: 30s)")
+    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="fewest new runs for an update (default: 20)")
+    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="most runs to learn from (default: 1000)")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
+
+
+def learn(arguments: argparse.Namespace) -> None:
+    """Update the log's weights once, or with --watch whenever there are new runs, until SIGTERM or Ctrl-C.
+
+    Raises:
+        PerfGuardError: for a log or a predictor that cannot be used. With --watch, an outage of the log is waited for.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    every_s = parse_seconds(arguments.every, what="--every")
+    if arguments.own_process:  # beside a study or on a cluster's head: it must not be noticed
+        with suppress(OSError, AttributeError):  # Windows has no niceness
+            os.nice(15)
+        os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch and scikit-learn are not imported yet
+        signal.signal(signal.SIGTERM, stop)
+    with open_log(arguments.log) as store:
+        from perfguard.learning import OnlineTrainer
+
+        trainer = OnlineTrainer(store, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
+        nothing = f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all."
+        if not arguments.watch:
+            print(trainer.update() or nothing)
+        printed = ""
+        while arguments.watch:
+            try:
+                news = str(trainer.update() or "Watching.")
+            except LogError as error:
+                news = f"{error} Trying again every {every_s:g} s."
+            if news != printed:
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {news}", flush=True)
+                printed = news
+            time.sleep(every_s)
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard weights`` takes."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    show = verbs.add_parser("list", help="list every generation, its errors, and whether it is in use")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    back = verbs.add_parser("rollback", help="go back to the generation before the one in use")
+    back.add_argument("id", nargs="?", default="", help="a generation in use, or the beginning of its id (default: the newest)")
+    for verb in (show, back):
+        _add_log(verb)
+
+
+def weights(arguments: argparse.Namespace) -> None:
+    """List the generations of fine-tuned weights, or go back to an older one.
+
+    Raises:
+        PerfGuardError: for a log or an id that cannot be used.
+    """
+    with open_log(arguments.log) as store:
+        generations = store.weights()
+        if arguments.verb == "rollback":
+            in_use = [generation.weights_id for generation in generations if generation.state == "promoted"]
+            found = [weights_id for weights_id in in_use if weights_id.startswith(arguments.id)]
+            if len(found) != 1:
+                known = ", ".join(weights_id[:12] for weights_id in in_use) or "none: the shipped weights are"
+                raise LogError(f"Say which generation to roll back, by its id. In use: {known}.")
+            back = store.roll_back_weights(found[0])
+            now = f"{back[:12]} is in use again" if back else "the shipped weights are in use again"
+            print(f"{found[0][:12]} is rolled back; {now}. Guards take them after their next run.")
+            return
+    if arguments.json:
+        print(json.dumps([asdict(generation) for generation in generations], indent=2, default=str))
+    elif not generations:
+        print("No weights were fine-tuned yet; the shipped ones are in use.")
+    else:
+        rows = [
+            [
+                generation.weights_id[:12],
+                generation.predictor,
+                f"{generation.created_at:%Y-%m-%d %H:%M:%S}",
+                generation.state,
+                ", ".join(f"{name} {value:.4g}" for name, value in generation.metrics.items()),
+            ]
+            for generation in generations
+        ]
+        _print_table(["id", "of", "made (UTC)", "state", "runs, and errors before and after"], rows)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard report`` takes."""
+    parser.add_argument(
+        "source",
+        nargs="?",
+        metavar="STUDY|LOG",
+        help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
+    )
+    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
+    parser.add_argument(
+        "--log", metavar="FILE|URL", help="the log of an Optuna study (default: PERFGUARD_LOG, else your own log)"
+    )
+    parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the report and print its path.
+
+    Raises:
+        PerfGuardError: for a source that cannot be read, or a file that cannot be written.
+    """
+    from perfguard.report import write_report
+    from perfguard.store import default_location
+
+    source = arguments.source or default_location()
+    if arguments.source is None and "://" not in source and not Path(source).exists():
+        raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
+    print(write_report(source, arguments.out, study=arguments.study, log=arguments.log))
