@@ -51,6 +51,8 @@ def predict(arguments: argparse.Namespace) -> None:
     check_subject(arguments)
     budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
+    if arguments.plot and Path(arguments.plot).suffix != ".html":
+        raise ConfigurationError(f"--plot writes a page, so its name ends in .html, but got {arguments.plot!r}.")
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
@@ -383,10 +385,13 @@ def draw_timeline(
     for text, num_bytes, color in lines:
         label = f"{text}, {format_bytes(num_bytes)}"
         figure.add_hline(num_bytes / 2**30, line={"color": color, "dash": "dash"}, annotation_text=label)
+    # A limit far above the curve would press it flat; it is in the title, and in view after a double click.
+    top = max(num_bytes for _, num_bytes, _ in lines if num_bytes <= 2.5 * peak)
+    of = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}, {format_seconds(prediction.step_time.median)}"
     figure.update_layout(
-        title=f"One step on {device.name}: {format_bytes(peak)}, {format_seconds(prediction.step_time.median)}",
+        title=f"One step on {device.name}: {of}",
         xaxis_title="predicted time in the step (ms)",
-        yaxis={"title": "memory (GiB)", "range": [0, 1.05 * max(num_bytes for _, num_bytes, _ in lines) / 2**30]},
+        yaxis={"title": "memory (GiB)", "range": [0, 1.05 * max(top / 2**30, high)]},
         hovermode="x unified",
         template="plotly_white",
     )

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from perfguard import Workload, trace
+from perfguard import Workload, resolve_device, trace
 from perfguard.cli import main
+from perfguard.cli.predict import operator_times_s
 from perfguard.cli.subject import load_build
 from perfguard.devices import catalog
+from perfguard.graph import OpGraph, roofline_s
+from perfguard.predictor import OperatorTimes, load_predictor
+from tests.doubles import ReplayPredictor
 
 ROOT = Path(__file__).resolve().parents[3]
+A100 = resolve_device("a100")
 MODELS = str(ROOT / "examples" / "models.py")
 SCRIPT = """
 from torch import nn
@@ -161,6 +168,7 @@ def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str
         (["{script}:build", "--gpu", "a1000"], "Did you mean 'a100'"),
         (["{folder}/missing.py:build"], "There is no file '{folder}/missing.py'"),
         (["{script}"], "Expected FILE.py:BUILD"),
+        (["{script}:build", "--plot", "timeline.png"], "--plot writes a page, so its name ends in .html"),
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
             ["{script}:bulid"],
@@ -322,3 +330,32 @@ def test_command_of_absent_distribution_names_it(
     monkeypatch.setattr("perfguard.cli.entry_points", lambda group: ())
     assert main([command, "TABLE.csv"]) == 2
     assert "pip install ./models" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return trace(Workload(model, (4096, 512), mode="infer"), target=A100)
+
+
+def test_operators_of_a_predictor_that_knows_none_follow_the_roofline(graph: OpGraph) -> None:
+    predictor = ReplayPredictor()
+    assert not isinstance(predictor, OperatorTimes)
+    prediction = predictor.predict(graph, A100)
+    seconds, roofline = operator_times_s(predictor, prediction, graph, A100), roofline_s(graph, A100)
+    assert seconds.sum() == pytest.approx(prediction.step_time.median)
+    assert seconds / seconds.sum() == pytest.approx(roofline / roofline.sum())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_of_guardnet_take_what_its_kinds_take(compiled: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+    graph = trace(Workload(model, (4096, 512), mode="infer", compiled=compiled), target=A100)
+    predictor = load_predictor()
+    prediction = predictor.predict(graph, A100)
+    seconds = operator_times_s(predictor, prediction, graph, A100)
+    for kind in graph.kinds:
+        of_kind = sum(time for op, time in zip(graph.ops, seconds.tolist(), strict=True) if op.kind == kind)
+        assert of_kind == pytest.approx(prediction.time_by_kind_s[kind])
