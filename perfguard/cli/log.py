@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
 
 from perfguard.exceptions import ConfigurationError, LogError
@@ -138,28 +137,28 @@ def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
         rows = [asdict(decision) | {"created_at": decision.created_at.isoformat()} for decision in decisions]
         print(json.dumps({"log": repr(store), "counts": counts, "decisions": rows}, indent=2, default=str))
         return
+
+    def text(value: float | None, form: Callable[[float], str]) -> str:
+        return "" if value is None else form(value)
+
     headings = ["when (UTC)", "study", "trial", "verdict", "device", "memory predicted", "measured", "step predicted", "measured"]
     table = [
         [
             f"{decision.created_at:%Y-%m-%d %H:%M:%S}",
             decision.study,
-            "" if decision.trial is None else str(decision.trial),
+            text(decision.trial, str),
             decision.action,
             decision.device_id or "",
-            _text(decision.predicted_peak_memory_bytes, format_bytes),
-            _text(decision.measured_peak_memory_bytes, format_bytes),
-            _text(decision.predicted_step_time_s, format_seconds),
-            _text(decision.measured_step_time_s, format_seconds),
+            text(decision.predicted_peak_memory_bytes, format_bytes),
+            text(decision.measured_peak_memory_bytes, format_bytes),
+            text(decision.predicted_step_time_s, format_seconds),
+            text(decision.measured_step_time_s, format_seconds),
             ", ".join(filter(None, [decision.status, "set aside" if decision.set_aside else None])),
         ]
         for decision in decisions
     ]
     _print_table([*headings, "status"], table)
     print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
-
-
-def _text(value: float | None, form: Callable[[float], str]) -> str:
-    return "" if value is None else form(value)
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:
@@ -206,37 +205,26 @@ def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     from perfguard.learning import assess_log
 
-    rows: list[dict[str, Any]] = [
-        {
-            "decision_id": refused.observation.decision_id,
-            "when": datetime.datetime.fromtimestamp(
-                refused.observation.recorded_at_ns / 1e9, tz=datetime.timezone.utc
-            ).isoformat(),
-            "device": refused.observation.device.id,
-            "reading": refused.target,
-            "reason": refused.reason,
-        }
-        for device_id in store.device_ids()
-        for refused in assess_log(store.observations(device_id)).quarantined
-    ]
+    def row(decision_id: str, when: datetime.datetime, device: str | None, reading: str, reason: str | None) -> dict[str, Any]:
+        when_text = when.isoformat()
+        return {"decision_id": decision_id, "when": when_text, "device": device, "reading": reading, "reason": reason}
+
+    rows = []
+    for device_id in store.device_ids():
+        for refused in assess_log(store.observations(device_id)).quarantined:
+            seen = refused.observation
+            when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
+            rows.append(row(seen.decision_id, when, seen.device.id, refused.target, refused.reason))
     num_quarantined = len(rows)
-    rows += [
-        {
-            "decision_id": decision.decision_id,
-            "when": decision.created_at.isoformat(),
-            "device": decision.device_id,
-            "reading": "all",
-            "reason": decision.set_aside,
-        }
-        for decision in store.decisions()
-        if decision.set_aside
-    ]
-    rows.sort(key=lambda row: str(row["when"]))
+    for aside in store.decisions():
+        if aside.set_aside:
+            rows.append(row(aside.decision_id, aside.created_at, aside.device_id, "all", aside.set_aside))
+    rows.sort(key=lambda found: str(found["when"]))
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    for row in rows:
-        print(f"{row['when'][:19]}  {row['decision_id'][:12]}  {row['device']}  {row['reading']}: {row['reason']}")
+    for found in rows:
+        print(f"{found['when'][:19]}  {found['decision_id'][:12]}  {found['device']}  {found['reading']}: {found['reason']}")
     print(f"{num_quarantined} readings are quarantined, {len(rows) - num_quarantined} measurements are set aside")
 
 
@@ -266,10 +254,10 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     today = datetime.datetime.now(datetime.timezone.utc)
     count = store.set_aside(selection, f"forgotten on {today:%Y-%m-%d} by `perfguard log forget`")
     print(f"{count:,} measurements are set aside; the same selection with --undo takes them back")
-    weights = store.weights_since(found[0].created_at)
-    if weights:
+    learnt_since = store.weights_since(found[0].created_at)
+    if learnt_since:
         print("Fine-tuned weights that may have learnt from these runs are still in use. To take them out of use:")
-    for generation in weights:
+    for generation in learnt_since:
         print(f"    perfguard weights rollback {generation.weights_id[:12]}")
 
 
@@ -298,16 +286,12 @@ def learn(arguments: argparse.Namespace) -> None:
     Raises:
         PerfGuardError: for a log or a predictor that cannot be used. With --watch, an outage of the log is waited for.
     """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     every_s = parse_seconds(arguments.every, what="--every")
     if arguments.own_process:  # beside a study or on a cluster's head: it must not be noticed
         with suppress(OSError, AttributeError):  # Windows has no niceness
             os.nice(15)
         os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch and scikit-learn are not imported yet
-        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as after Ctrl-C
     with open_log(arguments.log) as store:
         from perfguard.learning import OnlineTrainer
 

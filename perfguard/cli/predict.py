@@ -118,10 +118,10 @@ def alias_notes(name: str, device: Device) -> list[str]:
     """Return a sentence on the card that a short name means, if other cards go by it too: "a100" fits four."""
     from perfguard.devices._catalog import catalog, is_alias, is_short_for
 
-    others = [id_ for id_, other in catalog().items() if is_short_for(name, other) and id_ != device.id]
-    if not is_alias(name) or not others:
+    if not is_alias(name):
         return []
-    return [f"{name} is taken for {device.name} ({device.id}). Other cards of this name: {', '.join(others)}."]
+    others = [id_ for id_, other in catalog().items() if is_short_for(name, other) and id_ != device.id]
+    return others and [f"{name} is taken for {device.name} ({device.id}). Other cards of this name: {', '.join(others)}."]
 
 
 def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
@@ -202,7 +202,7 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
-    if document.get("measured"):
+    if "measured" in document and document["measured"]["step_time_s"] is not None:
         latency = format_seconds(document["measured"]["step_time_s"])
         table.add_row("latency, measured", f"{latency}  (ONNX Runtime on {device.num_sms} threads)")
     if document["total_time_s"]:
@@ -227,11 +227,12 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     console.print(table)
 
     if prediction.memory_parts_bytes:
-        _print_parts(console, "peak memory", prediction.memory_parts_bytes, format_bytes)
+        _print_parts(console, "peak memory", _in_words(prediction.memory_parts_bytes), format_bytes)
     if sum(seconds > 0 for seconds in prediction.time_parts_s.values()) > 1:
-        _print_parts(console, "step time", prediction.time_parts_s, format_seconds)
+        _print_parts(console, "step time", _in_words(prediction.time_parts_s), format_seconds)
     if prediction.time_by_kind_s:
-        _print_parts(console, "step time by kind of operator", prediction.time_by_kind_s, format_seconds, most=6)
+        by_kind = _in_words(prediction.time_by_kind_s)
+        _print_parts(console, "step time by kind of operator", by_kind, format_seconds, most=6)
     notes = list(document["notes"]) + [f"not modelled: {text}" for text in prediction.unmodelled]
     if not prediction.trained_on_device:
         missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
@@ -256,18 +257,21 @@ def _mig_in_words(mig: Mapping[str, Any]) -> str:
     )
 
 
+def _in_words(parts: Mapping[str, float]) -> dict[str, float]:
+    """``parts`` under clearer names than those in the data."""
+    clearer = {
+        "cache": "allocator's cache", "correction": "learnt correction",
+        "start": "before the first launch", "batch_copy": "copy of the batch",
+    }  # fmt: skip
+    return {clearer.get(name, name.replace("_", " ")): value for name, value in parts.items()}
+
+
 def _print_parts(
     console: Console, title: str, parts: Mapping[str, float], form: Callable[[float], str], *, most: int = 15
 ) -> None:
     """Print ``parts`` that are not 0, largest first, with their sum. All but the ``most`` largest are one row."""
     from rich.table import Table
 
-    clearer = {
-        "cache": "allocator's cache",
-        "correction": "learnt correction",
-        "start": "before the first launch",
-        "batch_copy": "copy of the batch",
-    }
     table = Table(title=title, show_header=False)
     table.add_column()
     for _ in range(2):
@@ -277,7 +281,7 @@ def _print_parts(
     if len(rows) > most:
         rows[most:] = [(f"({len(rows) - most} others)", sum(value for _, value in rows[most:]))]
     for name, value in rows:
-        table.add_row(clearer.get(name, name.replace("_", " ")), form(value), f"{value / total:.0%}")
+        table.add_row(name, form(value), f"{value / total:.0%}")
     table.add_section()
     table.add_row("together", form(total), "100%")
     console.print(table)

@@ -245,7 +245,7 @@ def test_command_writes_the_report_of_a_log(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_command_says_what_it_cannot_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", *words]) == 1
+    assert main(["report", *words]) == 2
     assert message in capsys.readouterr().err
 
 
