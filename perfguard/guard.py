@@ -235,12 +235,6 @@ class Guard:
         """
         with self._lock:
             prediction = self.predictor.predict(graph, self.device, steps=steps).widened(self._assessment.widening)
-        if not prediction.trained_on_device:
-            self.warn_once(
-                UntrainedDeviceWarning,
-                f"{prediction.predictor} was not trained on such steps on {self.device.name}. "
-                "Read the interval and not the median until some trials have run.",
-            )
         return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
 
     def judge(
@@ -338,12 +332,19 @@ class Guard:
                 subject = graph or self.trace(workload)
             except TooLargeError as error:
                 subject = LeastMemory.behind(error, self.device)
-            return self.judge(
+            verdict = self.judge(
                 subject,
                 self._limits_of(workload, time_left_s),
                 threshold=self.threshold if threshold is None else threshold,
                 steps=workload.steps,
             )
+        if verdict.prediction is not None and not verdict.prediction.trained_on_device:
+            self.warn_once(
+                UntrainedDeviceWarning,
+                f"{verdict.prediction.predictor} was not trained on such steps on {self.device.name}. "
+                "Read the interval and not the median until some trials have run.",
+            )
+        return verdict
 
     def _limits_of(self, workload: Workload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""

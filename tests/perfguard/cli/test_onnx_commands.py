@@ -102,22 +102,20 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
     ("more", "match"),
     [
         ([], "leaves sizes open: 'side'"),
-        (["--dim", "side"], "--dim must look like NAME=8"),
         (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
         (["--dim", "side=64", "--mode", "train"], "has only the forward pass"),
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
         (["--dim", "side=64", "--mig", "9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
         (["--dim", "side=64", "--mig", "auto", "--mps", "0.5"], "exclude each other"),
-        (["--dim", "side=64", "--batch-size", "0"], "must be at least 1"),
     ],
 )
 def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], model: str, more: list[str], match: str) -> None:
-    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == 1
+    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == (1 if "leaves sizes" in match else 2)
     assert match in capsys.readouterr().err
 
 
 def test_a_card_that_cannot_be_split_has_no_profiles(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 1
+    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 2
     assert "has no MIG profiles" in capsys.readouterr().err
 
 
@@ -134,16 +132,7 @@ def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str]
 
 
 def test_people_get_the_fastest(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--gpus", "a100,t4"]) == 0
-    assert "fastest: a100-pcie-40gb" in capsys.readouterr().out
-
-
-def test_price_per_hour_gives_the_cost_of_the_trial(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    words = ["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--steps", "1000"]
-    assert run(capsys, *words)["cost"] is None
-    found = run(capsys, *words, "--price-per-hour", "$7.20")
-    assert found["cost"]["median"] == pytest.approx(found["total_time_s"]["median"] * 7.2 / 3600)
-    assert main([*words, "--price-per-hour", "2"]) == 0
-    assert "trial cost" in capsys.readouterr().out
-    assert main([*words, "--price-per-hour", "free"]) == 1
-    assert "--price-per-hour must look like" in capsys.readouterr().err
+    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--gpus", "h100,t4"]) == 0
+    out = capsys.readouterr().out
+    assert "samples/s" in out
+    assert "fastest: h100-sxm-80gb" in out

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perfguard.cli._gpus import show_gpus
+from perfguard.cli.gpus import gpus
 from perfguard.devices import Device, catalog, resolve_device
 from perfguard.devices.catalog import aliases, find, is_short_for, look_up
 from perfguard.exceptions import ConfigurationError, UnknownDeviceError
@@ -224,14 +224,14 @@ def test_catalog_is_immutable_and_devices_pickle() -> None:
 
 
 def test_gpus_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(Namespace(json=True))
+    gpus(Namespace(json=True))
     shown = json.loads(capsys.readouterr().out)
     assert [Device(**row) for row in shown["devices"]] == list(catalog().values())
     assert shown["aliases"] == dict(aliases())
 
 
 def test_gpus_as_a_table_has_one_line_for_each_card(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(Namespace(json=False))
+    gpus(Namespace(json=False))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     cells = {line[0]: line[1:] for line in lines if line and line[0]}
     assert list(cells) == list(catalog())
@@ -242,7 +242,7 @@ def test_gpus_on_narrow_terminal_drops_names(capsys: pytest.CaptureFixture[str],
     """Names are left out rather than figures cut."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    show_gpus(Namespace(json=False))
+    gpus(Namespace(json=False))
     table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.partition("Short names")[0])
     assert re.search("a100-pcie-40gb .* 1555 ", table)
     assert not re.search("data sheet|…", table)

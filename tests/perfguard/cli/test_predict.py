@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from perfguard import Workload, trace
+from perfguard import Workload, resolve_device, trace
 from perfguard.cli import main
-from perfguard.cli._subject import load_build
+from perfguard.cli.predict import operator_times_s
+from perfguard.cli.subject import load_build
 from perfguard.devices import catalog
+from perfguard.graph import OpGraph, roofline_s
+from perfguard.predictor import OperatorTimes, load_predictor
+from tests.doubles import ReplayPredictor
 
 ROOT = Path(__file__).resolve().parents[3]
+A100 = resolve_device("a100")
 MODELS = str(ROOT / "examples" / "models.py")
 SCRIPT = """
 from torch import nn
@@ -48,6 +56,10 @@ def raises(params):
 
 def returns_a_model(params):
     return nn.Linear(1, 1)
+
+
+def on_many_gpus(params):
+    return Workload(nn.DataParallel(nn.Linear(64, 8)), inputs=(4, 64), loss=lambda output: output.mean())
 
 
 def large(params):
@@ -156,20 +168,17 @@ def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str
         (["{script}:build", "--gpu", "a1000"], "Did you mean 'a100'"),
         (["{folder}/missing.py:build"], "There is no file '{folder}/missing.py'"),
         (["{script}"], "Expected FILE.py:BUILD"),
+        (["{script}:build", "--plot", "timeline.png"], "--plot writes a page, so its name ends in .html"),
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
             ["{script}:bulid"],
-            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, picky, raises, "
-            "returns_a_model.",
+            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, on_many_gpus, picky, "
+            "raises, returns_a_model.",
         ),
         (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
         (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
         (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
         (["{script}:needs_width"], "needs the hyperparameter 'width': add --set width=VALUE"),
-        (["{script}:build", "--batch-size", "0"], "--batch-size must be at least 1, but got 0"),
-        (["{script}:build", "--steps", "0"], "--steps must be at least 1, but got 0"),
-        (["{script}:build", "--set", "width"], "--set must look like NAME=VALUE, but got 'width'"),
-        (["{script}:build", "--set", "=3"], "--set must look like NAME=VALUE, but got '=3'"),
         (["{broken}:build"], "cannot be imported: SyntaxError"),
     ],
 )
@@ -180,7 +189,9 @@ def test_an_error_is_explained_on_stderr(
     broken.write_text("def build(:")
     names = {"script": script, "folder": tmp_path, "broken": broken}
     given = [argument.format(**names) for argument in arguments]
-    assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == 1
+    of_the_file = ("raised", "must return", "cannot be imported")  # what is in it is no wrong usage
+    status = 1 if any(words in message for words in of_the_file) else 2
+    assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == status
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("perfguard: ")
@@ -196,7 +207,14 @@ def test_an_error_is_explained_on_stderr(
         (["predict", "f.py:build", "--mode", "dream"], "invalid choice: 'dream'"),
         (["predict", "f.py:build", "--precision", "tf32"], "give --precision fp32 --tf32 on"),
         (["check", "f.onnx", "--tf32", "yes"], "invalid choice: 'yes'"),
-        (["predict", "f.py:build", "--batch-size", "many"], "invalid int value: 'many'"),
+        (
+            ["predict", "f.py:build", "--batch-size", "many"],
+            "--batch-size: expected a whole number of at least 1, but got 'many'",
+        ),
+        (["predict", "f.py:build", "--batch-size", "0"], "expected a whole number of at least 1, but got '0'"),
+        (["predict", "f.py:build", "--steps", "1.5"], "--steps: expected a whole number"),
+        (["predict", "f.py:build", "--set", "width"], "--set: must look like NAME=VALUE, but got 'width'"),
+        (["predict", "f.py:build", "--set", "=3"], "--set: must look like NAME=VALUE, but got '=3'"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,14 +228,44 @@ def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: st
     def interrupted(_: Any) -> Workload:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("perfguard.cli._subject.load_build", lambda _: interrupted)
+    monkeypatch.setattr("perfguard.cli.subject.load_build", lambda _: interrupted)
     assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130
+
+
+def test_broken_pipe_ends_quietly() -> None:
+    command = [sys.executable, "-m", "perfguard.cli", "gpus", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()  # as `head` does, before anything was written
+        assert child.stderr.read() == b""
+    assert child.returncode == 141
+
+
+def test_account_says_what_is_taken_for_granted(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    words = ["predict", f"{script}:on_many_gpus", "--gpu", "h100"]
+    assert main([*words, "--explain"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    notes = predict(capsys, *words[1:])["notes"]
+    for text, note in zip(
+        ("h100 is taken for NVIDIA H100 SXM", "names no optimizer", "DataParallel is judged as one"), notes, strict=True
+    ):
+        assert text in note
+        assert note in out
+
+
+def test_price_gives_the_cost_of_a_trial(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    words = [f"{script}:build", "--gpu", "t4", "--steps", "1000000", "--price-per-hour", "$3.60"]
+    document = predict(capsys, *words)
+    assert document["cost"]["median"] == pytest.approx(document["total_time_s"]["median"] / 1000)
+    assert main(["predict", *words]) == 0
+    assert "at $3.60 an hour" in capsys.readouterr().out
 
 
 def test_explain_names_peak_modules_and_operators(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "8", "--explain"]) == 0
     out = capsys.readouterr().out
-    for text in ("the peak is at operator", "by module", "convolution_backward", "GFLOP"):
+    for text in ("the peak is at operator", "by module", "convolution_backward", "at peak rates"):
         assert text in out
 
 
@@ -259,18 +307,19 @@ def test_budgets_are_compared_with(capsys: pytest.CaptureFixture[str], script: s
     by_quantity = {limit["quantity"]: limit for limit in document["limits"]}
     assert by_quantity["memory"]["limit"] == catalog()["a100-pcie-40gb"].memory_bytes // 2
     assert by_quantity["memory"]["p_exceeded"] < 0.01 < 0.99 < by_quantity["step_time"]["p_exceeded"]
-    assert main(["predict", f"{script}:build", "--gpu", "a100", "--max-memory", "40"]) == 1
+    assert main(["predict", f"{script}:build", "--gpu", "a100", "--max-memory", "40"]) == 2
     assert "--max-memory=40 is 40 bytes" in capsys.readouterr().err.replace("40.0", "40")
 
 
-def test_plot_writes_a_picture(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "new" / "timeline.png"
-    budgets = ["--max-memory", "0.5", "--max-step-time", "2ms"]
-    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(picture), *budgets]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(picture / "a.png")]) == 1
-    assert main(["predict", f"{script}:build", "--gpu", "a100", "--plot", str(tmp_path / "a.what")]) == 1
-    assert capsys.readouterr().err.count("The picture cannot be written") == 2
+def test_plot_writes_a_page(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "timeline.html"
+    words = ["predict", f"{script}:build", "--gpu", "a100", "--max-memory", "0.5", "--plot"]
+    assert main([*words, str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    for expected in ('"name":"activations"', "predicted peak (band: 90%)", "capacity, 39.4 GiB", "budget, 19.7 GiB"):
+        assert expected in text
+    assert main([*words, str(page / "a.html")]) == 2
+    assert "The picture cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "leaderboard"])
@@ -279,5 +328,34 @@ def test_command_of_absent_distribution_names_it(
 ) -> None:
     # Someone who installed PerfGuard alone must learn what to install, not that the command does not exist.
     monkeypatch.setattr("perfguard.cli.entry_points", lambda group: ())
-    assert main([command, "TABLE.csv"]) == 1
+    assert main([command, "TABLE.csv"]) == 2
     assert "pip install ./models" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return trace(Workload(model, (4096, 512), mode="infer"), target=A100)
+
+
+def test_operators_of_a_predictor_that_knows_none_follow_the_roofline(graph: OpGraph) -> None:
+    predictor = ReplayPredictor()
+    assert not isinstance(predictor, OperatorTimes)
+    prediction = predictor.predict(graph, A100)
+    seconds, roofline = operator_times_s(predictor, prediction, graph, A100), roofline_s(graph, A100)
+    assert seconds.sum() == pytest.approx(prediction.step_time.median)
+    assert seconds / seconds.sum() == pytest.approx(roofline / roofline.sum())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_of_guardnet_take_what_its_kinds_take(compiled: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+    graph = trace(Workload(model, (4096, 512), mode="infer", compiled=compiled), target=A100)
+    predictor = load_predictor()
+    prediction = predictor.predict(graph, A100)
+    seconds = operator_times_s(predictor, prediction, graph, A100)
+    for kind in graph.kinds:
+        of_kind = sum(time for op, time in zip(graph.ops, seconds.tolist(), strict=True) if op.kind == kind)
+        assert of_kind == pytest.approx(prediction.time_by_kind_s[kind])
