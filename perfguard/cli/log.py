@@ -292,9 +292,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("list", help="list every generation, its errors, and whether it is in use")
     show.add_argument("--json", action="store_true", help="print JSON")
     back = verbs.add_parser("rollback", help="go back to the generation before the one in use")
-    back.add_argument(
-        "predictor", nargs="?", metavar="OF", help="of which weights, as `list` names them (default: the newest in use)"
-    )
+    back.add_argument("predictor", nargs="?", metavar="OF", help="as `list` names it (default: the newest in use)")
     for verb in (show, back):
         _add_log(verb)
 
