@@ -7,17 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-import onnx
-
 from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph.costs import bytes_read
 from perfguard.graph.kernels import Target, target_of
-from perfguard.onnx._file import read_model
-from perfguard.onnx._fusions import fused
-from perfguard.onnx._nodes import Node, nodes_of
-from perfguard.onnx._operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
-from perfguard.onnx._shapes import Dims, Inferred, TensorType, bind, infer, network_inputs
+from perfguard.onnx.fusions import fused
+from perfguard.onnx.operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
+from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, TensorType, read_network
 from perfguard.workload import Tf32, tf32_instead, tf32_options
 
 if TYPE_CHECKING:
@@ -25,15 +21,11 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-DEFAULT_MAX_BYTES = 2 * 2**30
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 _MOST_TOTAL_BYTES = 2**60
 _ARGUMENT_ELEMENTS = 64
 """Integers up to this number are an operator's arguments (axes, shapes), not a tensor on the device."""
 _LONGEST_CHAIN = 16
-_LONGEST_NAME = 200
-_TRIPS = 1000
-"""Assumed number of trips of a loop whose number depends on data."""
 _MOST_NAMED = 4
 _NOT_FOLDED = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -76,13 +68,8 @@ def graph_from_onnx(
         raise ConfigurationError(f"{runs_in}, but got {precision!r}.{tf32_instead(precision)}")
     if tf32 not in (None, *get_args(Tf32)):
         raise ConfigurationError(f"tf32 must be one of {', '.join(get_args(Tf32))}, or None, but got {tf32!r}.")
-    file, dims = Path(path), dims or {}
-    model = read_model(file, max_bytes=max_bytes)
-    before = [value.SerializeToString() for value in model.graph.input]
-    bind(file, model, batch_size=batch_size, dims=dims)
-    rebatched = before != [value.SerializeToString() for value in model.graph.input]
-    inferred = infer(file, model, rebatched=rebatched)
-    return _Builder(file, model, inferred, target_of(target), _HALF.get(precision or "")).run(tf32)
+    network = read_network(Path(path), batch_size=batch_size, dims=dims, max_bytes=max_bytes)
+    return _Builder(Path(path), network, target_of(target), _HALF.get(precision or "")).run(tf32)
 
 
 class _Value(NamedTuple):
@@ -96,19 +83,16 @@ class _Value(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, path: Path, model: onnx.ModelProto, inferred: Inferred, target: Target, half: str | None) -> None:
-        graph = model.graph
+    def __init__(self, path: Path, network: Network, target: Target, half: str | None) -> None:
         self._path = path
-        self._graph = graph
+        self._network = network
         self._target = target
-        self._values = inferred.values
-        self._types: Mapping[str, TensorType] = inferred.types
+        self._types: Mapping[str, TensorType] = network.types
         if half is not None:
-            self._types = {name: _narrowed(found, half) for name, found in inferred.types.items()}
-        self._outputs = {value.name for value in graph.output}
-        nodes = nodes_of(inferred.nodes)
-        self._constants = self._constant_names(nodes, inferred.weights)
-        self._nodes = fused(nodes, self._types, self._constants, self._outputs)
+            self._types = {name: _narrowed(found, half) for name, found in network.types.items()}
+        self._outputs = set(network.outputs)
+        self._constants = self._constant_names()
+        self._nodes = fused(network.nodes, self._types, self._constants, self._outputs)
         self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name and name in self._constants}
         self._readers_left = Counter(name for node in self._nodes for name in node.inputs if name)
         self._readers_left.update(self._outputs)
@@ -126,20 +110,19 @@ class _Builder:
             name for node in self._nodes if node.op_type == "BatchNormalization" for name in node.inputs[3:5] if name
         }
 
-    def _constant_names(self, nodes: list[Node], weights: frozenset[str]) -> set[str]:
+    def _constant_names(self) -> set[str]:
         """Weights, and what follows from them alone: runtimes work that out once."""
-        constants = set(weights)
-        for node in nodes:
+        constants = set(self._network.weights)
+        for node in self._network.nodes:
             names = [name for name in node.inputs if name]
             follows = node.op_type == "Constant" if not names else constants.issuperset(names)
-            if follows and not node.has_subgraphs and node.op_type not in _NOT_FOLDED:
+            if follows and not node.most_launches and node.op_type not in _NOT_FOLDED:
                 constants.update(node.outputs)
         return constants
 
     def run(self, tf32: Tf32 | None) -> OpGraph:
-        for value in network_inputs(self._graph):
-            if value.name in self._types:
-                self._allocate(value.name, StorageKind.INPUT, birth=-1)
+        for name in self._network.inputs:
+            self._allocate(name, StorageKind.INPUT, birth=-1)
         for node in self._nodes:
             for name in filter(None, node.inputs):
                 self._readers_left[name] -= 1
@@ -167,7 +150,7 @@ class _Builder:
         end = len(self._ops)
         columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
         for num_bytes, kind, birth, last_use, name in columns:
-            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name[:_LONGEST_NAME])
+            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
 
     def _place(self, node: Node) -> None:
         """Launch it, or find out that nothing is launched."""
@@ -185,7 +168,7 @@ class _Builder:
         outputs = [name for name in node.outputs if name]
         if all(name in self._constants for name in outputs):
             return True
-        known = all(name in self._values for name in outputs)
+        known = self._network.known.issuperset(outputs)
         return known and not any(name in self._where for name in node.inputs)
 
     def _is_selection(self, node: Node) -> bool:
@@ -278,23 +261,11 @@ class _Builder:
         outputs = [self._types.get(name) if name else None for name in node.outputs]
         launch = launch_of(node, inputs, outputs, self._target)
         if not launch.is_known:
-            launch = launch._replace(attributes={"unknown": self._most_operators(node)})
-            self._opaque["control flow: " + node.op_type if node.has_subgraphs else node.op_type[:40]] += 1
+            launch = launch._replace(attributes={"unknown": max(node.most_launches, 1)})
+            self._opaque["control flow: " + node.op_type if node.most_launches else node.op_type[:40]] += 1
         if any(name and name not in self._types for name in node.outputs):
             self._shapeless.append(next(name for name in node.outputs if name and name not in self._types))
         self._record(node, launch, node.inputs)
-
-    def _most_operators(self, node: Node) -> int:
-        """Most operators that an opaque one may launch: those of its subgraphs, times the trips of a loop."""
-        trips = 1
-        if node.op_type == "Loop":
-            limit = self._values.get(node.inputs[0]) if node.inputs else None
-            is_count = limit is not None and limit.size == 1 and limit.dtype.kind in "iu"
-            trips = int(limit.reshape(-1)[0]) if is_count and limit is not None else _TRIPS
-        elif node.op_type == "Scan":
-            scanned = (self._types.get(name) for name in node.inputs[-max(node.attributes.get("num_scan_inputs", 1), 1) :])
-            trips = max((max(found.shape, default=1) for found in scanned if found is not None), default=_TRIPS)
-        return max(trips, 1) * max(node.num_inner, 1)
 
     def _record(self, node: Node, launch: Launch, inputs: tuple[str, ...]) -> None:
         index = len(self._ops)

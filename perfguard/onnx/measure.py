@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx.helper import tensor_dtype_to_np_dtype
 
 from perfguard.devices import cpu
 from perfguard.exceptions import ConfigurationError, OnnxError, why_not_imported
 from perfguard.measure import Measurement, Run
-from perfguard.onnx._build import DEFAULT_MAX_BYTES
-from perfguard.onnx._file import read_model
-from perfguard.onnx._shapes import bind, network_inputs
+from perfguard.onnx.read import DEFAULT_MAX_BYTES, TensorType, read_network
 
 if TYPE_CHECKING:
     import os
-
-_WARM_UP = 3
-_RUNS = 5, 200
-_TIMED_S = 2.0
 
 
 def measure_onnx(
@@ -51,11 +43,10 @@ def measure_onnx(
         missing = "To measure an ONNX file takes ONNX Runtime: pip install 'perfguard[onnx]'."
         raise ConfigurationError(why_not_imported(error, "onnxruntime", missing)) from error
     file = Path(path)
-    model = read_model(file, max_bytes=max_bytes)
-    bind(file, model, batch_size=batch_size, dims=dims or {})
+    network = read_network(file, batch_size=batch_size, dims=dims, max_bytes=max_bytes)
     run = Run(cpu())
     try:
-        batch = {value.name: _random(file, value) for value in network_inputs(model.graph)}
+        batch = {name: _random(file, name, network.types[name]) for name in network.inputs}
         with run:
             session = onnxruntime.InferenceSession(str(file), _options(onnxruntime), providers=["CPUExecutionProvider"])
             _repeat(lambda: session.run(None, batch), run.step)
@@ -81,27 +72,26 @@ def _options(onnxruntime: Any) -> Any:
     return options
 
 
-def _repeat(call: Callable[[], object], mark: Callable[[], None]) -> None:
-    for _ in range(_WARM_UP):
+def _repeat(
+    call: Callable[[], object], mark: Callable[[], None], *, least: int = 5, most: int = 200, timed_s: float = 2.0
+) -> None:
+    """Call and mark until ``timed_s`` have passed, but at least and at most so many times, after three calls that warm up."""
+    for _ in range(3):
         call()
     start = time.perf_counter()
     mark()
-    fewest, most = _RUNS
     for number in range(most):
-        if number >= fewest and time.perf_counter() - start > _TIMED_S:
+        if number >= least and time.perf_counter() - start > timed_s:
             break
         call()
         mark()
 
 
-def _random(file: Path, value: onnx.ValueInfoProto) -> npt.NDArray[Any]:
+def _random(file: Path, name: str, kind: TensorType) -> npt.NDArray[Any]:
     """Something that fits: numbers around zero; of integers, which may be indices, zeros and ones."""
-    tensor = value.type.tensor_type
-    shape = [dim.dim_value for dim in tensor.shape.dim]
-    dtype = tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type else None
-    if dtype is None or dtype.kind not in "fiub":
-        raise OnnxError(file, f"takes an input {value.name!r} that is not numeric", "Such a network cannot be measured here.")
     generator = np.random.default_rng(0)
-    return (
-        generator.standard_normal(shape).astype(dtype) if dtype.kind == "f" else generator.integers(2, size=shape).astype(dtype)
-    )
+    if kind.dtype in ("float16", "float32", "float64"):
+        return generator.standard_normal(kind.shape).astype(kind.dtype)
+    if not kind.dtype.startswith(("int", "uint", "bool")) or kind.dtype in ("int4", "uint4", "int2", "uint2"):
+        raise OnnxError(file, f"takes an input {name!r} that is not numeric", "Such a network cannot be measured here.")
+    return generator.integers(2, size=kind.shape).astype(kind.dtype)

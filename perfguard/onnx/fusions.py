@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from perfguard.onnx._nodes import OWN_DOMAIN, Node
-from perfguard.onnx._shapes import TensorType
+from perfguard.onnx.operators import OWN_DOMAIN
+from perfguard.onnx.read import Node, TensorType
 
 _LONGEST_CHAIN = 8
 _PRODUCTS = ("MatMul", "FusedMatMul")

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from perfguard.graph.costs import attention_flops, convolution_attributes, elementwise_flops, kind_of, product_flops
 from perfguard.graph.kernels import Target
-from perfguard.onnx._nodes import OWN_DOMAIN, Node
-from perfguard.onnx._shapes import TensorType
+from perfguard.onnx.read import Node, TensorType
 
+OWN_DOMAIN = "perfguard"
+"""Domain of operators that replace several in the file; see `fusions.py`."""
 _CONTRIBUTED = ("com.microsoft", "com.ms.internal.nhwc")
 _INDEX_BYTES = 8
 
@@ -96,7 +97,7 @@ def launch_of(node: Node, inputs: Types, outputs: Types, target: Target) -> Laun
         outputs: those of ``node.outputs``.
         target: decides which kernel computes attention.
     """
-    if not (node.is_standard or node.domain in (*_CONTRIBUTED, OWN_DOMAIN)) or node.has_subgraphs:
+    if not (node.is_standard or node.domain in (*_CONTRIBUTED, OWN_DOMAIN)) or node.most_launches:
         return _opaque(node)
     op_type = _SAME_AS.get(node.op_type, node.op_type)
     if node.domain == OWN_DOMAIN and op_type == "Attention":
@@ -278,7 +279,7 @@ def _packed_attention(inputs: Types, target: Target) -> Launch | None:
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph.costs`."""
+    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph._rnn`."""
     data, weight, recurrence = (_at(inputs, index) for index in range(3))
     if data is None or weight is None or recurrence is None or len(data.shape) != 3:
         return None
