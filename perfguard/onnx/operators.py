@@ -279,7 +279,7 @@ def _packed_attention(inputs: Types, target: Target) -> Launch | None:
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph._rnn`."""
+    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph.kernels`."""
     data, weight, recurrence = (_at(inputs, index) for index in range(3))
     if data is None or weight is None or recurrence is None or len(data.shape) != 3:
         return None
