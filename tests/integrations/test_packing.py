@@ -183,5 +183,5 @@ def test_the_command_plans_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["pack", str(table), "--gpus", "t4:2", "--at-once", "2"]) == 0
     assert "in all (" in capsys.readouterr().out
-    assert main(["pack", str(tmp_path / "none.csv"), "--gpus", "t4"]) == 1
+    assert main(["pack", str(tmp_path / "none.csv"), "--gpus", "t4"]) == 2
     assert "cannot be read" in capsys.readouterr().err

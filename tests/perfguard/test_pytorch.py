@@ -15,9 +15,9 @@ from torch import nn
 
 from perfguard import predict
 from perfguard.devices import resolve_device
-from perfguard.graph import TRACED_AS_EAGER, SequenceTracer, TraceCache, trace
-from perfguard.graph._structure import structure_of
-from perfguard.graph._target import target_of
+from perfguard.graph import TRACED_AS_EAGER, TraceCache, trace
+from perfguard.graph.cache import structure_of
+from perfguard.graph.kernels import target_of
 from perfguard.workload import Workload
 
 SHAPE = (16, 8)
@@ -294,19 +294,6 @@ def test_code_is_compiled_after_overlapping_traces() -> None:
     first.join()
     model(torch.ones(SHAPE))
     assert len(compiled_graphs) == 1
-
-
-def test_stack_with_compiled_part_is_traced_as_a_whole() -> None:
-    with torch.device("meta"):
-        stack = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    tracer = SequenceTracer()
-    assert tracer.trace(stack, SHAPE, target="cuda") is not None
-    stack[1].compile(backend=backend)
-    assert tracer.trace(stack, SHAPE, target="cuda") is None
-    with torch.device("meta"):
-        stack = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    stack.compile(backend=backend)
-    assert tracer.trace(stack, SHAPE, target="cuda") is None
 
 
 def test_compiled_model_stays_as_it_was() -> None:
