@@ -30,13 +30,13 @@ from rich.progress import track
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard import OpGraph, trace
-from perfguard.collect import Recipe, drafts, without_missing_packages
-from perfguard.collect._backend import Card
-from perfguard.collect._plan import planned
-from perfguard.collect._run import _make_step
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import replay_allocator
+from perfguard_research.collect import Recipe, drafts, without_missing_packages
+from perfguard_research.collect.backend import Card
+from perfguard_research.collect.plan import planned
+from perfguard_research.collect.run import _make_step
 
 MIB = 2**20
 _NOTABLE = 0.01

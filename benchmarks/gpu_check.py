@@ -24,9 +24,10 @@ from rich.table import Table
 
 from perfguard import load_predictor
 from perfguard.cli._collect import show_summary, spaces_of
-from perfguard.collect import CPU_MEMORY_BYTES, collect, collecting_device
 from perfguard.exceptions import PerfGuardError
-from perfguard.tables import Evaluated, evaluate, read_table
+from perfguard_research.collect import CPU_MEMORY_BYTES, collect, collecting_device
+from perfguard_research.evaluate import Evaluated, evaluate
+from perfguard_research.tables import read_table
 
 _MEMORY_BYTES = 16 * 2**30
 _MIB = 2**20

@@ -36,14 +36,14 @@ from rich.table import Table
 from torch import nn
 
 from perfguard import MeasurementStore, Run, TensorSpec, Workload, trace
-from perfguard.collect import Recipe, collecting_device
-from perfguard.collect._backend import Backend, Card, Processor
-from perfguard.collect._run import _make_step
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.measure import status_of
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, summarize
+from perfguard_research.collect import Recipe, collecting_device
+from perfguard_research.collect.backend import Backend, Card, Processor
+from perfguard_research.collect.run import _make_step
 
 _FITTING = 2 / 3
 _SAMPLED = 60

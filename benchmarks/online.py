@@ -44,11 +44,11 @@ from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_models.two_clocks import PathTimes, TwoClocks
-from perfguard_training.dataset import Run, dataset_of, graphs_of
-from perfguard_training.leaderboard import predictions
-from perfguard_training.learner import identity_of
-from perfguard_training.registry import learner_class, source_of
-from perfguard_training.summary import drawn, summary_of
+from perfguard_research.dataset import Run, dataset_of, graphs_of
+from perfguard_research.leaderboard import predictions
+from perfguard_research.learner import identity_of
+from perfguard_research.registry import learner_class, source_of
+from perfguard_research.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
 LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": TwoClocks.name}

@@ -23,11 +23,12 @@ from scipy.optimize import least_squares
 
 from perfguard import load_predictor
 from perfguard.graph import KIND_INDEX, Phase
-from perfguard.tables import evaluate, read_table
 from perfguard_models.features.launches import COLUMNS
-from perfguard_training.cross_validation import FoldPredictions
-from perfguard_training.dataset import Run, dataset_of
-from perfguard_training.leaderboard import predictions
+from perfguard_research.cross_validation import FoldPredictions
+from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.evaluate import evaluate
+from perfguard_research.leaderboard import predictions
+from perfguard_research.tables import read_table
 
 Floats = npt.NDArray[np.float64]
 _COLUMNS = ("what", "runs", "PerfGuard: mean / median", "peers")

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.tables import WorkloadRow, model_on_meta, read_table, workload_row
+from perfguard_research.tables import WorkloadRow, model_on_meta, read_table, workload_row
 
 COLUMNS = ("family", "rows", "live", "live + constant", "reserved", "reserved + constant")
 _FAMILIES = 8

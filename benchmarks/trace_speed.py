@@ -32,7 +32,7 @@ from torch import nn
 from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.graph import replay_allocator
 from perfguard.measure import PeakResidentSet
-from perfguard.tables import read_table, timm_model, workload_row
+from perfguard_research.tables import read_table, timm_model, workload_row
 
 MODELS = (
     "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "densenet121", "regnety_032", "convnext_tiny",

@@ -10,7 +10,7 @@ from types import FrameType
 _NOT_THE_USERS = frozenset(
     {
         "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
-        "perfguard_models", "perfguard_optuna", "perfguard_packing", "perfguard_papers", "perfguard_ray", "perfguard_training",
+        "perfguard_models", "perfguard_optuna", "perfguard_ray", "perfguard_research",
         "pytorch_lightning", "ray", "threading", "torch", "transformers",
     }
 )  # fmt: skip

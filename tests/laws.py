@@ -13,9 +13,9 @@ from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_training.dataset import Run, feature_sets
-from perfguard_training.learner import Trainable
-from perfguard_training.registry import learner_class
+from perfguard_research.dataset import Run, feature_sets
+from perfguard_research.learner import Trainable
+from perfguard_research.registry import learner_class
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},

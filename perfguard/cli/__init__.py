@@ -19,11 +19,7 @@ __all__ = ["COMMANDS_GROUP", "main"]
 
 COMMANDS_GROUP = "perfguard.commands"
 """Entry-point group for further commands: a function of the words after the command's name."""
-_ELSEWHERE = {
-    "train": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
-    "leaderboard": "perfguard-research, in a checkout of PerfGuard: pip install ./models",
-}
-"""Our own commands that are no part of the main distribution, and how to install them."""
+_OF_RESEARCH = ("evaluate", "train", "leaderboard", "collect")
 
 
 class _Command(NamedTuple):
@@ -43,10 +39,6 @@ _COMMANDS = {
     "predict": _Command("_predict", "add_arguments", "show_prediction", "predict memory and time of a workload on a GPU", True),
     "check": _Command("_check", "add_arguments", "check", "check whether a workload fits its limits, as an exit status", True),
     "rank": _Command("_rank", "add_arguments", "show_ranking", "order GPUs by speed or cost, and show which ones fit", True),
-    "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "compare a predictor with a table of measured runs"),
-    "collect": _Command(
-        "_collect", "add_arguments", "collect_rows", "run small networks on this machine and write a table of the measurements"
-    ),
     "gpus": _Command("_gpus", "add_arguments", "show_gpus", "list the GPUs in the catalog"),
     "log": _Command("_log", "add_arguments", "run_log_command", "show, export, import or clean the measurement log"),
     "report": _Command("_report", "add_arguments", "write_report", "write an HTML page about a study or the measurement log"),
@@ -73,8 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in installed:
             installed[words[0]].load()(words[1:])
             return 0
-        if words and words[0] in _ELSEWHERE:
-            raise ConfigurationError(f"`perfguard {words[0]}` is not installed. It comes with {_ELSEWHERE[words[0]]}.")
+        if words and words[0] in _OF_RESEARCH:
+            raise ConfigurationError(
+                f"`perfguard {words[0]}` comes with perfguard-research. In a checkout of PerfGuard: pip install ./models"
+            )
         arguments = _parser(words, installed.values()).parse_args(words)
         arguments.own_process = argv is None
         command = _COMMANDS[arguments.command]

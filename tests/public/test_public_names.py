@@ -51,7 +51,6 @@ def test_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("perfguard.packing.Job", "perfguard_packing.Job"),
         ("perfguard.evidence.weigh", "perfguard.learning.assess_log"),
         ("perfguard.online.LearnerProcess", "perfguard.learning.FineTuneProcess"),
         ("perfguard.online.OnlineTrainer", "perfguard.learning.OnlineTrainer"),

@@ -1,0 +1,175 @@
+"""The commands `perfguard evaluate`, `collect`, `train` and `leaderboard`: words in, files and tables out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from perfguard.exceptions import ConfigurationError
+from perfguard_research.registry import NAMES, learner_class
+
+_CACHE = Path(".perfguard-cache")
+_SPLITS = ("family", "source", "gpu", "random")
+
+
+def evaluate(words: Sequence[str]) -> None:
+    """Compare a predictor with a table of measured runs, row by row.
+
+    Raises:
+        PerfGuardError: for a table or a predictor that cannot be right.
+    """
+    from perfguard.predictor import DEFAULT_PREDICTOR, load_predictor
+    from perfguard_research.evaluate import as_table, evaluate, report, write_predictions, write_text
+    from perfguard_research.tables import read_table
+
+    parser = argparse.ArgumentParser(prog="perfguard evaluate", description="Compare a predictor with a table of measured runs.")
+    parser.add_argument("table", metavar="TABLE", type=Path, help="a table of measured runs: CSV, compressed or not")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
+    parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write the table with the predictions")
+    parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the report as JSON")
+    arguments = parser.parse_args(words)
+    columns, rows = read_table(arguments.table)
+    for path in filter(None, (arguments.out, arguments.json)):
+        write_text(path, "")  # a wrong path is better known before an hour of work
+    predictor = load_predictor(arguments.predictor)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)  # 160: no column needs a line break
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
+        task = progress.add_task("rows", total=len(rows))
+        results = evaluate(columns, rows, arguments.table, predictor, on_row=lambda: progress.advance(task))
+    groups = report(results)
+    if arguments.out:
+        write_predictions(arguments.out, columns, rows, results)
+    if arguments.json:
+        document = {"predictor": predictor.name, "table": arguments.table.name, "groups": groups}
+        write_text(arguments.json, json.dumps(document, indent=2) + "\n")
+    console.print(as_table(predictor.name, groups))
+    errors = [result.error for result in results if result.error]
+    if errors:
+        console.print(f"{len(errors)} of {len(results)} rows could not be predicted; the first: {errors[0]}", markup=False)
+
+
+def collect(words: Sequence[str]) -> None:
+    """Run small networks on this machine and write a table of the measurements.
+
+    Raises:
+        PerfGuardError: for arguments or a device that cannot be right.
+    """
+    from perfguard_research.collect.command import add_arguments, collect_rows
+
+    parser = argparse.ArgumentParser(prog="perfguard collect", description="Run small networks here and write down their cost.")
+    add_arguments(parser)
+    collect_rows(parser.parse_args(words))
+
+
+def train(words: Sequence[str]) -> None:
+    """Train one predictor on tables, and write its weights and its card.
+
+    Raises:
+        PerfGuardError: for tables or names that cannot be right.
+    """
+    from perfguard_research.training import train_and_write
+
+    parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
+    parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
+    parser.add_argument("--predictor", required=True, help=f"one of {', '.join(NAMES)}")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
+    _add_common(parser)
+    arguments = parser.parse_args(words)
+    learner_class(arguments.predictor)
+    settings = _settings(arguments.set)
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("all rows", total=None, loss="")
+
+        def on_epoch(done: int, of: int, loss: float) -> None:
+            progress.update(bar, completed=done, total=of, loss=f"loss {loss:.4f}")
+
+        written = train_and_write(
+            arguments.predictor, settings, arguments.tables, arguments.out, cache=arguments.cache, jobs=arguments.jobs,
+            most_operators=arguments.most_operators, on_epoch=on_epoch,
+        )  # fmt: skip
+    console.print(written, markup=False, highlight=False)
+
+
+def leaderboard(words: Sequence[str]) -> None:
+    """Judge predictors on the same held-out runs, and print tables.
+
+    Raises:
+        PerfGuardError: for tables or names that cannot be right.
+    """
+    from perfguard_research.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
+
+    parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
+    parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
+    parser.add_argument("--predictors", default=",".join(NAMES), help="names, comma-separated (default: all)")
+    parser.add_argument("--splits", default="family", help=f"any of {', '.join(_SPLITS)}, comma-separated (default: family)")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables, and FILE.json with the same data")
+    _add_common(parser)
+    arguments = parser.parse_args(words)
+    names, splits = arguments.predictors.split(","), arguments.splits.split(",")
+    for name in names:
+        learner_class(name)
+    if unknown := set(splits) - set(_SPLITS):
+        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
+    settings = _settings(arguments.set)
+    runs, found = predictions(
+        arguments.tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
+        most_operators=arguments.most_operators,
+    )  # fmt: skip
+    lines, scores = entries(runs, found), fit_scores(runs, found)
+    sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
+    command = " ".join(["perfguard leaderboard", *["TABLE"] * len(arguments.tables), *_options(words)])
+    head = (
+        f"# Leaderboard\n\n    {command}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
+        f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
+        "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
+        "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
+    )
+    text = head + as_markdown(lines, scores, names)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+        arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
+    print(text)
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Options of the command line, without the paths of tables, cache and results."""
+    options: list[str] = []
+    for name, value in zip(words, [*words[1:], ""], strict=True):
+        if name in ("--predictors", "--splits", "--most-operators", "--set"):
+            options += [name, value]
+    return options
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder for intermediate results (default: {_CACHE})")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set takes NAME=VALUE, not {word!r}.")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
