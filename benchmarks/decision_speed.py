@@ -22,7 +22,7 @@ from _record import parser_of, show
 
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.graph import TraceCache
-from perfguard_research.tables import timm_model
+from perfguard_research.networks import timm_model
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRACED = ((129, 224), (33, 128), (65, 160), (97, 192), (73, 224), (41, 160), (129, 192))

@@ -13,9 +13,9 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from models import resnet, transformer
 from ortools.sat.python import cp_model
 
+from models import resnet, transformer
 from perfguard import Workload, predict
 from perfguard.devices import resolve_device
 

@@ -17,7 +17,7 @@ from torch import nn
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, replay_allocator, trace
 from perfguard.workload import TensorSpec, Workload
-from perfguard_research.tables import timm_model
+from perfguard_research.networks import timm_model
 from tests import zoo
 
 pytestmark = pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from perfguard.exceptions import ConfigurationError
+from perfguard.quantities import parse_bytes
 from perfguard_research.registry import NAMES, learner_class
 
 _CACHE = Path(".perfguard-cache")
@@ -30,8 +33,8 @@ def evaluate(words: Sequence[str]) -> None:
         PerfGuardError: for a table or a predictor that cannot be right.
     """
     from perfguard.predictor import DEFAULT_PREDICTOR, load_predictor
-    from perfguard_research.evaluate import as_table, evaluate, report, write_predictions, write_text
-    from perfguard_research.tables import read_table
+    from perfguard_research.csv_rows import read_table
+    from perfguard_research.evaluate import as_table, evaluate, report, write_predictions
 
     parser = argparse.ArgumentParser(prog="perfguard evaluate", description="Compare a predictor with a table of measured runs.")
     parser.add_argument("table", metavar="TABLE", type=Path, help="a table of measured runs: CSV, compressed or not")
@@ -41,7 +44,7 @@ def evaluate(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     columns, rows = read_table(arguments.table)
     for path in filter(None, (arguments.out, arguments.json)):
-        write_text(path, "")  # a wrong path is better known before an hour of work
+        _write(path, "")  # a wrong path is better known before an hour of work
     predictor = load_predictor(arguments.predictor)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)  # 160: no column needs a line break
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
@@ -53,7 +56,7 @@ def evaluate(words: Sequence[str]) -> None:
         write_predictions(arguments.out, columns, rows, results)
     if arguments.json:
         document = {"predictor": predictor.name, "table": arguments.table.name, "groups": groups}
-        write_text(arguments.json, json.dumps(document, indent=2) + "\n")
+        _write(arguments.json, json.dumps(document, indent=2) + "\n")
     console.print(as_table(predictor.name, groups))
     errors = [result.error for result in results if result.error]
     if errors:
@@ -66,11 +69,49 @@ def collect(words: Sequence[str]) -> None:
     Raises:
         PerfGuardError: for arguments or a device that cannot be right.
     """
-    from perfguard_research.collect.command import add_arguments, collect_rows
+    from perfguard_research.collect import SPACES, collect, collecting_device
 
     parser = argparse.ArgumentParser(prog="perfguard collect", description="Run small networks here and write down their cost.")
-    add_arguments(parser)
-    collect_rows(parser.parse_args(words))
+    parser.add_argument("--out", required=True, type=Path, metavar="ROWS.csv", help="the table to write")
+    parser.add_argument("--gpu", default="auto", help='"auto", the name of the GPU of this machine, or "cpu" (default: auto)')
+    parser.add_argument("--space", default=",".join(SPACES), help=f"of {', '.join(SPACES)}, comma-separated (default: all)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no new configuration after so many minutes")
+    parser.add_argument("--rows", type=float, default=math.inf, help="stop after so many rows of this session")
+    parser.add_argument("--resume", action="store_true", help="continue an existing table")
+    parser.add_argument("--memory-limit", metavar="16GiB", help="limit of a run (default: all of a card, 256MiB on a CPU)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the order of the configurations (default: 0)")
+    arguments = parser.parse_args(words)
+    names = {name.strip() for name in arguments.space.split(",")}
+    if unknown := sorted(names - set(SPACES)):
+        raise ConfigurationError(f"--space takes {', '.join(SPACES)}, with commas between them, not {', '.join(unknown)}.")
+    for name in ("minutes", "rows"):
+        if not getattr(arguments, name) > 0:
+            raise ConfigurationError(f"--{name} must be positive, but is {getattr(arguments, name):g}.")
+    limit = None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit, what="--memory-limit")
+    console = Console(stderr=True)
+    columns = TextColumn("{task.completed} rows"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=None if math.isinf(arguments.rows) else arguments.rows)
+        report = collect(
+            arguments.out,
+            device=collecting_device(arguments.gpu),
+            spaces=[space for space in SPACES if space in names],
+            minutes=arguments.minutes,
+            max_rows=arguments.rows,
+            resume=arguments.resume,
+            memory_limit=limit,
+            seed=arguments.seed,
+            on_row=lambda row: progress.update(task, advance=1, description=f"{row['space']} {row['model']}: {row['status']}"),
+            on_note=lambda text: console.print(text, markup=False, highlight=False),
+        )
+    statuses = ("ok", "oom", "timeout", "failed")
+    table = Table("space", *statuses, title=f"{report.rows.total()} rows in {report.seconds:.0f} s")
+    for space in sorted({space for space, _ in report.rows}):
+        table.add_row(space, *(str(report.rows[space, status]) for status in statuses))
+    console.print(table)
+    for reason, count in report.left_out.most_common(5):
+        console.print(f"left out: {count} x {reason}", markup=False, highlight=False)
+    console.print(f"Ended because {report.ended_by}. The rows are in {arguments.out}.", markup=False, highlight=False)
 
 
 def train(words: Sequence[str]) -> None:
@@ -173,3 +214,10 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             settings[name] = value
     return settings
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"The result cannot be written to {str(path)!r}: {error}") from error

@@ -29,8 +29,10 @@ from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Arrays
 from perfguard_models.setting import Setting, arithmetic_of
 from perfguard_models.trained import FeatureSet
+from perfguard_research.csv_rows import read_table
 from perfguard_research.graphs import Group, groups_of, mapped, read_group, trace_groups
-from perfguard_research.tables import MeasuredRow, OperatorRow, kind_of_table, parser_of, read_table
+from perfguard_research.operators import Operator
+from perfguard_research.tables import MeasuredRow, parser_of
 
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
@@ -170,7 +172,7 @@ def dataset_of(
     for table in tables:
         read = _read(table, most_operators, seed)
         cpus |= {row.device.name for row in read.rows if row.gpu == "cpu"}
-        found = _seen(read.kind, read.rows, names, cache, jobs)
+        found = _seen(read.rows, names, cache, jobs)
         runs += [run for run in found if isinstance(run, Run)]
         rejected += [*read.rejected, *(reason for reason in found if isinstance(reason, str))]
     return Dataset(runs, rejected, frozenset(cpus))
@@ -182,9 +184,8 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
     The graphs must be in the ``cache``.
     """
     for table in tables:
-        kind, rows, _ = _read(table, 0, 0)
-        for group in groups_of(rows, cache / "graphs"):
-            runs = [_run(kind, row, []) for row in group.rows]
+        for group in groups_of(_read(table, 0, 0).rows, cache / "graphs"):
+            runs = [_run(row, []) for row in group.rows]
             if any(isinstance(run, Run) and wanted(run) for run in runs):
                 for run, (_, device, graph) in zip(runs, read_group(group), strict=True):
                     if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
@@ -192,7 +193,6 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
 
 
 class _Read(NamedTuple):
-    kind: str
     rows: list[MeasuredRow]
     rejected: list[str]
 
@@ -215,7 +215,7 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
             rejected.append("the same row twice")
         elif row.status not in _STATUSES:
             rejected.append(f"status {row.status!r}")
-        elif row.gpu == "cpu" and getattr(row, "figures", None) is None:
+        elif row.gpu == "cpu" and row.figures is None:
             rejected.append("a CPU without its figures, which `perfguard collect` writes")
         elif row.status == "ok" and (reason := _absurd(row)):
             rejected.append(reason)
@@ -224,7 +224,7 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
             rows.append(row)
     if "op" in columns and len(rows) > most_operators:
         rows = random.Random(seed).sample(rows, most_operators)
-    return _Read(kind_of_table(columns), rows, rejected)
+    return _Read(rows, rejected)
 
 
 def _absurd(row: MeasuredRow) -> str:
@@ -237,7 +237,7 @@ def _absurd(row: MeasuredRow) -> str:
     return ""
 
 
-def _seen(kind: str, rows: Sequence[MeasuredRow], names: Sequence[str], cache: Path, jobs: int) -> list[Run | str]:
+def _seen(rows: Sequence[MeasuredRow], names: Sequence[str], cache: Path, jobs: int) -> list[Run | str]:
     groups = groups_of(rows, cache / "graphs")
     places = {name: cache / f"{name}-{_fingerprint(groups, name)}.pt" for name in names}
     missing = tuple(name for name in names if not places[name].is_file())
@@ -254,16 +254,18 @@ def _seen(kind: str, rows: Sequence[MeasuredRow], names: Sequence[str], cache: P
             torch.save(made[name], places[name])
     ordered = [row for group in groups for row in group.rows]
     stored = zip(*(torch.load(places[name], weights_only=True) for name in names), strict=True)
-    return [_run(kind, row, views) for row, views in zip(ordered, stored, strict=True)]
+    return [_run(row, views) for row, views in zip(ordered, stored, strict=True)]
 
 
 def _fingerprint(groups: Sequence[Group], name: str) -> str:
-    rows = [
-        (group.archive.name, [(row.device, row.batch_size, getattr(row, "sizes", ())) for row in group.rows]) for group in groups
-    ]
-    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES, OperatorRow.__module__)
+    rows = [(group.archive.name, [_step_of(row) for row in group.rows]) for group in groups]
+    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES, Operator.__module__)
     source = [inspect.getsource(importlib.import_module(module)) for module in modules]
     return hashlib.sha256(repr((source, rows)).encode()).hexdigest()[:16]
+
+
+def _step_of(row: MeasuredRow) -> tuple[Any, ...]:
+    return row.device, row.batch_size, row.network.sizes if isinstance(row.network, Operator) else ()
 
 
 def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
@@ -284,14 +286,14 @@ def _as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
 
 
-def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Run | str:
+def _run(row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Run | str:
     arrays: Arrays = {}
     for view in views:
         if isinstance(view, str):
             return view
         arrays |= {name: value.numpy() for name, value in view.items()}
     fits = row.status == "ok"
-    alone = getattr(row, "num_gpus", 1) == 1  # communication between GPUs is not modelled
+    alone = row.num_gpus == 1  # communication between GPUs is not modelled
     labels = {
         "memory": _log(row.peak_memory_bytes),
         "time": _log(row.step_time_s) if alone else None,
@@ -300,7 +302,7 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
     }
     device = row.device
     return Run(
-        table=table,
+        table=row.table,
         source=row.source,
         family=row.family,
         model=row.model,
@@ -313,16 +315,14 @@ def _run(table: str, row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] |
         capacity_bytes=int(row.capacity_bytes or device.memory_bytes),
         fits=fits,
         view=arrays,
-        host=getattr(row, "host", ""),
+        host=row.host,
     )
 
 
 def _variant(row: MeasuredRow) -> str:
-    words = [str(getattr(row, name)) for name in ("precision", "layout") if hasattr(row, name)]
-    if words and (tf32 := getattr(row, "tf32", None)) is not None:
-        option = {"on": "tf32", "off": "no-tf32", "default": ""}[tf32]
-        words[0] = arithmetic_of(words[0], [option], row.device)
-    return " ".join([*words, *(["compiled"] if getattr(row, "compiled", False) else [])])
+    option = {"on": "tf32", "off": "no-tf32", "default": ""}[row.tf32]
+    arithmetic = arithmetic_of(row.precision, [option], row.device)
+    return " ".join([arithmetic, row.layout, *(["compiled"] if row.compiled else [])])
 
 
 def _log(value: float | None) -> float | None:

@@ -24,10 +24,11 @@ from rich.progress import track
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import OpGraph, TraceCache
-from perfguard_research.tables import MeasuredRow, OperatorRow, model_on_meta
+from perfguard_research.operators import Operator
+from perfguard_research.tables import MeasuredRow
 
 T = TypeVar("T")
-_FORMAT = "2"
+_FORMAT = "3"
 _ERROR = "error"
 
 
@@ -50,7 +51,7 @@ def groups_of(rows: Iterable[MeasuredRow], cache: Path) -> list[Group]:
 
 def trace_groups(groups: Sequence[Group], *, jobs: int = 2) -> None:
     """Trace what no archive holds yet, ``jobs`` networks at once."""
-    missing = [group for group in groups if not isinstance(group.rows[0], OperatorRow) and not group.archive.is_file()]
+    missing = [group for group in groups if not isinstance(group.rows[0].network, Operator) and not group.archive.is_file()]
     for group in missing[:1]:
         group.archive.parent.mkdir(parents=True, exist_ok=True)
     for _ in mapped(_trace, missing, jobs=jobs, description="tracing"):
@@ -69,7 +70,7 @@ def mapped(function: Callable[[Group], T], groups: Sequence[Group], *, jobs: int
 def read_group(group: Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | str]]:
     """Yield each row with its device and its graph, or with the reason why it has no graph."""
     previous: tuple[str, OpGraph | str] = ("", "")
-    if isinstance(group.rows[0], OperatorRow):  # written down, not traced
+    if isinstance(group.rows[0].network, Operator):  # written down, not traced
         for row in group.rows:
             device = row.device
             yield row, device, row.graph(None, TraceCache(), device)
@@ -107,7 +108,7 @@ def _trace(group: Group) -> None:
     partial = group.archive.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(partial, "w") as archive:
         try:
-            model = model_on_meta(group.rows[0])
+            model = group.rows[0].make_model()
             traces, written = TraceCache(), set[str]()
             for row in group.rows:
                 if _member(row) not in written:

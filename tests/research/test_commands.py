@@ -15,7 +15,7 @@ from perfguard.graph import TraceCache, batch_work_s
 from perfguard_models import guardnet
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
-from perfguard_research.tables import model_on_meta, run_row
+from perfguard_research.tables import parser_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
 GPUS = ("t4", "p4", "v100-pcie-32gb")
@@ -59,8 +59,8 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             cache = TraceCache()
             for at, batch in enumerate((4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 768, 1024)):
                 raw = RUN | {"config": config, "family": f"mpt-{layers}", "gpu": gpu, "batch_size": str(batch)}
-                row, device = run_row(raw), resolve_device(gpu)
-                graphs = row.graph(model_on_meta(row), cache, device).as_batch()
+                row, device = parser_of(list(raw), "runs.csv")(raw), resolve_device(gpu)
+                graphs = row.graph(row.make_model(), cache, device).as_batch()
                 seconds = max(30e-6 * len(graphs.skeleton.ops), 2 * float(np.maximum(*batch_work_s(graphs, device)).sum()))
                 rows.append(raw | {"source": f"lab/{at % 2}", "step_time_ms": f"{1e3 * seconds:.6f}"})
     rows.append(rows[0] | {"step_time_ms": "-1"})
@@ -91,8 +91,8 @@ def test_train_writes_a_card_and_evaluates(weights: Path, table_of_runs: Path) -
     assert any("new gpu" in name for name in card["calibration"]["scale"])
 
     net = guardnet.load(weights)
+    from perfguard_research.csv_rows import read_table
     from perfguard_research.evaluate import evaluate, report
-    from perfguard_research.tables import read_table
 
     columns, rows = read_table(table_of_runs)
     results = evaluate(columns, rows, table_of_runs, net)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perfguard_research.tables import parser_of, read_table
+from perfguard_research.tables import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks" / "data" / "cpu.csv.gz"
@@ -17,7 +17,6 @@ TABLE = ROOT / "benchmarks" / "data" / "cpu.csv.gz"
 @pytest.mark.parametrize("name", ["cpu-two-clocks", "cpu-memory-forest"])
 def test_cards_of_the_weights_for_cpus_have_the_rows_of_the_table(name: str) -> None:
     card = json.loads((ROOT / "models" / "perfguard_models" / "weights" / f"{name}.json").read_text(encoding="utf-8"))
-    columns, raw = read_table(TABLE)
-    rows = [parser_of(columns, TABLE)(row) for row in raw]
+    rows = read_rows(TABLE)
     used = Counter(f"collected {row.source} cpu {row.mode}" for row in rows if row.status == "ok")
     assert card["rows"] == used

@@ -12,7 +12,7 @@ from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, TraceCache, trace
-from perfguard_research.tables import kind_of_table, model_on_meta, parser_of
+from perfguard_research.tables import kind_of_table, parser_of
 from tests import zoo
 
 KERNEL = ["op", "gpu", "dtype", "direction", "latency_ms", "model", "b", "h"]
@@ -36,7 +36,7 @@ class Applies(nn.Module):
 
 def graph_of(columns: list[str], row: dict[str, str]) -> OpGraph:
     parsed = parser_of(columns, "table.csv")(row)
-    return parsed.graph(model_on_meta(parsed), TraceCache(), resolve_device(parsed.gpu))
+    return parsed.graph(parsed.make_model(), TraceCache(), resolve_device(parsed.gpu))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_perceptron_is_made_of_its_layers() -> None:
     layers = [["linear", 20, 220], ["batch_normalization", 20, 40], ["Mish", 20, 0], ["dropout", 20, 0], ["linear", 4, 84]]
     row = {"gpu": "a100", "batch_size": "8", "input_size": "10", "output_size": "4", "layers": json.dumps(layers)}
     parsed = parser_of(PERCEPTRON, "table.csv")(row | {"gpu_util": "50", "sm_active": "0.25"})
-    model = model_on_meta(parsed)
+    model = parsed.make_model()
     assert isinstance(model, nn.Module)
     assert sum(parameter.numel() for parameter in model.parameters()) == 220 + 40 + 84
     assert (parsed.gpu_util, parsed.sm_active) == (0.5, 0.25)
@@ -144,7 +144,7 @@ def test_transformer_is_made_from_configs_file(tmp_path: Path, mode: str) -> Non
     parse = parser_of(TRANSFORMER, tmp_path / "table.csv")
     row = {"gpu": "v100", "model": "small", "mode": mode, "seq_len": "16", "batch_size": "2"}
     parsed = parse(row)
-    graph = parsed.graph(model_on_meta(parsed), TraceCache(), resolve_device("v100"))
+    graph = parsed.graph(parsed.make_model(), TraceCache(), resolve_device("v100"))
     names = [op.name for op in graph.ops]
     assert graph.mode == mode
     assert "_softmax" in names

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from torch import nn
 
+from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, TraceCache
-from perfguard_research.evaluate import evaluate, predicted_columns
-from perfguard_research.tables import RunRow, kind_of_table, model_on_meta, read_table, run_row
+from perfguard_research.csv_rows import read_table
+from perfguard_research.evaluate import evaluate, predicted_columns, report
+from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of
 from tests import zoo
 from tests.doubles import ReplayPredictor
 
@@ -48,16 +50,20 @@ T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2, "v
 VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
 
 
-def row_of(model: str = "mpt", config: Any = MPT, given: Any = TOKENS, **changes: str) -> RunRow:
+def run_row(row: dict[str, str]) -> MeasuredRow:
+    return parser_of(COLUMNS, "runs.csv")(row)
+
+
+def row_of(model: str = "mpt", config: Any = MPT, given: Any = TOKENS, **changes: str) -> MeasuredRow:
     return run_row(ROW | {"model": model, "config": json.dumps(config), "input": json.dumps(given)} | changes)
 
 
-def graph_of(row: RunRow) -> OpGraph:
-    return row.graph(model_on_meta(row), TraceCache(), resolve_device(row.gpu))
+def graph_of(row: MeasuredRow) -> OpGraph:
+    return row.graph(row.make_model(), TraceCache(), resolve_device(row.gpu))
 
 
-def num_parameters(row: RunRow) -> int:
-    model = model_on_meta(row)
+def num_parameters(row: MeasuredRow) -> int:
+    model = row.make_model()
     assert isinstance(model, nn.Module)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -129,7 +135,7 @@ def test_course_model_has_its_parameters() -> None:
 )
 def test_a_hub_id_has_the_class_of_its_family(name: str, family: str, cls: str) -> None:
     config = WORDS | {"vocab_size": 40_000}  # the token that pads must be a word
-    assert type(model_on_meta(row_of(f"hf:{name}", config, family=family))).__name__ == cls
+    assert type(row_of(f"hf:{name}", config, family=family).make_model()).__name__ == cls
 
 
 @pytest.mark.parametrize("model", ["hf:LlamaForCausalLM", "mpt"])
@@ -161,7 +167,7 @@ def test_course_model_has_cross_entropy_with_its_optimizer_and_the_mean_without(
 )
 def test_the_precision_column_says_where_tf32_is_used(written: str, precision: str, tf32: str) -> None:
     row = row_of(precision=written)
-    model = model_on_meta(row)
+    model = row.make_model()
     assert isinstance(model, nn.Module)
     workload = row.workload(model)
     assert (workload.precision, workload.tf32) == (precision, tf32)
@@ -177,7 +183,7 @@ def test_what_a_row_says_is_what_runs() -> None:
         cudnn_benchmark="True",
         optimizer="fused-adam",
     )
-    model = model_on_meta(row)
+    model = row.make_model()
     assert isinstance(model, nn.Module)
     workload = row.workload(model)
     assert (workload.accumulation, workload.layout, workload.ddp) == (3, "nhwc", True)
@@ -190,19 +196,44 @@ def test_what_a_row_says_is_what_runs() -> None:
 )
 def test_old_optimizers_go_from_parameter_to_parameter(framework: str, foreach: bool | None) -> None:
     row = row_of(framework=framework)
-    model = model_on_meta(row)
+    model = row.make_model()
     assert isinstance(model, nn.Module)
     assert getattr(row.workload(model).optimizer, "keywords", {}).get("foreach") is foreach
 
 
 @pytest.mark.parametrize("kind", ["driver", "driver-minus-context", "reserved", "allocated", "unknown"])
-def test_only_the_drivers_reading_is_judged(kind: str) -> None:
+def test_memory_is_predicted_and_scored_in_the_kind_of_the_row(kind: str) -> None:
+    rows = [ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "memory_kind": kind, "peak_memory_mib": "100"}]
+    (result,) = evaluate(COLUMNS, rows, "runs.csv", load_predictor())
+    assert result.prediction is not None
+    assert result.row is not None
+    graph, context_bytes = graph_of(result.row), resolve_device("a100-sxm-80gb").context_bytes
+    driver_bytes = result.prediction.peak_memory.median
+    expected = {"driver-minus-context": driver_bytes - context_bytes, "reserved": driver_bytes - context_bytes,
+                "allocated": graph.peak_live_bytes}.get(kind, driver_bytes)  # fmt: skip
+    columns = result.columns()
+    low, median, high = (float(columns[f"pred_{name}_mib"]) for name in ("memory_low", "peak_memory", "memory_high"))
+    assert median == pytest.approx(expected / 2**20, rel=1e-4)
+    assert low < median < high
+    (group,) = report([result])
+    error = None if kind == "unknown" else pytest.approx(abs(median / 100 - 1), rel=1e-3)
+    assert (group["memory"] and group["memory"]["mean"]) == error
+
+
+def test_the_context_is_known_so_the_rest_is_as_uncertain_in_bytes() -> None:
+    row = ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS)}
+    rows = [row | {"memory_kind": kind} for kind in ("driver", "reserved")]
+    driver, reserved = (result.memory for result in evaluate(COLUMNS, rows, "runs.csv", load_predictor()))
+    assert driver is not None
+    assert reserved is not None
+    assert reserved.median * reserved.log_sigma == pytest.approx(driver.median * driver.log_sigma)
+
+
+@pytest.mark.parametrize("kind", ["driver", "driver-minus-context", "reserved", "allocated", "unknown"])
+def test_predictors_learn_from_the_drivers_reading_alone(kind: str) -> None:
     row = row_of(memory_kind=kind, peak_memory_mib="100")
-    context_bytes = resolve_device(row.gpu).context_bytes
-    compared = {"driver": 100 * 2**20, "driver-minus-context": 100 * 2**20 + context_bytes}
+    compared = {"driver": 100 * 2**20, "driver-minus-context": 100 * 2**20 + row.device.context_bytes}
     assert row.peak_memory_bytes == compared.get(kind)
-    assert row.other_memory_bytes == (None if kind in compared else 100 * 2**20)
-    assert row.memory_kind == kind
 
 
 @pytest.mark.parametrize(
@@ -230,6 +261,7 @@ def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str,
         ({"optimizer": "paged-adamw"}, "The optimizer 'paged-adamw' is not modelled"),
         ({"note": '{"method": "qlora", "r": 8}'}, "Fine-tuning by qlora is not modelled"),
         ({"model": "keras:Dense"}, "'keras:Dense' has no known prefix. Known are torchvision, timm, hf"),
+        ({"model": "perfguard:pickle"}, "'perfguard:pickle' has no known prefix"),
         ({"model": "kuangliu:ResNet18", "checkpointing": "True"}, "Checkpointing of 'kuangliu:ResNet18' is not modelled"),
         ({"config": '{"d_model": 32}'}, "The model 'mpt' cannot be made: KeyError"),
     ],
@@ -237,7 +269,7 @@ def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str,
 def test_what_is_not_modelled_says_so(changes: dict[str, str], message: str) -> None:
     row = run_row(ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS)} | changes)
     with pytest.raises(TableError, match=message):
-        model_on_meta(row)
+        row.make_model()
 
 
 @needs_packages
@@ -253,7 +285,7 @@ def test_what_is_not_modelled_says_so(changes: dict[str, str], message: str) -> 
 )
 def test_a_model_that_cannot_be_built_says_why(model: str, message: str) -> None:
     with pytest.raises(TableError, match=message):
-        model_on_meta(row_of(model, {}, IMAGE))
+        row_of(model, {}, IMAGE).make_model()
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +293,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, package, None)
     for model, package in (("diffusers:UNet2DConditionModel", "diffusers"), ("hf:BertModel", "transformers")):
         with pytest.raises(TableError, match=f"from {package}, which is not installed: pip install {package}"):
-            model_on_meta(row_of(model))
+            row_of(model).make_model()
 
 
 def test_a_unet_predicts_noise_under_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +367,7 @@ def test_each_kind_of_published_run_is_predicted_or_says_why_not() -> None:
     chosen: dict[Any, tuple[int, dict[str, str]]] = {}
     for row in rows:
         parsed = run_row(row)
-        key = parsed.model, parsed.mode, parsed.optimizer, parsed.is_sharded, parsed.method
+        key = parsed.model, parsed.mode, parsed.optimizer, parsed.unmodelled
         chosen[key] = min(chosen.get(key, (parsed.batch_size, row)), (parsed.batch_size, row), key=lambda pair: pair[0])
     results = evaluate(columns, [row for _, row in chosen.values()], PUBLISHED, ReplayPredictor())
     unknown = {result.error for result in results if result.error and not any(reason in result.error for reason in KNOWN_REASONS)}

@@ -19,8 +19,10 @@ from perfguard.devices import Device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph
 from perfguard.predictor import Estimate, Prediction
-from perfguard_research.evaluate import PREDICTED, evaluate, report
-from perfguard_research.tables import read_table, workload_row, workloads
+from perfguard_research import networks
+from perfguard_research.csv_rows import read_table
+from perfguard_research.evaluate import evaluate, predicted_columns, report
+from perfguard_research.tables import parser_of
 
 COLUMNS = [
     "source", "model", "family", "mode", "gpu", "precision", "layout", "compiled", "optimizer", "batch_size", "img_size",
@@ -31,6 +33,10 @@ ROW = {
     "layout": "nchw", "compiled": "False", "optimizer": "sgd-momentum", "batch_size": "8", "img_size": "32",
     "step_time_ms": "", "peak_memory_mib": "1000", "status": "ok",
 }  # fmt: skip
+
+
+PREDICTED = predicted_columns(COLUMNS)
+workload_row = parser_of(COLUMNS, "table.csv")
 
 
 class Tiny(nn.Module):
@@ -53,7 +59,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise TableError("timm cannot make the model 'unknown'")
         return Tiny()
 
-    monkeypatch.setattr(workloads, "timm_model", make)
+    monkeypatch.setattr(networks, "timm_model", make)
     return made
 
 

@@ -1,45 +1,44 @@
-"""The loop: configurations in their order, run in a process of their own, watched, and written down one by one."""
+"""The loop of `perfguard collect`: configurations in their order, run in a process of their own, written down one by one."""
 
 from __future__ import annotations
 
-import gc
-import itertools
+import bisect
+import csv
+import dataclasses
+import functools
+import json
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 
-from perfguard.devices import Device, resolve_device
-from perfguard.exceptions import ConfigurationError, MeasuringError
-from perfguard_research.collect.health import CardHealth, Signs, Trouble, is_busy, trouble_between
-from perfguard_research.collect.plan import Plan, planned
-from perfguard_research.collect.rows import Journal, columns_of, figures_of
-from perfguard_research.collect.run import Row
-from perfguard_research.collect.spaces import Draft, drafts, without_missing_packages
-from perfguard_research.collect.worker import Worker, preload_libraries
-from perfguard_research.tables.recipe import Space
+import torch
+
+from perfguard.devices import Device, catalog, resolve_device
+from perfguard.exceptions import ConfigurationError, MeasuringError, PerfGuardError
+from perfguard.graph import TraceCache, roofline_s
+from perfguard_research.collect.run import Columns
+from perfguard_research.collect.spaces import Draft, Space, drafts, without_missing_packages
+from perfguard_research.collect.worker import Worker
+from perfguard_research.csv_rows import read_table
+from perfguard_research.networks import Network
+from perfguard_research.tables import MIB, PRECISIONS, MeasuredRow
 
 CPU_MEMORY_BYTES = 2**28
 """Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
-_REACH = {"cuda": 1.0, "cpu": 0.6}
-_ORDER = 2
-"""Changes if the configurations of an order do."""
-_MOST_FAILURES_IN_A_ROW = 25
-_PLANS_AHEAD = 4
-_GRACE_S = 30.0
-"""Time to finish the current run after the time limit. A lease ends soon after."""
-_MIB = 2**20
-_OF_THE_STEPS = ("step_time_ms", "step_time_iqr_ms", "step_energy_j", "gpu_util", "sm_clock_mhz")
-_MEASURED = (*_OF_THE_STEPS, "peak_memory_mib", "allocated_peak_mib", "reserved_peak_mib")
+COLUMNS = (
+    # Those of the table of runs.
+    "source", "model", "config", "family", "mode", "gpu", "num_gpus", "parallel", "precision", "layout", "compiled", "optimizer",
+    "checkpointing", "accumulation", "cudnn_benchmark", "zero_grad", "batch_size", "input", "step_time_ms", "peak_memory_mib",
+    "memory_kind", "status", "framework", "includes", "note",
+    # What was chosen and measured beside it.
+    "space", "memory_share", "memory_limit_mib", "allocated_peak_mib", "reserved_peak_mib", "num_steps", "order", "index",
+    "device",
+)  # fmt: skip
+"""docs/collect.md has the meaning of each."""
 
 
 @dataclass(slots=True)
@@ -50,17 +49,8 @@ class CollectReport:
     """Rows of this session, by space and status."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Configurations that were not run, by reason."""
-    trouble: Counter[str] = field(default_factory=Counter)
-    """Rows that are marked, by the error event of the card."""
-    earlier_rows: int = 0
-    processes: int = 0
     seconds: float = 0.0
-    ended_by: str = "the sequence came to an end"
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of this session."""
-        return self.rows.total()
+    ended_by: str = ""
 
 
 def collecting_device(gpu: str) -> Device:
@@ -77,8 +67,6 @@ def collecting_device(gpu: str) -> Device:
         raise MeasuringError("NVML shows no GPU here. To collect on the CPU, use --gpu cpu.")
     if wanted.id != here.id:
         raise MeasuringError(f"--gpu {gpu} is the {wanted.name}, but this machine has the {here.name}. Use --gpu auto.")
-    import torch
-
     if not torch.backends.cuda.is_built():
         raise MeasuringError(f"There is a {here.name}, but this PyTorch ({torch.__version__}) has no CUDA. Install one that has.")
     return here
@@ -89,27 +77,25 @@ def collect(
     *,
     device: Device,
     spaces: Sequence[Space],
-    minutes: float | None = None,
-    max_rows: int | None = None,
+    minutes: float = math.inf,
+    max_rows: float = math.inf,
     resume: bool = False,
     memory_limit: int | None = None,
     seed: int = 0,
-    row_limit_s: float = 60.0,
-    on_row: Callable[[Row], None] = lambda row: None,
+    on_row: Callable[[Columns], None] = lambda row: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> CollectReport:
-    """Measure configurations until the time is over, there are enough rows, or a signal arrives.
+    """Measure configurations until the time is over, there are enough rows, or Ctrl-C. Each row is in the file at once.
 
     Args:
-        out: the table, ``.csv`` or ``.csv.gz``.
+        out: the table, a file ``.csv``.
         device: as :func:`collecting_device` gives it.
         spaces: the kinds of networks. They take turns.
-        minutes: no further configuration begins after this time. None: no limit.
-        max_rows: of this session. None: no limit.
+        minutes: no further configuration begins after this time. One that runs then has 30 s more.
+        max_rows: of this session.
         resume: go on with a table that is there; configurations that it has are not measured again.
         memory_limit: bytes that a run may take. None: all of a card's, CPU_MEMORY_BYTES of a processor's.
         seed: of the order.
-        row_limit_s: seconds for one configuration. A longer run is ended.
         on_row: called with each row.
         on_note: called with whatever a person should know meanwhile.
 
@@ -118,186 +104,185 @@ def collect(
         MeasuringError: if nothing can be run on the device.
     """
     began = time.monotonic()
-    last_moment = math.inf if minutes is None else began + 60 * minutes + _GRACE_S
     there, lines = without_missing_packages(spaces)
     for line in lines:
         on_note(line)
     if not there:
         raise ConfigurationError("No space is left to collect from.")
-    if {"vision", "text"} & set(there):
-        preload_libraries()
     if memory_limit is None and device.kind == "cpu":
         memory_limit = CPU_MEMORY_BYTES
-    order = f"{_ORDER}/{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
-    summary = CollectReport()
-    journal = Journal(out, resume=resume)
-    summary.earlier_rows = len(journal.earlier)
-    done = {int(row["index"]) for row in journal.earlier if row["order"] == order}
-    with ExitStack() as stack:
-        stack.callback(journal.finish)
-        stop = stack.enter_context(_stopped_by_signals())
-        worker = Worker(device, limit_bytes=memory_limit, row_limit_s=row_limit_s)
-        stack.callback(worker.close)
-        worker.start()
-        watch = stack.enter_context(_Watch.on(device, worker, on_note))
-        capacity = memory_limit or int(worker.facts.get("total_bytes") or device.memory_bytes)
-        order_of_drafts = drafts(there, seed=seed, on_gpu=device.kind != "cpu", reach=_REACH[device.kind])
-        plans = stack.enter_context(_planner(order_of_drafts, done, device, capacity))
-        fixed = {
-            "gpu": device.id,
-            "gpu_name": device.name,
-            "device": figures_of(device),
-            "versions": worker.facts.get("versions", ""),
-            "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / _MIB:.6g}",
-            "order": order,
-        }
-        failures = 0
-        while True:
-            reason = stop()
-            if not reason and minutes is not None and time.monotonic() - began >= 60 * minutes:
-                reason = f"{minutes:g} minutes are over"
-            if not reason and max_rows is not None and summary.num_rows >= max_rows:
-                reason = f"{max_rows} rows are there"
-            if not reason and failures >= _MOST_FAILURES_IN_A_ROW:
-                reason = f"{failures} configurations in a row failed"
-            if reason:
-                summary.ended_by = reason
-                break
-            plan = next(plans)
-            if plan.recipe is None:
-                summary.left_out[plan.reason] += 1
-                continue
-            row, trouble = watch.run(plan, stop=lambda: bool(stop()) or time.monotonic() > last_moment)
-            if row is None:
-                continue  # ended early; the reason is printed above
-            row = columns_of(plan) | fixed | row
-            journal.write(row)
-            on_row(row)
-            summary.rows[row["space"], row["status"]] += 1
-            summary.trouble.update(trouble.words)
-            failures = failures + 1 if row["status"] == "failed" else 0
-            if trouble.fatal:
-                summary.ended_by = trouble.words[0]
-                break
-        summary.processes = worker.starts
-    summary.seconds = time.monotonic() - began
-    return summary
-
-
-class _Watch:
-    """Runs configurations and looks at the card before and after each."""
-
-    def __init__(self, worker: Worker, health: CardHealth | None) -> None:
-        self._worker = worker
-        self._health = health
-        self._before = self._look()
-        self._busy_by_itself = False
-
-    @classmethod
-    @contextmanager
-    def on(cls, device: Device, worker: Worker, on_note: Callable[[str], None]) -> Iterator[_Watch]:
-        """A watch with the health of the worker's card. A CPU has none."""
-        if device.kind == "cpu":
-            yield cls(worker, None)
-            return
-        health = CardHealth(worker.facts.get("uuid", ""))
-        watch = cls(worker, health)
-        if not health.is_readable:
-            on_note("NVML does not show this card: other processes and errors on it go unseen.")
-        watch.look_at_the_idle_card(on_note)
-        try:
-            yield watch
-        finally:
-            health.close()
-
-    def look_at_the_idle_card(self, on_note: Callable[[str], None]) -> None:
-        """Check the card before the first run. Any load at that time belongs to other users."""
-        if not is_busy(self._before):
-            return
-        self._busy_by_itself = not self._before.others
-        who = (
-            f"processes {', '.join(map(str, self._before.others))} use it" if self._before.others else "no process is seen on it"
-        )
-        share = f"{self._before.utilisation or 0:.0%}"
-        on_note(f"The GPU is not ours alone ({share} busy, {who}): rows are marked, their times and energy left out.")
-
-    def run(self, plan: Plan, *, stop: Callable[[], bool]) -> tuple[Row | None, Trouble]:
-        """The measured columns of ``plan``, and the trouble of the card; no row if ``stop()`` ended the run."""
-        assert plan.recipe is not None
-        self._worker.start()
-        age = self._worker.rows
-        row = self._worker.run(plan.recipe, long=plan.draft.long, stop=stop)
-        before, self._before = self._before, self._look()
-        trouble = trouble_between(before, self._before)
-        if self._busy_by_itself:
-            trouble = Trouble((*trouble.words, "the GPU was busy before the first run"), True, trouble.spoils_all, trouble.fatal)
-        if row is None:
-            return None, trouble
-        return marked(row, trouble) | {"rows_in_process": str(age)}, trouble
-
-    def _look(self) -> Signs:
-        return Signs() if self._health is None else self._health.look(self._worker.last_pid)
-
-
-def marked(row: Row, trouble: Trouble) -> Row:
-    """``row`` with the trouble in words, and without what that has spoiled."""
-    spoiled = _MEASURED if trouble.spoils_all else _OF_THE_STEPS if trouble.spoils_time else ()
-    row = row | dict.fromkeys(spoiled, "") | {"trouble": "; ".join(trouble.words)}
-    return row | {"status": "failed"} if trouble.spoils_all else row
-
-
-@contextmanager
-def _planner(stream: Iterator[Draft], done: set[int], device: Device, capacity: int) -> Iterator[Iterator[Plan]]:
-    """Plans in their order. While a GPU works, other cores plan ahead; on a processor that would disturb the run."""
-    todo = (draft for draft in stream if draft.number not in done)
-    jobs = 0 if device.kind == "cpu" else min(8, (os.cpu_count() or 1) - 1)
-    if jobs < 1:
-        yield (planned(draft, device, capacity) for draft in todo)
-        return
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_planner) as pool:
-        try:
-            yield _ahead(pool, todo, jobs * _PLANS_AHEAD, device, capacity)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _ahead(pool: ProcessPoolExecutor, todo: Iterator[Draft], number: int, device: Device, capacity: int) -> Iterator[Plan]:
-    waiting: deque[Future[Plan]] = deque(
-        pool.submit(planned, draft, device, capacity) for draft in itertools.islice(todo, number)
-    )
-    for draft in todo:
-        yield waiting.popleft().result()
-        waiting.append(pool.submit(planned, draft, device, capacity))
-
-
-def _prepare_planner() -> None:
-    import warnings
-
-    import torch
-
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    gc.freeze()
-    warnings.simplefilter("ignore")
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[Callable[[], str]]:
-    """Yield a function that returns which signal arrived; empty: none. A lost connection sends SIGHUP."""
-    received: list[str] = []
-
-    def receive(number: int, _: FrameType | None) -> None:
-        received.append(f"{signal.Signals(number).name} was received")
-
-    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread
-        yield lambda: ""
-        return
-    before = {number: signal.signal(number, receive) for number in numbers}
+    order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
+    done = _begin_table(out, resume=resume, order=order)
+    report, failures = CollectReport(), 0
+    worker = Worker(device, limit_bytes=memory_limit)
+    fixed = {
+        "device": "" if device.id in catalog() else json.dumps(dataclasses.asdict(device), separators=(",", ":")),
+        "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / MIB:.6g}",
+        "order": order,
+    }
     try:
-        yield lambda: received[0] if received else ""
+        worker.start()
+        for draft in drafts(there, seed=seed, device=device):
+            report.ended_by = (
+                f"{minutes:g} minutes are over" if time.monotonic() - began >= 60 * minutes
+                else f"{max_rows:g} rows are there" if report.rows.total() >= max_rows
+                else f"{failures} configurations in a row failed" if failures >= 25  # the card is broken, or PyTorch
+                else ""
+            )  # fmt: skip
+            if report.ended_by:
+                break
+            if draft.number in done:
+                continue
+            row = planned(draft, device, memory_limit or device.memory_bytes)
+            if isinstance(row, str):
+                report.left_out[row] += 1
+                continue
+            measured = worker.run(row, until=began + 60 * minutes + 30)
+            if measured is None:
+                continue
+            measured["framework"] = ", ".join(filter(None, (measured.get("framework"), _versions(row))))
+            columns = columns_of(draft, row) | fixed | measured
+            _append(out, columns)
+            on_row(columns)
+            report.rows[draft.space, columns["status"]] += 1
+            failures = failures + 1 if columns["status"] == "failed" else 0
+    except KeyboardInterrupt:
+        report.ended_by = "Ctrl-C was pressed"
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        worker.close()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+# The table
+
+
+def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
+    """Make the table, unless it is there and may be continued. Returns the indices that it has of this order."""
+    if out.suffix != ".csv":
+        raise ConfigurationError(f"--out must end in .csv, so that each row can be added at once, but is {str(out)!r}.")
+    try:
+        if not out.exists() or not out.stat().st_size:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(",".join(COLUMNS) + "\r\n", encoding="utf-8")
+            return set()
+        if not resume:
+            raise ConfigurationError(f"{out} is there already. Continue it with --resume, or give --out another name.")
+        # A program that was killed may have cut its last line short.
+        text = out.read_bytes()
+        out.write_bytes(text[: text.rfind(b"\n") + 1])
+    except OSError as error:
+        raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
+    columns, rows = read_table(out)
+    if tuple(columns) != COLUMNS:
+        raise ConfigurationError(f"{out} is no table of `perfguard collect` of this version. Give --out another name.")
+    return {int(row["index"]) for row in rows if row["order"] == order}
+
+
+def _append(out: Path, columns: Columns) -> None:
+    try:
+        with out.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, restval="").writerow(columns)
+    except OSError as error:
+        raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
+
+
+def columns_of(draft: Draft, row: MeasuredRow) -> Columns:
+    """The columns of ``row`` that are not measured."""
+    assert isinstance(row.network, Network)
+    network = row.network
+    precision = next(name for name, pair in PRECISIONS.items() if pair == (row.precision, row.tf32))
+    return {
+        "source": row.source,
+        "model": network.name,
+        "config": json.dumps(network.config, separators=(",", ":")),
+        "family": row.family,
+        "mode": row.mode,
+        "gpu": row.gpu,
+        "num_gpus": "1",
+        "parallel": "none",
+        "precision": precision,
+        "layout": row.layout,
+        "compiled": str(row.compiled),
+        "optimizer": row.optimizer,
+        "checkpointing": str(network.checkpointing),
+        "accumulation": "1",
+        "cudnn_benchmark": str(row.cudnn_benchmark),
+        "zero_grad": row.zero_grad,
+        "batch_size": str(row.batch_size),
+        "input": json.dumps(network.input, separators=(",", ":")),
+        "memory_kind": row.memory_kind,
+        "space": draft.space,
+        "memory_share": f"{draft.memory_share:.4f}",
+        "index": str(draft.number),
+    }
+
+
+def _versions(row: MeasuredRow) -> str:
+    """The version of the library that defines the network: names of models change their meaning."""
+    library = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}.get(row.model.partition(":")[0])
+    try:
+        return f"{library} {version(library)}" if library else ""
+    except PackageNotFoundError:
+        return ""
+
+
+# The batch
+
+
+def planned(draft: Draft, device: Device, capacity_bytes: int) -> MeasuredRow | str:
+    """The row of ``draft`` with the batch whose traced peak is its share of ``capacity_bytes`` (the driver's context included).
+
+    The batch is smaller if its step would be too long. On a CPU, most steps are short.
+
+    Returns:
+        The row, or the reason why it is left out.
+    """
+    on_cpu = device.kind == "cpu"
+    # Longer steps take the time of many rows. Runs that should not fit a card are exempt: they end early.
+    longest_s = 0.03 if on_cpu else 0.25
+    try:
+        model, traces = draft.row.make_model(), TraceCache()
+
+        @functools.cache
+        def cost(batch_size: int) -> tuple[float, float]:
+            """Bytes alive at the peak, and seconds by the roofline."""
+            graph = dataclasses.replace(draft.row, batch_size=batch_size).graph(model, traces, device)
+            return graph.peak_live_bytes, float(roofline_s(graph, device).sum())
+
+        batch_size = batch_at(draft.memory_share * capacity_bytes - device.context_bytes, lambda n: cost(n)[0])
+        if on_cpu:
+            if cost(2)[1] > longest_s:
+                return "a step would take too long on a CPU"
+            longest_s *= min(draft.memory_share, 1.0)
+        if (on_cpu or draft.memory_share < 1) and cost(batch_size)[1] > longest_s:
+            batch_size = min(batch_size, batch_at(longest_s, lambda n: cost(n)[1]))
+    except Exception as error:  # one configuration that cannot be traced is no reason to stop
+        return " ".join((str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}").split())
+    if draft.round_batch and batch_size > 16:  # a common choice, which suits tensor cores
+        batch_size -= batch_size % 16
+    return dataclasses.replace(draft.row, batch_size=batch_size)
+
+
+def batch_at(target: float, cost_of: Callable[[int], float]) -> int:
+    """The batch whose cost is within 5% of ``target``, or near it: where a batch of 2 costs more, 2.
+
+    The cost rises with the batch and bends upwards: small batches are all weights, large ones all activations. So the line
+    through the two nearest known points is followed, and what is found there is one more point.
+    """
+    known = sorted((batch_size, cost_of(batch_size)) for batch_size in (2, 8))  # a batch of one is too small for a batch norm
+    for _ in range(3):
+        batch_size = _on_the_line(target, known)
+        cost = cost_of(batch_size)
+        if abs(cost / target - 1) < 0.05 or batch_size in dict(known):
+            return batch_size
+        bisect.insort(known, (batch_size, cost))
+    return _on_the_line(target, known)
+
+
+def _on_the_line(target: float, known: list[tuple[int, float]], *, most: int = 2**20) -> int:
+    right = min(max(bisect.bisect([cost for _, cost in known], target), 1), len(known) - 1)
+    (low, small), (high, large) = known[right - 1], known[right]
+    slope = (large - small) / (high - low)
+    wanted = low + (target - small) / slope if slope > 0 else most if target > large else low
+    return int(min(max(wanted, 2), most))

@@ -7,27 +7,33 @@ pair of choices. Independent random numbers need many more points for that.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
+from perfguard.devices import Device
 from perfguard.workload import Layout, Mode, Precision, Tf32
-from perfguard_research.tables.networks import ARCHITECTURES, EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS
-from perfguard_research.tables.recipe import Recipe, Space
+from perfguard_research.networks import EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS, Network
+from perfguard_research.tables import MeasuredRow
 
 T = TypeVar("T")
+Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
+SPACES: tuple[Space, ...] = get_args(Space)
 
-_DIMENSIONS = 32
-_BLOCK = 64
-_COMPILED = 1 / 64
-"""Share of the configurations that go through torch.compile: it takes most of a minute where the others take half a second."""
-_LONG = 1 / 8
-_NEAR_THE_LIMIT = 1 / 4
-
+_TEXT = {
+    "bert": "BertForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+}
+"""Classes of Transformers by type of model."""
 _TIMM = (
     "resnet18", "resnet50", "resnet26d", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "densenet121", "vgg11_bn",
     "mobilenetv2_100", "mobilenetv3_large_100", "efficientnet_b0", "efficientnetv2_rw_t", "mnasnet_100", "fbnetc_100",
@@ -43,20 +49,8 @@ _TORCHVISION = (
     "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
 )  # fmt: skip
 _CHECKPOINTING_IN_TIMM = (
-    "resnet",
-    "resnext",
-    "wide_resnet",
-    "seresnet",
-    "densenet",
-    "efficientnet",
-    "vit",
-    "deit3",
-    "convnext",
-    "swin",
-)
-
-PACKAGES: dict[Space, tuple[str, ...]] = {"text": ("transformers",)}
-"""Packages that a space requires."""
+    "resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin",
+)  # fmt: skip
 
 
 class Draft(NamedTuple):
@@ -64,30 +58,26 @@ class Draft(NamedTuple):
 
     number: int
     """Position in the order, from 0."""
-    recipe: Recipe
-    """The recipe with a batch of 1."""
+    space: Space
+    row: MeasuredRow
+    """What is to be measured, with a batch of 1."""
     memory_share: float
     """Target share of the memory. Above 1 the run should not fit."""
     round_batch: bool
     """Whether to round the batch to a multiple of 16."""
-    long: bool
-    """Whether the timing is long enough for the driver's energy counter."""
-
-
-class Scope(NamedTuple):
-    """Choices on a device."""
-
-    on_gpu: bool
-    reach: float
-    """Share of the logarithmic range of each size, 0 to 1. A smaller share makes smaller networks."""
 
 
 class Point:
-    """A point of [0, 1)ⁿ that is read one coordinate after the other."""
+    """A point of [0, 1)ⁿ that is read one coordinate after the other.
 
-    def __init__(self, coordinates: Sequence[float], scope: Scope) -> None:
+    Args:
+        coordinates: one for each choice.
+        reach: how much of the logarithmic range of each size is used, 0 to 1. A smaller one makes smaller networks.
+    """
+
+    def __init__(self, coordinates: Sequence[float], reach: float) -> None:
         self._coordinates = iter(coordinates)
-        self.scope = scope
+        self._reach = reach
 
     def share(self) -> float:
         """The next coordinate."""
@@ -98,51 +88,35 @@ class Point:
         return options[int(self.share() * len(options))]
 
     def size(self, low: int, high: int, *, multiple: int = 1) -> int:
-        """An integer between ``low`` and ``high``, its logarithm uniform; the scope's reach cuts the upper end."""
-        value = low * math.exp(math.log(high / low) * self.scope.reach * self.share())
+        """An integer between ``low`` and ``high``, its logarithm uniform; the reach cuts the upper end."""
+        value = low * math.exp(math.log(high / low) * self._reach * self.share())
         return max(low, round(value / multiple) * multiple)
 
 
-def drafts(spaces: Sequence[Space], *, seed: int, on_gpu: bool, reach: float = 1.0) -> Iterator[Draft]:
+def drafts(spaces: Sequence[Space], *, seed: int, device: Device) -> Iterator[Draft]:
     """The endless order of configurations.
-
-    Example:
-        >>> first = next(drafts(["mlp", "ops"], seed=0, on_gpu=True))
-        >>> first.index, first.recipe.space, first.recipe.batch_size
-        (0, 'mlp', 1)
 
     Args:
         spaces: the kinds of networks. They take turns.
         seed: of the order.
-        on_gpu: whether there is a GPU. False: only what a CPU can do.
-        reach: how much of the range of each size is used, 0 to 1.
+        device: on which they run. On a CPU networks are smaller, and there are only options that a CPU has.
     """
-    scope = Scope(on_gpu, reach)
-    points = [_points(f"{seed} {space}", scope) for space in spaces]
+    points = [_points(f"{seed} {space}", 0.6 if device.kind == "cpu" else 1.0) for space in spaces]
     index = 0
     while True:
         for space, stream in zip(spaces, points, strict=True):
-            yield _draft(index, space, next(stream))
+            yield _draft(index, space, next(stream), device)
             index += 1
 
 
 def without_missing_packages(spaces: Sequence[Space]) -> tuple[list[Space], list[str]]:
     """The spaces that can be had here, and a line for each that cannot; one for packages that a space can do without too."""
-    left: list[Space] = []
-    lines: list[str] = []
-    for space in spaces:
-        missing = [name for name in PACKAGES.get(space, ()) if not _is_there(name)]
-        if missing:
-            lines.append(f"The space {space} is left out: {', '.join(missing)} cannot be imported.")
-        else:
-            left.append(space)
-    if "vision" in left:
-        lines += [
-            f"The space vision is without {name}'s networks: it cannot be imported."
-            for name in ("timm", "torchvision")
-            if not _is_there(name)
-        ]
-    return left, lines
+    left, lines = list(spaces), list[str]()
+    if "text" in left and not _is_there("transformers"):
+        left.remove("text")
+        lines.append("The space text is left out: transformers cannot be imported.")
+    missing = [name for name in ("timm", "torchvision") if "vision" in left and not _is_there(name)]
+    return left, [*lines, *(f"The space vision is without {name}'s networks: it cannot be imported." for name in missing)]
 
 
 def _is_there(package: str) -> bool:
@@ -153,68 +127,69 @@ def _is_there(package: str) -> bool:
     return True
 
 
-def _points(name: str, scope: Scope) -> Iterator[Point]:
-    engine = torch.quasirandom.SobolEngine(_DIMENSIONS, scramble=True, seed=zlib.crc32(name.encode()))
+def _points(name: str, reach: float, *, choices: int = 32, block: int = 64) -> Iterator[Point]:
+    engine = torch.quasirandom.SobolEngine(choices, scramble=True, seed=zlib.crc32(name.encode()))
     while True:
         with torch.device("cpu"):
-            block = engine.draw(_BLOCK, dtype=torch.float64)
-        for row in block.clamp(max=1 - 1e-9).tolist():
-            yield Point(row, scope)
+            points = engine.draw(block, dtype=torch.float64)
+        for coordinates in points.clamp(max=1 - 1e-9).tolist():
+            yield Point(coordinates, reach)
 
 
-class _Network(NamedTuple):
-    kind: str
-    model: str
-    family: str
-    sizes: dict[str, Any]
+class _Drawn(NamedTuple):
+    """A network, and what a step of it may be."""
+
+    network: Network
     can_checkpoint: bool = False
     is_image: bool = False
     trainable: bool = True
 
 
-def _draft(index: int, space: Space, point: Point) -> Draft:
+def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
+    on_gpu = device.kind != "cpu"
     mode: Mode = point.choice(("train", "train", "infer"))
     precisions: tuple[tuple[Precision, Tf32], ...] = (
         ("fp32", "default"), ("fp32", "on"), ("fp32", "off"), ("amp-fp16", "default"), ("amp-bf16", "default"),
         ("amp-bf16", "default"),
     )  # fmt: skip
-    if not point.scope.on_gpu:
+    if not on_gpu:
         precisions = (*(("fp32", "default"),) * 7, ("amp-bf16", "default"))
     precision, tf32 = point.choice(precisions)
     optimizer = point.choice(("sgd-momentum", "adamw"))
     layout: Layout = point.choice(("nchw", "nhwc"))
     benchmark, checkpointing = point.share() < 0.5, point.share() < 0.25
-    compiled, long = point.share() < _COMPILED, point.share() < _LONG
+    # Compilation takes most of a minute where the others take half a second.
+    compiled = point.share() < 1 / 64
     memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
-    network = _SPACES[space](point)
-    train = mode == "train" and network.trainable
-    recipe = Recipe(
-        space=space,
-        kind=network.kind,
-        model=network.model,
-        family=network.family,
-        sizes=network.sizes,
-        batch_size=1,
+    drawn = _DRAWS[space](point)
+    train = mode == "train" and drawn.trainable
+    checkpointing &= train and drawn.can_checkpoint
+    row = MeasuredRow(
+        table="collected",
+        source="collected",
+        family=drawn.network.family,
+        network=dataclasses.replace(drawn.network, checkpointing=checkpointing),
         mode="train" if train else "infer",
+        gpu=device.id,
+        batch_size=1,
         precision=precision,
         tf32=tf32,
-        layout=layout if network.is_image else "nchw",
-        optimizer=optimizer if train else None,
-        cudnn_benchmark=benchmark and point.scope.on_gpu,
-        checkpointing=checkpointing and train and network.can_checkpoint,
-        compiled=compiled and point.scope.on_gpu and network.kind != "operator",
+        layout=layout if drawn.is_image else "nchw",
+        optimizer=optimizer if train else "none",
+        cudnn_benchmark=benchmark and on_gpu,
+        compiled=compiled and on_gpu and space != "ops",
+        memory_kind="driver" if on_gpu else "resident",
+        figures=device,
     )
-    return Draft(index, recipe, memory_share, round_batch, long)
+    return Draft(number, space, row, memory_share, round_batch)
 
 
 def _memory_share(which: float, where: float) -> float:
     """Draw a share between 0.02 and 1.3. A quarter of them is above 0.8, where it is decided whether a run fits."""
-    if which < _NEAR_THE_LIMIT:
-        return 0.8 + 0.5 * where
-    return 0.02 * math.exp(math.log(0.8 / 0.02) * where)
+    return 0.8 + 0.5 * where if which < 1 / 4 else 0.02 * math.exp(math.log(0.8 / 0.02) * where)
 
 
-def _vision(point: Point) -> _Network:
+def _vision(point: Point) -> _Drawn:
     kinds = [kind for kind in ("timm", "torchvision") if _is_there(kind)]
     kind = point.choice([*kinds, "cnn"])
     if kind == "cnn":
@@ -223,10 +198,11 @@ def _vision(point: Point) -> _Network:
     fixed = kind == "timm" and name.startswith(_FIXED_SIZE)
     image = 224 if fixed else max(64, point.size(64, 320, multiple=32))
     can_checkpoint = kind == "timm" and name.startswith(_CHECKPOINTING_IN_TIMM)
-    return _Network(kind, name, name.partition("_")[0], {"name": name, "img_size": image, "classes": 1000}, can_checkpoint, True)
+    network = Network(name=f"{kind}:{name}", input={"image": image}, family=name.partition("_")[0])
+    return _Drawn(network, can_checkpoint, True)
 
 
-def _cnn(point: Point) -> _Network:
+def _cnn(point: Point) -> _Drawn:
     style, norm = point.choice(("plain", "residual", "depthwise")), point.choice(("batch", "group", "none"))
     depth = point.size(2, 24)
     sizes = {
@@ -240,10 +216,10 @@ def _cnn(point: Point) -> _Network:
         "img_size": point.size(24, 256, multiple=8),
         "classes": 100,
     }
-    return _Network("cnn", f"cnn-{style}", f"cnn-{style}-{norm}", sizes, True, True)
+    return _Drawn(Network(name="perfguard:cnn", config=sizes, family=f"cnn-{style}-{norm}"), True, True)
 
 
-def _nas(point: Point) -> _Network:
+def _nas(point: Point) -> _Drawn:
     edges = [point.choice(EDGES) for _ in range(NUM_EDGES)]
     sizes = {
         "edges": edges,
@@ -252,10 +228,10 @@ def _nas(point: Point) -> _Network:
         "img_size": point.size(16, 64, multiple=8),
         "classes": 10,
     }
-    return _Network("cells", f"cells-{'-'.join(edges)}", f"cells-{edges.count('conv3x3')}", sizes, True, True)
+    return _Drawn(Network(name="perfguard:cells", config=sizes, family=f"cells-{edges.count('conv3x3')}"), True, True)
 
 
-def _mlp(point: Point) -> _Network:
+def _mlp(point: Point) -> _Drawn:
     sizes = {
         "inputs": point.size(16, 4096),
         "width": point.size(32, 8192),
@@ -265,10 +241,10 @@ def _mlp(point: Point) -> _Network:
         "activation": point.choice(("relu", "gelu", "tanh")),
         "classes": point.size(2, 1000),
     }
-    return _Network("mlp", f"mlp-{sizes['depth']}", "mlp-norm" if sizes["norm"] else "mlp", sizes, True)
+    return _Drawn(Network(name="perfguard:mlp", config=sizes, family="mlp-norm" if sizes["norm"] else "mlp"), True)
 
 
-def _rnn(point: Point) -> _Network:
+def _rnn(point: Point) -> _Drawn:
     cell = point.choice(("lstm", "gru", "rnn"))
     sizes = {
         "cell": cell,
@@ -279,21 +255,17 @@ def _rnn(point: Point) -> _Network:
         "bidirectional": point.choice((False, True)),
         "classes": 20,
     }
-    return _Network("recurrent", f"{cell}-{sizes['depth']}", cell, sizes)
+    return _Drawn(Network(name="perfguard:recurrent", config=sizes, family=cell))
 
 
-def _text(point: Point) -> _Network:
-    model_type = point.choice(tuple(ARCHITECTURES))
+def _text(point: Point) -> _Drawn:
+    model_type = point.choice(tuple(_TEXT))
     heads, layers = point.size(2, 16), point.size(2, 16)
     width, length = heads * point.choice((32, 64, 64)), point.size(32, 1024, multiple=16)
     vocabulary = point.size(1000, 50_000)
-    sizes = {
-        "model_type": model_type,
-        "architecture": ARCHITECTURES[model_type],
-        "seq_len": length,
-        "config": _text_config(model_type, heads, layers, width, length, vocabulary),
-    }
-    return _Network("huggingface", f"{model_type}-{layers}x{width}", model_type, sizes, True)
+    config = _text_config(model_type, heads, layers, width, length, vocabulary) | {"use_cache": False}
+    lengths = {"seq_len": length} | ({"target_len": length} if model_type in ("t5", "bart") else {})
+    return _Drawn(Network(name=f"hf:{_TEXT[model_type]}", config=config, input=lengths, family=model_type), True)
 
 
 def _text_config(model_type: str, heads: int, layers: int, width: int, length: int, vocabulary: int) -> dict[str, Any]:
@@ -323,7 +295,7 @@ def _text_config(model_type: str, heads: int, layers: int, width: int, length: i
     return config | {"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width}
 
 
-def _ops(point: Point) -> _Network:
+def _ops(point: Point) -> _Drawn:
     op = point.choice(OPERATORS)
     sizes: dict[str, Any] = {"op": op}
     is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
@@ -340,9 +312,10 @@ def _ops(point: Point) -> _Network:
         sizes |= {"length": point.size(1, 512), "inputs": point.size(16, 8192), "outputs": point.size(16, 8192)}
     if op == "embedding":
         sizes |= {"vocabulary": point.size(1000, 100_000)}
-    return _Network("operator", op, op, sizes, is_image=is_image, trainable=op in TRAINABLE_OPERATORS)
+    network = Network(name="perfguard:operator", config=sizes, family=op)
+    return _Drawn(network, is_image=is_image, trainable=op in TRAINABLE_OPERATORS)
 
 
-_SPACES: dict[Space, Callable[[Point], _Network]] = {
+_DRAWS: dict[Space, Callable[[Point], _Drawn]] = {
     "vision": _vision, "text": _text, "mlp": _mlp, "rnn": _rnn, "nas": _nas, "ops": _ops,
 }  # fmt: skip

@@ -1,20 +1,18 @@
 """The process in which configurations run: whatever one of them does to it costs that one row.
 
-The worker is forked from a server that has imported everything but has never touched CUDA, so that a fresh one costs little more
-than a CUDA context. Both sides exchange lines of JSON over a pipe.
+It is forked from a server that has imported everything but has never touched CUDA, so that a fresh one costs little more than a
+CUDA context.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,24 +20,12 @@ import torch
 
 from perfguard.devices import Device
 from perfguard.exceptions import MeasuringError
-from perfguard_research.collect.backend import Backend, Card, Processor
-from perfguard_research.collect.run import Row, run_recipe
-from perfguard_research.tables.recipe import Recipe
-
-_ROW_LIMIT_S = 60.0
-_COMPILED_LIMIT_S = 240.0
-_START_LIMIT_S = 120.0
-_POLL_S = 0.1
-_ROWS = 50
-"""After so many, a new process: kernels that were loaded stay in the context and make it grow."""
+from perfguard_research.collect.run import Columns, place_of, run_row
+from perfguard_research.networks import Network
+from perfguard_research.tables import MeasuredRow
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
-
-
-def preload_libraries() -> None:
-    """Have the libraries of vision and text imported once, by the fork server; has no effect once that runs."""
-    _context.set_forkserver_preload([__name__, "perfguard_research.collect.libraries"])
+_context.set_forkserver_preload([__name__, "perfguard_research.collect.spaces"])
 
 
 class Worker:
@@ -49,23 +35,24 @@ class Worker:
         device: on which it runs.
         limit_bytes: the memory that it may take. None: all there is.
         row_limit_s: seconds for one configuration. A compiled one has four times as long.
+        most_rows: after so many, a new process: kernels that were loaded stay in the context and make it grow.
     """
 
-    def __init__(self, device: Device, *, limit_bytes: int | None = None, row_limit_s: float = _ROW_LIMIT_S) -> None:
+    def __init__(self, device: Device, *, limit_bytes: int | None = None, row_limit_s: float = 60.0, most_rows: int = 50) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
         self._row_limit_s = row_limit_s
+        self._most_rows = most_rows
         self._process: Any = None
         self._pipe: Connection | None = None
-        self.rows = 0
-        """Number of recipes that the present process has run."""
+        self._rows = 0
         self.starts = 0
-        self.facts: dict[str, str] = {}
+        """Number of processes so far."""
 
     @property
-    def last_pid(self) -> int:
-        """Id of the last process that started; it may have ended since."""
-        return int(self.facts.get("pid", 0))
+    def pid(self) -> int | None:
+        """Id of the process; None: there is none."""
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start a process, unless there is one that is not too old.
@@ -73,7 +60,7 @@ class Worker:
         Raises:
             MeasuringError: if it cannot be started. The message has the process's error.
         """
-        if self._process is not None and self.rows >= _ROWS:
+        if self._process is not None and self._rows >= self._most_rows:
             self.close()
         if self._process is not None:
             return
@@ -82,28 +69,25 @@ class Worker:
         self._process = _context.Process(target=_serve, args=words, daemon=True)
         self._process.start()
         theirs.close()
-        self.rows, self.starts = 0, self.starts + 1
-        hello = self._answer(_START_LIMIT_S, lambda: False)
-        if not isinstance(hello, dict) or "error" in hello:
-            reason = hello["error"] if isinstance(hello, dict) else hello
+        self._rows, self.starts = 0, self.starts + 1
+        hello = self._answer(120.0)
+        if hello != {}:
             self.close()
-            raise MeasuringError(f"No process could be started on {self._device.name}: {reason}")
-        self.facts = hello
+            raise MeasuringError(f"No process could be started on {self._device.name}: {hello}")
 
-    def run(self, recipe: Recipe, *, long: bool, stop: Callable[[], bool]) -> Row | None:
-        """Measure ``recipe``; None if ``stop()`` ended it early.
+    def run(self, row: MeasuredRow, *, until: float = float("inf")) -> Columns | None:
+        """Measure ``row``; None if it was not done at the time ``until`` of ``time.monotonic()``.
 
         Raises:
             MeasuringError: if no process can be started any more.
         """
         self.start()
         assert self._pipe is not None
-        self.rows += 1
-        limit_s = self._row_limit_s * (_COMPILED_LIMIT_S / _ROW_LIMIT_S if recipe.compiled else 1)
-        start = time.perf_counter()
+        self._rows += 1
+        limit_s = self._row_limit_s * (4 if row.compiled else 1)
         try:
-            self._pipe.send_bytes(json.dumps({"recipe": recipe.to_json(), "long": long}).encode())
-            answer = self._answer(limit_s, stop)
+            self._pipe.send(row)
+            answer = self._answer(min(limit_s, until - time.monotonic()))
         except OSError:
             answer = self._exit_reason()
         if isinstance(answer, dict):
@@ -111,11 +95,9 @@ class Worker:
                 self.close()  # an error of CUDA stays with its process
             return answer
         self.close()
-        if answer == "stopped":
-            return None
-        status = "timeout" if answer == "no answer" else "failed"
-        note = f"given up after {limit_s:g} s" if status == "timeout" else answer
-        return {"status": status, "note": note, "run_s": f"{time.perf_counter() - start:.6g}"}
+        if answer:
+            return {"status": "failed", "note": answer}
+        return None if time.monotonic() >= until else {"status": "timeout", "note": f"given up after {limit_s:g} s"}
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -128,17 +110,13 @@ class Worker:
             self._pipe.close()
             self._pipe = None
 
-    def _answer(self, limit_s: float, stop: Callable[[], bool]) -> Row | str:
-        """The process's reply, or why there is none."""
+    def _answer(self, limit_s: float) -> Columns | str:
+        """The process's reply; or why there is none, empty: it took too long."""
         assert self._pipe is not None
-        end = time.monotonic() + limit_s
-        while not self._pipe.poll(_POLL_S):
-            if stop():
-                return "stopped"
-            if time.monotonic() > end:
-                return "no answer"
+        if not self._pipe.poll(max(limit_s, 0.0)):
+            return ""
         try:
-            answer: Row = json.loads(self._pipe.recv_bytes())
+            answer: Columns | str = self._pipe.recv()
             return answer
         except (EOFError, OSError):
             return self._exit_reason()
@@ -152,63 +130,34 @@ class Worker:
 
 
 def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_threads: int) -> None:
-    """Main loop of the worker: send the facts of the device, then run recipes until the pipe closes."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides; it kills
+    """Main loop of the worker: say that it is ready, then run rows until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it kills
     warnings.simplefilter("ignore")
-    _be_quiet()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # its words on each of thousands of networks would hide ours
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
     try:
-        place = _place(device)
-        _load_libraries(device, place)
+        place = place_of(device)
+        # A small step, so that the first rows are not charged for what PyTorch loads when it is first used.
+        sizes = {"style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 8, "depth": 1, "down": []}
+        network = Network(name="perfguard:cnn", config=sizes | {"img_size": 8, "classes": 2})
+        small = MeasuredRow(
+            table="collected", source="", family="", network=network, mode="train", gpu=device.id, batch_size=2, optimizer="adamw"
+        )
+        row = run_row(small, device, place)
+        if row["status"] != "ok":
+            raise MeasuringError(f"a first small run {row['status']}: {row['note']}")
         gc.freeze()  # each run looks for garbage first; among all that was imported that takes a third of a second
         if limit_bytes is not None:
             place.limit(limit_bytes)
-        hello = {**place.facts(), "pid": str(os.getpid())}
     except Exception as error:
-        pipe.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        pipe.send(f"{type(error).__name__}: {error}")
         return
-    pipe.send_bytes(json.dumps(hello).encode())
-    kinds = set[str]()
+    pipe.send({})
     while True:
         try:
-            request = json.loads(pipe.recv_bytes())
+            row_to_run = pipe.recv()
         except (EOFError, OSError):
             return
-        recipe = Recipe.from_json(request["recipe"])
-        pipe.send_bytes(json.dumps(run_recipe(recipe, device, place, long=request["long"])).encode())
-        if recipe.kind not in kinds:  # its library was imported
-            kinds.add(recipe.kind)
-            gc.collect()
-            gc.freeze()
-
-
-def _place(device: Device) -> Backend:
-    if device.kind == "cpu":
-        return Processor()
-    torch.cuda.init()
-    torch.ones(1, device="cuda").add_(1)  # the context, before anything is measured
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()  # a session that stays open makes those of the probes cheap
-    except Exception:
-        pass  # the probes say so
-    return Card(device)
-
-
-def _load_libraries(device: Device, place: Backend) -> None:
-    """One small step of each kind, so that the first rows are not charged for what PyTorch loads when it is first used."""
-    sizes = {"style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 8, "depth": 1, "down": []}
-    sizes |= {"img_size": 8, "classes": 2}
-    recipe = Recipe(space="vision", kind="cnn", model="", family="", sizes=sizes, batch_size=2, optimizer="adamw")
-    row = run_recipe(recipe, device, place)
-    if row["status"] != "ok":
-        raise MeasuringError(f"a first small run {row['status']}: {row['note']}")
-
-
-def _be_quiet() -> None:
-    """Other libraries' words on each of thousands of networks would hide ours."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    if "transformers" in sys.modules:
-        sys.modules["transformers"].logging.set_verbosity_error()
+        pipe.send(run_row(row_to_run, device, place))

@@ -41,10 +41,12 @@ from torch_geometric.utils import scatter
 
 from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError, PredictorError
-from perfguard.graph import OpGraph, TraceCache
+from perfguard.graph import OpGraph
 from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operator_features
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
-from perfguard_research.tables import OperatorRow, parser_of, read_table
+from perfguard_research.csv_rows import read_table
+from perfguard_research.operators import Operator
+from perfguard_research.tables import MeasuredRow, parser_of
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -140,18 +142,19 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
             row = parse(item)
         except PerfGuardError:
             continue
-        if isinstance(row, OperatorRow) and row.kernel and row.step_time_s and row.status == "ok":
+        if isinstance(row.network, Operator) and row.network.kernel and row.step_time_s and row.status == "ok":
             rows.append(_seen(row))
     return rows
 
 
-def _seen(row: OperatorRow) -> KernelRow:
+def _seen(row: MeasuredRow) -> KernelRow:
     assert row.step_time_s is not None
-    device = resolve_device(row.gpu)
-    (view,) = operator_features(row.graph(None, TraceCache(), device).as_batch(), device)
+    assert isinstance(row.network, Operator)
+    device, operator = resolve_device(row.gpu), row.network
+    (view,) = operator_features(operator.graph(row.mode).as_batch(), device)
     x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
-    family = kernel_family(row.kernel)
-    return KernelRow(row.model, row.gpu, row.sizes, family, row.step_time_s, x, int(view["name"][0]), float(view["roofline"][0]))
+    family, name, roofline_s = kernel_family(operator.kernel), int(view["name"][0]), float(view["roofline"][0])
+    return KernelRow(operator.name, row.gpu, operator.sizes, family, row.step_time_s, x, name, roofline_s)
 
 
 class KernelModel:

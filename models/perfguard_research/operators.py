@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from perfguard.devices import Device
 from perfguard.exceptions import TableError
-from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind, TraceCache
+from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph._costs import convolution_attributes, product_flops
-from perfguard.workload import Workload
-from perfguard_research.tables.csv import Row, one_of, positive, scaled, text, whole
-from perfguard_research.tables.rows import MeasuredRow
+from perfguard.workload import Mode, Precision
+from perfguard_research.csv_rows import Row, one_of, positive, whole
 
-COLUMNS = ("op", "gpu", "b")
-"""Required columns of a table of operators."""
 _POINTWISE = {  # aten's name, its kind, inputs, FLOPs of an element
     "add": ("add", "elementwise", 2, 1),
     "mul": ("mul", "elementwise", 2, 1),
@@ -50,7 +44,7 @@ _SIZES = {
 }
 """Columns of each operator's sizes. The two of a square convolution's are one: "kernel", "img", "stride", "padding"."""
 OPERATORS = tuple(_SIZES)
-_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _DIRECTIONS = ("forward", "backward_input", "backward_weight")
 _LARGEST = 2**40
 _WITH_BACKWARD = ("conv", *_GATES)
@@ -71,59 +65,53 @@ class _Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorRow(MeasuredRow):
-    """One measured operator."""
+class Operator:
+    """A single operator, as a table has it."""
 
-    kernel: str
-    """Name of the CUDA kernel that ran; empty where the table does not say."""
+    name: str
     sizes: tuple[int, ...]
     """(b, h) of a matrix; (b, m, n, k) of a product; the others as _SIZES has them."""
-    dtype: str
-    direction: str
-    launched: bool
+    dtype: str = "float32"
+    direction: str = "forward"
+    launched: bool = True
     """Whether the latency includes the host's launch. If not, it is the kernel's alone."""
+    kernel: str = field(default="", compare=False)
+    """Name of the CUDA kernel that ran; empty where the table does not say."""
 
     @property
-    def structure(self) -> tuple[Any, ...]:
-        """Key of the row. All rows of one kind share it, because nothing is traced."""
-        return (self.model, self.dtype, self.direction, self.launched)
+    def key(self) -> tuple[Any, ...]:
+        """What all rows of one kind share, whatever their sizes, because nothing is traced."""
+        return self.name, self.dtype, self.direction, self.launched
 
     @property
-    def precision(self) -> str:
+    def precision(self) -> Precision:
         """The arithmetic, as a workload names it."""
         return _PRECISIONS[self.dtype]
 
-    def make_model(self) -> None:
-        """There is none."""
-
-    def workload(self, model: nn.Module) -> Workload:
-        """There is none."""
-        raise TableError("A single operator is no workload.")
-
-    def graph(self, model: nn.Module | None, traces: TraceCache, device: Device) -> OpGraph:
+    def graph(self, mode: Mode) -> OpGraph:
         """One operator between its inputs and its output."""
-        if self.model in _GATES:
+        if self.name in _GATES:
             work = self._recurrent()
-        elif self.model == "conv":
+        elif self.name == "conv":
             work = self._convolution()
-        elif self.model == "embedding":
+        elif self.name == "embedding":
             rows, width, vocab = self.sizes
             work = _Work("embedding", "embedding", 0, (), (vocab * width,), (rows, width), read=rows * width)
         else:
-            work = self._pointwise() if self.model in _POINTWISE else self._product()
-        return self._graph(work)
+            work = self._pointwise() if self.name in _POINTWISE else self._product()
+        return self._graph(work, mode)
 
     def _pointwise(self) -> _Work:
-        name, kind, inputs, flops = _POINTWISE[self.model]
+        name, kind, inputs, flops = _POINTWISE[self.name]
         elements = math.prod(self.sizes)
-        number = _WEIGHTS_OF_NORMS.get(self.model, 0)
+        number = _WEIGHTS_OF_NORMS.get(self.name, 0)
         return _Work(name, kind, flops * elements, (elements,) * inputs, (number * self.sizes[1],) * (number > 0), self.sizes)
 
     def _product(self) -> _Work:
-        b, m, n, k = self.sizes if self.model != "matmul" else (1, *self.sizes)
-        if self.model == "bmm":
+        b, m, n, k = self.sizes if self.name != "matmul" else (1, *self.sizes)
+        if self.name == "bmm":
             return _Work("bmm", "matmul", 2 * b * m * n * k, (b * m * k, b * k * n), (), (b, m, n), {"product": (b, m, n, k)})
-        bias = n * (self.model == "linear")
+        bias = n * (self.name == "linear")
         name, attributes = "addmm" if bias else "mm", {"product": (1, b * m, n, k)}
         return _Work(name, "matmul", 2 * b * m * n * k, (b * m * k,), (n * k + bias,), (b * m, n), attributes)
 
@@ -145,7 +133,7 @@ class OperatorRow(MeasuredRow):
     def _recurrent(self) -> _Work:
         """One layer without the product of its input, which cuDNN computes for all time steps at once."""
         b, h, steps = self.sizes
-        gates = _GATES[self.model] * h
+        gates = _GATES[self.name] * h
         rows, weights, flops = steps * b, gates * h, 2 * steps * b * gates * h
         if self.direction == "backward_weight":  # one product of all time steps
             return _Work("mm", "matmul", flops, (rows * gates, rows * h), (), (gates, h), {"product": (1, gates, h, rows)})
@@ -154,7 +142,7 @@ class OperatorRow(MeasuredRow):
         read = rows * h, rows * h, rows * gates  # the gradient, the output, and the gates that were kept
         return _Work("fused_rnn_backward", "rnn", flops, read, (weights,), (steps, b, h), {"steps": steps})
 
-    def _graph(self, work: _Work) -> OpGraph:
+    def _graph(self, work: _Work, mode: Mode) -> OpGraph:
         width = 4 if self.dtype == "float32" else 2
         written = math.prod(work.shape) * width
         storages = [
@@ -170,11 +158,11 @@ class OperatorRow(MeasuredRow):
             work.attributes,
         )  # fmt: skip
         options = ("operator",) if self.launched else ("kernel",)
-        return OpGraph((op,), tuple(storages), self.mode, self.precision, "nchw", options)
+        return OpGraph((op,), tuple(storages), mode, self.precision, "nchw", options)
 
 
-def operator_row(row: Row) -> OperatorRow:
-    """One row of a table of operators, checked.
+def operator_of(row: Row) -> Operator:
+    """The operator of a row.
 
     Raises:
         TableError: naming the column that cannot be right.
@@ -188,20 +176,13 @@ def operator_row(row: Row) -> OperatorRow:
         raise TableError(f"a size of {max(sizes):.3g} is too large for any device")
     if op == "conv" and any(sizes[5 + at] + 2 * sizes[9 + at] < sizes[3 + at] for at in (0, 1)):
         raise TableError(f"a kernel of {sizes[3]} x {sizes[4]} does not fit an image of {sizes[5]} x {sizes[6]} with its padding")
-    return OperatorRow(
-        source=row.get("source") or "operators",
-        model=op,
-        family=row.get("model") or op,
-        mode="infer" if direction == "forward" else "train",
-        gpu=text(row, "gpu"),
-        batch_size=sizes[0],
-        kernel="" if op == "conv" else row.get("kernel") or "",
+    return Operator(
+        name=op,
         sizes=sizes,
         dtype=one_of(row, "dtype", tuple(_PRECISIONS), "float32"),
         direction=direction,
         launched=not row.get("direction"),
-        step_time_s=scaled(row, "latency_ms", 1e-3),
-        status=(row.get("status") or "ok").lower(),
+        kernel="" if op == "conv" else row.get("kernel") or "",
     )
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from perfguard.exceptions import TableError
 
 Row = Mapping[str, str]
-_MAX_BYTES = 2**30
 
 
 def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -23,14 +23,14 @@ def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     Raises:
         TableError: if it cannot be read or is no table.
     """
-    path = Path(path)
+    path, most_bytes = Path(path), 2**30  # a small compressed file could fill the memory
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as file:
-                data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise TableError(f"{path} is larger than {_MAX_BYTES} bytes; it is refused.")
+                data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise TableError(f"{path} is larger than {most_bytes} bytes; it is refused.")
         reader = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
         rows = list(reader)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
@@ -44,13 +44,12 @@ def read_table(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def text(row: Row, column: str) -> str:
-    """The text of a column that must not be empty."""
     if not row.get(column):
         raise TableError(f"column {column!r} is empty")
     return row[column]
 
 
-def one_of(row: Row, column: str, allowed: tuple[str, ...], default: str | None = None) -> Any:
+def one_of(row: Row, column: str, allowed: Sequence[str], default: str | None = None) -> Any:
     """One of ``allowed``; ``default`` where the column is empty or missing."""
     value = row.get(column) or default
     if value not in allowed:
@@ -59,12 +58,11 @@ def one_of(row: Row, column: str, allowed: tuple[str, ...], default: str | None 
 
 
 def is_true(row: Row, column: str) -> bool:
-    """Whether it says so; an empty one does not."""
     return (row.get(column) or "").lower() in ("true", "1")
 
 
-def number(row: Row, column: str) -> float | None:
-    """A positive number; None where it was not measured."""
+def number(row: Row, column: str, unit: float = 1.0) -> float | None:
+    """A positive number in units of ``unit``; None where it was not measured."""
     written = row.get(column)
     if not written:
         return None
@@ -74,7 +72,7 @@ def number(row: Row, column: str) -> float | None:
         raise TableError(f"column {column!r} must be a number, but is {written!r}") from None
     if not 0 < value < float("inf"):
         raise TableError(f"column {column!r} must be positive and finite, but is {written!r}")
-    return value
+    return value * unit
 
 
 def positive(row: Row, column: str) -> int:
@@ -93,21 +91,22 @@ def whole(row: Row, column: str) -> int:
     return positive(row, column)
 
 
-def share(row: Row, column: str, whole: float = 1.0) -> float | None:
-    """A number between nothing and ``whole``, as a share of it; None where it was not measured."""
-    written = row.get(column)
-    if not written:
-        return None
-    try:
-        value = float(written) / whole
-    except ValueError:
-        raise TableError(f"column {column!r} must be a number, but is {written!r}") from None
-    if not 0 <= value <= 1:
-        raise TableError(f"column {column!r} must lie between 0 and {whole:g}, but is {written!r}")
+def share(row: Row, column: str, all_of_it: float = 1.0) -> float | None:
+    """A number between 0 and ``all_of_it``, as a share of it; None where it was not measured."""
+    with suppress(ValueError):
+        if float(row.get(column) or 1) == 0:
+            return 0.0
+    value = number(row, column, 1 / all_of_it)
+    if value is not None and value > 1:
+        raise TableError(f"column {column!r} must lie between 0 and {all_of_it:g}, but is {row[column]!r}")
     return value
 
 
-def scaled(row: Row, column: str, unit: float) -> float | None:
-    """A positive number in units of ``unit``; None where it was not measured."""
-    value = number(row, column)
-    return None if value is None else value * unit
+def json_object(row: Row, column: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(row.get(column) or "{}")
+    except ValueError as error:
+        raise TableError(f"column {column!r} must be a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise TableError(f"column {column!r} must be a JSON object, but is {row[column]!r}")
+    return cast("Mapping[str, Any]", found)
