@@ -25,7 +25,7 @@ T = TypeVar("T")
 Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
 SPACES: tuple[Space, ...] = get_args(Space)
 
-_TEXT = {
+TEXT = {
     "bert": "BertForMaskedLM",
     "distilbert": "DistilBertForMaskedLM",
     "gpt2": "GPT2LMHeadModel",
@@ -259,13 +259,13 @@ def _rnn(point: Point) -> _Drawn:
 
 
 def _text(point: Point) -> _Drawn:
-    model_type = point.choice(tuple(_TEXT))
+    model_type = point.choice(tuple(TEXT))
     heads, layers = point.size(2, 16), point.size(2, 16)
     width, length = heads * point.choice((32, 64, 64)), point.size(32, 1024, multiple=16)
     vocabulary = point.size(1000, 50_000)
     config = _text_config(model_type, heads, layers, width, length, vocabulary) | {"use_cache": False}
     lengths = {"seq_len": length} | ({"target_len": length} if model_type in ("t5", "bart") else {})
-    return _Drawn(Network(name=f"hf:{_TEXT[model_type]}", config=config, input=lengths, family=model_type), True)
+    return _Drawn(Network(name=f"hf:{TEXT[model_type]}", config=config, input=lengths, family=model_type), True)
 
 
 def _text_config(model_type: str, heads: int, layers: int, width: int, length: int, vocabulary: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "perfguard_research.collect.spaces"])
+_context.set_forkserver_preload([__name__, "perfguard_research.collect.preload"])
 
 
 class Worker:
