@@ -46,8 +46,7 @@ from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_research.dataset import Run, dataset_of, graphs_of
 from perfguard_research.leaderboard import predictions
-from perfguard_research.learner import identity_of
-from perfguard_research.registry import learner_class, source_of
+from perfguard_research.learners import identity_of, learner_class, source_of
 from perfguard_research.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
@@ -288,7 +287,7 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
     if not place.with_suffix(".json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         learner = kind()
-        learner.fit(seen, checkpoint=place.with_suffix(".checkpoint"))
+        learner.fit(seen)
         calibration = shipped_weights(name).calibration
         gone = {run.group for run in runs} - {run.group for run in seen}
         scale = {group: value for group, value in calibration.scale.items() if group.partition("/")[2] not in gone}

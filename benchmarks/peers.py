@@ -24,10 +24,10 @@ from scipy.optimize import least_squares
 from perfguard import load_predictor
 from perfguard.graph import KIND_INDEX, Phase
 from perfguard_models.features.launches import COLUMNS
-from perfguard_research.cross_validation import FoldPredictions
 from perfguard_research.csv_rows import read_table
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.evaluate import evaluate
+from perfguard_research.intervals import FoldPredictions
 from perfguard_research.leaderboard import predictions
 
 Floats = npt.NDArray[np.float64]

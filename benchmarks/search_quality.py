@@ -37,8 +37,8 @@ from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
-from perfguard_research.cross_validation import FoldPredictions, log_sigmas_of
 from perfguard_research.dataset import Run
+from perfguard_research.intervals import FoldPredictions, log_sigmas_of
 from perfguard_research.leaderboard import predictions
 
 _POLICIES = {

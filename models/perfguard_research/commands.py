@@ -20,7 +20,7 @@ from rich.table import Table
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import parse_bytes
-from perfguard_research.registry import NAMES, learner_class
+from perfguard_research.learners import NAMES, learner_class
 
 _CACHE = Path(".perfguard-cache")
 _SPLITS = ("family", "source", "gpu", "random")
@@ -120,7 +120,7 @@ def train(words: Sequence[str]) -> None:
     Raises:
         PerfGuardError: for tables or names that cannot be right.
     """
-    from perfguard_research.training import train_and_write
+    from perfguard_research.train import train_and_write
 
     parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
     parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)

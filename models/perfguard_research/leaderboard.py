@@ -26,11 +26,10 @@ from rich.progress import track
 
 from perfguard.guard import DEFAULT_RISK
 from perfguard_models.learner import TARGETS, predict_with_spread, share_of
-from perfguard_research.cross_validation import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
-from perfguard_research.learner import identity_of
+from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
+from perfguard_research.learners import identity_of, learner_class, source_of
 from perfguard_research.memory_forest import bracketed
-from perfguard_research.registry import learner_class, source_of
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
 _Z = statistics.NormalDist().inv_cdf(0.95)
@@ -149,15 +148,12 @@ def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_oper
         _loaded[kind.views] = dataset_of(tables, kind.views, cache=cache, jobs=1, most_operators=most_operators).runs
     runs = _loaded[kind.views]
     place.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = place.with_suffix(".checkpoint")
     learner = kind(**dict(job.settings))
-    learner.fit([runs[index] for index in job.fold.learn], checkpoint=checkpoint)
+    learner.fit([runs[index] for index in job.fold.learn])
     predicted, spread = predict_with_spread(learner, [runs[index] for index in job.fold.judge])
     stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
     torch.save({name: torch.from_numpy(np.asarray(values)) for name, values in stored.items()}, place.with_suffix(".part"))
     place.with_suffix(".part").replace(place)
-    for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
-        path.unlink()
 
 
 def label_of(run: Run) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from perfguard_models.learner import column, sums_table
 from perfguard_models.memory_forest import LIMIT, PREDICTED, MemoryForest
 from perfguard_models.trees import Forest, forest_of_boosting
 from perfguard_research.dataset import Run
-from perfguard_research.learner import OnEpoch, labels_of
+from perfguard_research.learners import OnEpoch, labels_of
 
 _FEWEST_ROWS = 50
 _ROUNDS = 2
@@ -47,8 +46,8 @@ class TrainableMemory(MemoryForest):
 
     tables: ClassVar[tuple[str, ...]] = ("workload", "perceptron", "collected")
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
         whole = [run for run in runs if not run.is_single]
         self.constant = 0.0 if {run.gpu for run in whole} == {"cpu"} else _constant_of(whole)
         for target in PREDICTED if whole else ():

@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns,
 from perfguard_models.trees import forest_of_boosting
 from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of, trees_apply
 from perfguard_research.dataset import Run
-from perfguard_research.learner import Epochs, OnEpoch, identity_of, labels_of
+from perfguard_research.learners import OnEpoch, labels_of
 
 if TYPE_CHECKING:
     from sklearn.ensemble import HistGradientBoostingRegressor
@@ -68,15 +67,14 @@ class TrainableClocks(TwoClocks):
 
     tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
         timed = [run for run in runs if "time" in run.labels and len(run.view["order"])]
         sample = random.Random(self.settings["seed"]).sample(timed, min(len(timed), _ROWS_FOR_SCALE))
         x = np.concatenate([columns_of(run.view) for run in sample])
         self.scale = torch.from_numpy(np.stack([x.mean(0), x.std(0) + 0.1]))
         for index in range(self.settings["networks"]):
-            own = None if checkpoint is None else checkpoint.with_name(f"{checkpoint.name}{index}")
-            self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch, own))
+            self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch))
         steps = [run for run in timed if trees_apply(run)]
         has_trees = self.settings["trees"] > 0 and len(steps) >= _FEWEST_STEPS
         self.forest = self._fitted_forest(steps) if has_trees else None
@@ -109,7 +107,7 @@ class TrainableClocks(TwoClocks):
             random_state=self.settings["seed"],
         )
 
-    def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None, checkpoint: Path | None) -> Network:
+    def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None) -> Network:
         torch.manual_seed(seed)
         network, machines = Network(self.settings["hidden"]).float(), _Machines(runs)
         constants = [network.phase, network.kind, network.view, network.latency, network.dependent, network.constant]
@@ -127,10 +125,8 @@ class TrainableClocks(TwoClocks):
         weight = _weights_of(runs)
         steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
-        parts = {"network": network, "machines": machines, "optimizer": optimizer, "schedule": schedule}
-        trained = Epochs(epochs, checkpoint, identity_of(self.name, self.settings | {"seed": seed}, runs), **parts)
         network.train()
-        for epoch in trained:
+        for epoch in range(epochs):
             total = 0.0
             for batch in _batches(runs, _seed_of(seed, epoch)):
                 some = [runs[index] for index in batch]
@@ -163,7 +159,6 @@ class TrainableClocks(TwoClocks):
 
 
 def _seed_of(seed: int, epoch: int) -> int:
-    """The same whether the epochs before ran in this process or not."""
     return seed * 1_000_003 + epoch
 
 
@@ -184,6 +179,3 @@ def _batches(runs: Sequence[Run], seed: int) -> list[list[int]]:
     batches = [*batches_of(runs, steps, _RUNS_A_BATCH), *batches_of(runs, single, _OPERATORS_A_BATCH)]
     random.Random(seed).shuffle(batches)
     return batches
-
-
-__all__: list[Any] = ["TrainableClocks"]

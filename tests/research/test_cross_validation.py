@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfguard_research.cross_validation import FoldPredictions, errors_of, log_sigmas_of
 from perfguard_research.dataset import Fold, Run
+from perfguard_research.intervals import FoldPredictions, errors_of, log_sigmas_of
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
 
 NUMBER = 300

@@ -1,9 +1,8 @@
-"""Baselines for a predictor: lines, rooflines and trees on hand-made features."""
+"""Baselines for a predictor: the roofline, and trees on hand-made features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,31 +13,28 @@ from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
 from perfguard_models.trees import Forest, forest_of_boosting
 from perfguard_research.dataset import ALL_TABLES, STEPS, Run
-from perfguard_research.learner import OnEpoch, labels_of
+from perfguard_research.learners import OnEpoch, labels_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_REPLAY = (
-    "log_reserved", "log_live", "log_slack", "share_", "log_activations", "storage_", "largest_passing", "peak_", "workspace_",
-    "live_at_", "log_capacity_share",
-)  # fmt: skip
-"""Sums that only a replay of the step can give, by their first letters."""
 
+class Roofline:
+    """The replay's reserved bytes and the summed roofline, each times one factor: the median of measured over computed.
 
-class _Scaled:
-    """One factor on one of the sums, for each quantity: the median of measured over computed. Single operators have their own."""
+    Single operators have a factor of their own.
+    """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "roofline"
     views: ClassVar[tuple[str, ...]] = ("sums",)
     tables: ClassVar[tuple[str, ...]] = ALL_TABLES
-    basis: ClassVar[Mapping[str, str]]
+    basis: ClassVar[Mapping[str, str]] = {"memory": "log_reserved", "time": "log_roofline"}
 
     def __init__(self, **settings: Any) -> None:
         self._factors: dict[str, float] = {}
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
         for target, basis in self.basis.items():
             ratio = labels_of(runs, target) - column(runs, basis)
             for name, chosen in _groups(runs, target).items():
@@ -72,38 +68,22 @@ def _groups(runs: Sequence[Example], target: str) -> dict[str, npt.NDArray[np.bo
     return {target: ~single, f"{target} operator": single}
 
 
-class Roofline(_Scaled):
-    """The replay's reserved bytes and the summed roofline, each times one factor."""
-
-    name = "roofline"
-    basis: ClassVar[Mapping[str, str]] = {"memory": "log_reserved", "time": "log_roofline"}
-
-
-class FlopsLinear(_Scaled):
-    """Time by FLOPs alone: what a paper's table of FLOPs promises."""
-
-    name = "flops"
-    basis: ClassVar[Mapping[str, str]] = {"time": "log_flops"}
-
-
 class Trees:
     """Boosted trees on the sums, on the logarithm of measured over physics."""
 
     name: ClassVar[str] = "trees"
     views: ClassVar[tuple[str, ...]] = ("sums",)
     tables: ClassVar[tuple[str, ...]] = STEPS
-    replay: ClassVar[bool] = True
 
     def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:
         self.settings = {"trees": trees, "learning_rate": learning_rate, "leaves": leaves, "seed": seed}
         self._forests: dict[str, Forest] = {}
-        self._columns = [i for i, name in enumerate(STEP_FEATURES) if self.replay or not name.startswith(_REPLAY)]
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
         from sklearn.ensemble import HistGradientBoostingRegressor
 
-        x = sums_table(runs)[:, self._columns]
+        x = sums_table(runs)
         for done, target in enumerate(TARGETS):
             y = labels_of(runs, target) - self._start(runs, target)
             known = ~np.isnan(y)
@@ -122,7 +102,7 @@ class Trees:
                 on_epoch(done + 1, len(TARGETS), float(np.abs(model.predict(x[known]) - y[known]).mean()))
 
     def _start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
-        if target == "memory" and self.replay:
+        if target == "memory":
             return column(runs, "log_reserved")
         return column(runs, "log_roofline") if target == "time" else np.zeros(len(runs))
 
@@ -130,7 +110,7 @@ class Trees:
         """See :class:`perfguard_models.learner.Learner`."""
         if not self._forests:
             raise RuntimeError(f"{self.name} was not fitted.")
-        x = sums_table(runs)[:, self._columns]
+        x = sums_table(runs)
         return {
             target: self._forests[target].predict(x) + self._start(runs, target)
             if target in self._forests
@@ -150,12 +130,5 @@ class Trees:
         """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         found = [target for target in TARGETS if f"{target}.roots" in tensors]
-        made._forests = {target: Forest.from_tensors(tensors, target, len(made._columns)) for target in found}
+        made._forests = {target: Forest.from_tensors(tensors, target, len(STEP_FEATURES)) for target in found}
         return made
-
-
-class TreesWithoutReplay(Trees):
-    """Trees on hand-made features, without those of a replay."""
-
-    name = "trees-no-replay"
-    replay = False

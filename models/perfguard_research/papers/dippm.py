@@ -3,7 +3,7 @@
 Panner Selvam and Brorsson 2023, "DIPPM: a Deep Learning Inference Performance Predictive Model using Graph Neural Networks".
 Algorithm 1 has the node features: kind, attributes, output shape. Equation 1 has the static features: multiply-adds, batch,
 numbers of convolutions, dense layers and activations. Section 3.4 and table 3 have the network: three GraphSAGE blocks, three
-fully connected ones, dropout 0.05, Huber. Equation 2 is :func:`mig_profile`.
+fully connected ones, dropout 0.05, Huber.
 
 The paper has one device and only inference. Here features of the device and of the setting are added to the static features. The
 paper's 512 channels and 500 epochs at a rate of 2.754e-5 need a GPU. Here there are fewer channels and a larger rate.
@@ -25,7 +25,6 @@ from perfguard_research.papers.graph_learner import NUM_GLOBAL, NUM_KINDS, NUM_N
 _DROPOUT = 0.05
 _BLOCKS = 3
 _COUNTED = [KIND_INDEX[kind] for kind in ("conv", "matmul", "activation")]
-_PROFILES = ((5, "1g.5gb"), (10, "2g.10gb"), (20, "3g.20gb"), (40, "7g.40gb"))
 
 
 class DIPPM(GraphLearner):
@@ -63,8 +62,3 @@ class _PMGNS(nn.Module):
             z = self.dropout(torch.relu(layer(z)))
         out: torch.Tensor = self.out(z)
         return out
-
-
-def mig_profile(memory_bytes: float) -> str | None:
-    """The smallest MIG profile of an A100 40 GB that holds ``memory_bytes`` (equation 2); None if none does."""
-    return next((profile for limit, profile in _PROFILES if memory_bytes < limit * 1e9), None)

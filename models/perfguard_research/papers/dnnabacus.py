@@ -12,7 +12,6 @@ device are added to the table, because there is more than one device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import STEPS, Run
-from perfguard_research.learner import OnEpoch, labels_of
+from perfguard_research.learners import OnEpoch, labels_of
 from perfguard_research.papers.layers import GLOBAL_COLUMNS
 
 _NUMBER = len(OP_KINDS)
@@ -51,8 +50,8 @@ class DNNAbacus:
         self._members: dict[str, list[Forest]] = {}
         self._weights: dict[str, npt.NDArray[np.float64]] = {}
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
         from sklearn.linear_model import Ridge
 
         x = _table(runs)

@@ -13,7 +13,6 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch_geometric.data import Batch, Data
 from perfguard.graph import OP_KINDS
 from perfguard_models.learner import TARGETS, Example, Predicted, State
 from perfguard_research.dataset import STEPS, Run
-from perfguard_research.learner import Epochs, OnEpoch, identity_of, labels_of, shuffled
+from perfguard_research.learners import OnEpoch, labels_of, shuffled
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ class GraphLearner(ABC):
         """Gradients of the sum of the targets' losses."""
         torch.stack(list(losses)).sum().backward()
 
-    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None, checkpoint: Path | None = None) -> None:
-        """See :class:`perfguard_research.learner.Trainable`. Runs without any label are passed over."""
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`. Runs without any label are passed over."""
         torch.manual_seed(self.settings["seed"])
         y = np.stack([labels_of(runs, target) for target in self.targets], axis=1)
         known = [index for index in range(len(runs)) if not np.isnan(y[index]).all()]
@@ -101,9 +100,7 @@ class GraphLearner(ABC):
         optimizer = torch.optim.Adam(self._network.parameters(), lr=self.settings["learning_rate"])
         epochs = self.settings["epochs"]
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-        identity = identity_of(self.name, self.settings, runs)
-        kept = {"network": self._network, "optimizer": optimizer, "schedule": schedule}
-        for epoch in Epochs(epochs, checkpoint, identity, **kept):
+        for epoch in range(epochs):
             self._network.train()
             total, number = 0.0, 0
             for indices, batch in self._batches(runs, shuffled(len(runs), self.settings["seed"], epoch)):

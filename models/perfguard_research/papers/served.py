@@ -19,8 +19,8 @@ from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
 from perfguard_models.trained import FeatureSet, FittedModel, read_trained, steps_of
+from perfguard_research.learners import learner_class
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, layers_of
-from perfguard_research.registry import learner_class
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

@@ -1,19 +1,29 @@
-"""Fits calibrations to the errors of runs that were held out; see `perfguard_models.calibration`."""
+"""Intervals from the errors of runs that were held out; see `perfguard_models.calibration`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from perfguard.predictor import COVERAGE, HALF_INTERVAL
-from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, difficulty
+from perfguard_models.calibration import NEW_GPU, OPERATOR, Calibration, difficulty, on_new_gpu
+from perfguard_models.learner import Predicted
+from perfguard_research.dataset import Fold, Run
 
 _FEWEST = 100
 _LOWEST_FLOOR = 0.01
+FoldPredictions = list[tuple[Fold, Predicted]]
+"""The folds of a split with the predictions for their test runs. "spread TARGET" is the members' standard deviation."""
+SplitPredictions = dict[tuple[str, str], FoldPredictions]
+"""Predictions by split and predictor."""
+CALIBRATED = ("memory", "time")
+"""Quantities that have intervals."""
 
 
 class Error(NamedTuple):
@@ -68,3 +78,42 @@ def quantile_scale(scores: Sequence[float], weights: Sequence[float] | None = No
     weight = np.ones(len(order)) if weights is None else np.asarray(weights)[order] / np.mean(weights)
     rank = int(np.searchsorted(np.cumsum(weight), (len(order) + 1) * COVERAGE - 1e-9))
     return float(np.asarray(scores)[order[min(rank, len(order) - 1)]]) / HALF_INTERVAL
+
+
+def errors_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> list[Error]:
+    """Errors for the calibration: every test run, predicted by a learner without its family, or without its GPU."""
+    return [
+        Error(
+            target,
+            on_new_gpu(runs[index].group) if split == "gpu" else runs[index].group,
+            runs[index].labels[target] - float(predicted[target][position]),
+            float(predicted[f"spread {target}"][position]),
+            runs[index].source,
+        )
+        for fold, predicted in predictions
+        for position, index in enumerate(fold.judge)
+        for target in CALIBRATED
+        if target in runs[index].labels
+    ]
+
+
+def log_sigmas_of(runs: Sequence[Run], split: str, predictions: FoldPredictions) -> list[dict[str, npt.NDArray[np.float64]]]:
+    """Standard deviations (of logarithms) for each fold, by a calibration on the errors of the other folds.
+
+    Returns:
+        By quantity, shape: (test runs,); NaN where the other folds have too few runs to calibrate on.
+    """
+    errors = [errors_of(runs, split, [part]) for part in predictions]
+    found = []
+    for at, (fold, predicted) in enumerate(predictions):
+        calibration = calibrated(itertools.chain.from_iterable(errors[:at] + errors[at + 1 :]))
+        sigmas = {}
+        for target in CALIBRATED:
+            sigmas[target] = np.full(len(fold.judge), math.nan)
+            spreads = predicted[f"spread {target}"]
+            for position, index in enumerate(fold.judge):
+                group, known_gpu = runs[index].group, split != "gpu"
+                if calibration.scale_of(target, group, known_gpu=known_gpu) is not None:
+                    sigmas[target][position] = calibration.log_sigma(target, group, float(spreads[position]), known_gpu=known_gpu)
+        found.append(sigmas)
+    return found

@@ -17,12 +17,10 @@ import numpy as np
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.learner import Learner
 from perfguard_models.trained import CPU_PREFIX, write_trained
-from perfguard_research.calibration import calibrated
-from perfguard_research.cross_validation import errors_of
 from perfguard_research.dataset import Run, dataset_of, feature_sets
+from perfguard_research.intervals import calibrated, errors_of
 from perfguard_research.leaderboard import entries, fit_scores, predictions, rounded
-from perfguard_research.learner import OnEpoch
-from perfguard_research.registry import learner_class
+from perfguard_research.learners import OnEpoch, learner_class
 
 _FEWEST_RUNS = 20
 
@@ -68,8 +66,7 @@ def train_and_write(
         tables, {name: settings}, ["family", "source", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators
     )
     learner = kind(**settings)
-    checkpoint = cache / f"{stem}.checkpoint"
-    learner.fit(own, on_epoch=on_epoch, checkpoint=checkpoint)
+    learner.fit(own, on_epoch=on_epoch)
     errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
     used = _used(learner, own)
     card = {
@@ -88,8 +85,6 @@ def train_and_write(
         ],
     }
     write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=feature_sets())
-    for path in checkpoint.parent.glob(f"{checkpoint.name}*"):
-        path.unlink()
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 
