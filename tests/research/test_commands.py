@@ -177,17 +177,6 @@ def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in ("evaluate", "train", "leaderboard", "collect"))
 
 
-@pytest.mark.parametrize("command", ["evaluate", "train", "leaderboard", "collect"])
-def test_a_command_that_is_not_installed_says_what_to_install(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("perfguard.cli.entry_points", lambda *, group: [])
-    assert main([command, "table.csv"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"`perfguard {command}` comes with perfguard-research" in line
-    assert "pip install ./models" in line
-
-
 def test_every_shipped_predictor_loads() -> None:
     from importlib.metadata import entry_points
 

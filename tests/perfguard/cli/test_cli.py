@@ -273,7 +273,7 @@ def test_plot_writes_a_picture(tmp_path: Path, script: str, capsys: pytest.Captu
     assert capsys.readouterr().err.count("The picture cannot be written") == 2
 
 
-@pytest.mark.parametrize("command", ["train", "leaderboard"])
+@pytest.mark.parametrize("command", ["evaluate", "train", "leaderboard", "collect"])
 def test_command_of_absent_distribution_names_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
