@@ -184,7 +184,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     # warnings.warn(skip_file_prefixes=...) would do this from Python 3.12 on.
     between = {
         "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
-        "perfguard_models", "perfguard_optuna", "perfguard_papers", "perfguard_ray", "perfguard_training",
+        "perfguard_models", "perfguard_optuna", "perfguard_ray", "perfguard_research",
         "pytorch_lightning", "ray", "threading", "torch", "transformers",
     }  # fmt: skip
 
