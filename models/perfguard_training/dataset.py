@@ -121,7 +121,7 @@ _KERNELS_A_STEP = 1_000_000
 _ARITHMETIC_OF_FP32 = ("tf32", "no-tf32")
 _FEATURES_OF_PAPERS = "perfguard_papers.served"
 """Imported by name, because the papers' package imports this one."""
-_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "exact", "operators"))
+_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "operators"))
 
 
 def feature_sets() -> Mapping[str, FeatureSet]:
