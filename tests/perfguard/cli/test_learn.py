@@ -74,14 +74,11 @@ def test_a_wrong_word_is_told_in_a_line(log: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_learn_service_promotes_and_weights_rollback_goes_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    child = learner(log)
-    assert "Watching" in line(child)
     with MeasurementStore(log) as store:
-        fill(store, by_width)
-    texts = [line(child)]
-    while "promoted" not in texts[-1]:
-        assert texts[-1]
-        texts.append(line(child))
+        fill(store, by_width)  # before it starts, or it would learn from the first twenty alone
+    child = learner(log)
+    assert "promoted" in line(child)
+    assert "Watching" in line(child)
     assert end(child, signal.SIGTERM) == 130
     capsys.readouterr()
     assert main(["weights", "list", "--json"]) == 0
