@@ -117,8 +117,12 @@ _NOUNS: Mapping[Target, str] = {"memory": "peaks of memory", "time": "step times
 
 
 def _without(run: Observation, targets: Sequence[Target], regime: int) -> Observation:
-    hidden: dict[str, None] = {{"memory": "peak_memory_bytes", "time": "step_time_s"}[target]: None for target in targets}
-    return replace(run, regime=regime, measurement=replace(run.measurement, **hidden) if hidden else run.measurement)
+    measurement = run.measurement
+    if "memory" in targets:
+        measurement = replace(measurement, peak_memory_bytes=None)
+    if "time" in targets:
+        measurement = replace(measurement, step_time_s=None)
+    return replace(run, regime=regime, measurement=measurement)
 
 
 # --- Conditions -----------------------------------------------------------------------------------------------------------------

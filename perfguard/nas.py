@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from perfguard._predict import graph_of, most_energy
 from perfguard.exceptions import ConfigurationError
 from perfguard.guard import Guard
-from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
+from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, graph_of, load_predictor, most_energy
 from perfguard.quantities import parse_bytes
 from perfguard.traced_workload import TracedWorkload
 from perfguard.verdict import EVEN_CHANCE, Verdict
@@ -23,9 +22,9 @@ from perfguard.workload import Workload
 if TYPE_CHECKING:
     import torch
 
-    from perfguard._predict import Network
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
+    from perfguard.predictor import Network
 
 _N = TypeVar("_N", bound="Network")
 

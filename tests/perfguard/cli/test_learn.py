@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from tests.perfguard.learning.test_trainer import by_width, fill
+from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 from perfguard import MeasurementStore
 from perfguard.cli import main
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture
