@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
@@ -467,7 +468,7 @@ def tune_weights(
     """
     if min_new < 1 or max_rows < 1:
         raise ConfigurationError(f"min_new and max_rows must be at least 1, but got {min_new} and {max_rows}.")
-    make = (lambda: load_predictor(predictor)) if isinstance(predictor, str) else predictor
+    make = partial(load_predictor, predictor) if isinstance(predictor, str) else predictor
     in_use, candidate = make(), make()
     if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
         raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")
