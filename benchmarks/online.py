@@ -36,7 +36,7 @@ from perfguard.graph import GraphBatch, OpGraph, Storage, StorageKind
 from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from perfguard.guard import Guard
     from perfguard.measure import Measurement, Run
     from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
     from perfguard.verdict import Decision, Verdict
     from perfguard.workload import TensorSpec, Workload
 
@@ -27,7 +27,7 @@ _HOMES = {
     "Guard": "guard",
     "Limit": "budget",
     "Measurement": "measure",
-    "MeasurementStore": "store",
+    "MeasurementStore": "log",
     "Observation": "predictor",
     "OpGraph": "graph",
     "Prediction": "predictor",

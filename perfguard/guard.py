@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
     from perfguard.measure import Measurement, Run
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
     class GuardSettings(TypedDict, total=False):
         """The keyword arguments of :class:`Guard`."""
@@ -582,7 +582,7 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
 
 
 def _open_log(log: str | MeasurementStore | Literal[False] | None) -> MeasurementStore:
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
     if log is False:
         return MeasurementStore(":memory:")

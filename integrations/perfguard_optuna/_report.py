@@ -19,7 +19,7 @@ from perfguard_optuna._summary import finished_trials, summarize
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 
 def read(source: Any, study: str | None, log: MeasurementStore | None) -> Report | None:

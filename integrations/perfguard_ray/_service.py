@@ -19,7 +19,7 @@ from perfguard.exceptions import ConfigurationError, PredictorError, ServiceWarn
 from perfguard.graph import OpGraph
 from perfguard.learning import LogSync
 from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 
 NAMESPACE = "perfguard"
 DEFAULT_NAME = "predictor"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from perfguard.learning import OnlineTrainer
-    from perfguard.store import LoggedWeights, MeasurementStore
+    from perfguard.log import LoggedWeights, MeasurementStore
 
 _LEASE_S = 120.0
 """Longer than one update takes, shorter than anybody waits for a learner that was killed."""

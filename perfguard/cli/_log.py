@@ -19,7 +19,7 @@ from perfguard.quantities import format_bytes, format_seconds, parse_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perfguard.store import LoggedDecision, MeasurementStore, Selection
+    from perfguard.log import LoggedDecision, MeasurementStore, Selection
 
 _DEFAULT_LAST = 20
 
@@ -68,7 +68,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _selection(arguments: argparse.Namespace, *, before: str | None = None) -> Selection:
-    from perfguard.store import Selection
+    from perfguard.log import Selection
 
     now = datetime.datetime.now(datetime.timezone.utc)
     if arguments.before is not None and before is not None:
@@ -145,7 +145,7 @@ def open_log(location: str | None, *, must_exist: bool) -> MeasurementStore:
     location = location or os.environ.get("PERFGUARD_LOG")
     if must_exist and location is not None and "://" not in location and not Path(location).exists():
         raise LogError(f"There is no measurement log at {location}.")
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
     return MeasurementStore.default() if location is None else MeasurementStore(location)
 
@@ -243,14 +243,14 @@ def _when(time_ns: int) -> datetime.datetime:
 
 
 def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    from perfguard.store import export_log
+    from perfguard.log import export_log
 
     counts = export_log(store, arguments.folder, _selection(arguments), format=arguments.format, anonymize=arguments.anonymize)
     print(f"{arguments.folder}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
 
 
 def _import(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    from perfguard.store import import_log
+    from perfguard.log import import_log
 
     counts = import_log(store, arguments.folder)
     print("new: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))

@@ -30,7 +30,7 @@ def write_report(arguments: argparse.Namespace) -> None:
         PerfGuardError: for a source that cannot be read, or a file that cannot be written.
     """
     from perfguard import report
-    from perfguard.store import default_location
+    from perfguard.log import default_location
 
     source = arguments.source or default_location()
     if arguments.source is None and "://" not in source and not Path(source).exists():

@@ -14,7 +14,7 @@ from perfguard.predictor import Predictor, Refinable
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 
 class LogSync:

@@ -20,7 +20,7 @@ from perfguard.learning.assessment import assess_log
 from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Observation, Predictor, Refinable, Target, load_predictor
 
 if TYPE_CHECKING:
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 LEASE = "learn"
 """Name of the lease in the log. Only its holder may promote weights."""

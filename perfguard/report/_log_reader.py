@@ -14,7 +14,7 @@ from perfguard.summary import TrialRecord
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.store import LoggedDecision, LoggedWeights, MeasurementStore
+    from perfguard.log import LoggedDecision, LoggedWeights, MeasurementStore
 
 _SAME = 0.006
 """A limit that is written with three digits differs by less than this share from the exact one."""
@@ -119,7 +119,7 @@ def _weights_in_words(weights: LoggedWeights) -> tuple[str, str, str]:
 
 
 def _devices_in(log: MeasurementStore) -> dict[str, Device]:
-    from perfguard.store._schema import device_from_json
+    from perfguard.log_tables import device_from_json
 
     return {row["device_id"]: device_from_json(row["data"]) for row in log.rows("devices")}
 

@@ -15,7 +15,7 @@ from perfguard.report._log_reader import report_of_log
 from perfguard.report._page import page_of
 
 if TYPE_CHECKING:
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 READERS_GROUP = "perfguard.reports"
 """Entry-point group of functions ``read(source, study, log)`` that return a :class:`Report`. They return None for a source that
@@ -74,7 +74,7 @@ def read_report(source: Any, *, study: str | None = None, log: str | os.PathLike
         ConfigurationError: for a source that cannot be read.
         LogError: for a log that cannot be used.
     """
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
     if isinstance(source, MeasurementStore):
         return report_of_log(source, study)
@@ -140,7 +140,7 @@ def tables_in(location: str) -> set[str]:
 @contextmanager
 def _log_of_study(log: str | os.PathLike[str] | Literal[False] | None) -> Iterator[MeasurementStore | None]:
     """The log that was named; else the default one, if it is there and can be used."""
-    from perfguard.store import MeasurementStore, default_location
+    from perfguard.log import MeasurementStore, default_location
 
     location = os.fspath(log) if log else default_location()
     is_missing = "://" not in location and not Path(location).is_file()

@@ -27,7 +27,7 @@ from perfguard.graph import OpGraph
 from perfguard.guard import Guard
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 from perfguard.verdict import Verdict
 from perfguard.workload import Workload
 

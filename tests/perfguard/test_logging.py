@@ -10,7 +10,7 @@ import pytest
 
 from perfguard import Guard, MeasurementStore, _logging
 from tests.doubles import ReplayPredictor
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(autouse=True)

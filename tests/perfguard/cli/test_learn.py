@@ -18,7 +18,7 @@ from perfguard import MeasurementStore
 from perfguard.cli import main
 from perfguard.learning import LEASE
 from tests.perfguard.learning.test_trainer import by_width, fill
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture

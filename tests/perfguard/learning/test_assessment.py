@@ -14,7 +14,7 @@ from perfguard import Estimate, Measurement, Observation, OpGraph, Prediction
 from perfguard.graph import Storage, StorageKind
 from perfguard.learning import assess_log
 from perfguard.predictor import HALF_INTERVAL
-from tests.perfguard.store.rows import DEVICE
+from tests.perfguard.log_rows import DEVICE
 
 MIB = 2**20
 PREDICTED = {"memory": Estimate(100.0 * MIB, 0.1), "time": Estimate(0.1, 0.1)}

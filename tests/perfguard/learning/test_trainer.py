@@ -21,7 +21,7 @@ from torch import nn
 from perfguard import Device, Guard, Measurement, MeasurementStore, Observation, OpGraph, Prediction, TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogError, LogWarning, MeasurementWarning
 from perfguard.learning import LEASE, FineTuneProcess, LogSync, OnlineTrainer, assess_log
-from perfguard.store import export_log, import_log
+from perfguard.log import export_log, import_log
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
 from tests.doubles import TOY_CPU as CPU
@@ -99,7 +99,7 @@ def same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs are kept back follows the ids of decisions: with random ones a promotion is a matter of luck."""
     generator = random.Random(0)
     ids = SimpleNamespace(uuid4=lambda: uuid.UUID(int=generator.getrandbits(128)))
-    monkeypatch.setattr("perfguard.store._store.uuid", ids)
+    monkeypatch.setattr("perfguard.log._store.uuid", ids)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from perfguard import Estimate, Limit, MeasurementStore, Prediction, Verdict
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT
 
 GIB = 2**30
 CARD = replace(DEVICE, id="card", name="Made-up Card", memory_bytes=40 * GIB)

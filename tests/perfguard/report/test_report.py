@@ -22,7 +22,7 @@ from perfguard.report._advice import advice_of, honest_notes
 from perfguard.report._border import axes_of, fit_border
 from tests.perfguard.report.made_up import BUDGETS, CARD, GIB, HOSTILE, write_study
 from tests.perfguard.report.pages import Page
-from tests.perfguard.store.rows import MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import MEASUREMENT, PREDICTION, make_graph, record
 
 pytest.importorskip("plotly")
 

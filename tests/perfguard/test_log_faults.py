@@ -19,11 +19,12 @@ import pytest
 
 from perfguard.exceptions import LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, make_graph, make_log_of_schema_1, record
+from perfguard.log import MeasurementStore
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, make_graph, record
 from tests.postgres import Postgres
 
-CROWD = Path(__file__).with_name("crowd.py")
+CROWD = Path(__file__).with_name("log_crowd.py")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def graph() -> OpGraph:
 
 
 def crowd(*words: object) -> Any:
-    """What a run of ``crowd.py`` printed."""
+    """What a run of ``log_crowd.py`` printed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(CROWD), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -43,31 +44,20 @@ def crowd(*words: object) -> Any:
 def complete_rows(location: object) -> list[str]:
     """The ids of all decisions, each of which must have its measurement."""
     with MeasurementStore(str(location)) as store:
-        decisions = store.decisions()
-    return [decision.decision_id for decision in decisions if decision.status == "ok"]
+        return [trial.decision_id for trial in store.records() if trial.status == "ok"]
 
 
 @pytest.mark.slow
 def test_killed_writers_lose_no_acknowledged_row(tmp_path: Path) -> None:
     """One generation of weights is promoted."""
     path = tmp_path / "log.db"
-    acknowledged = crowd("kill_writers", path, "", 100)
+    acknowledged = crowd("kill_writers", path, 100)
     assert len(acknowledged) == len(set(acknowledged)) > 50  # a busy machine writes fewer
     assert set(acknowledged) <= set(complete_rows(path))
     with MeasurementStore(path) as store:
         generations = store.weights("crowd")
         assert [weights.state for weights in generations].count("promoted") == 1
-        assert all(store.weights_data(weights.weights_id) == b"x" * 1000 for weights in generations)
-
-
-@pytest.mark.slow
-def test_killed_migration_can_be_done_again(tmp_path: Path, graph: OpGraph) -> None:
-    """It leaves every row."""
-    template = tmp_path / "template.db"
-    make_log_of_schema_1(f"sqlite:///{template}", graph, num_rows=2000)
-    found = crowd("kill_migrations", tmp_path / "log.db", template, 50)
-    assert {line for line, _ in found} == {"2000 1999 ok"}
-    assert not all(was_done for _, was_done in found), "every migration was done before it was killed"
+        assert store.promoted("crowd") == (generations[-1].weights_id, b"x" * 1000)
 
 
 @pytest.mark.slow
@@ -87,8 +77,8 @@ def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "perfguard"
 
 
-def spools(folder: Path) -> list[Path]:
-    return list(folder.glob("*.spool.jsonl"))
+def beside(folder: Path) -> list[Path]:
+    return list(folder.glob("*.rows.jsonl"))
 
 
 @contextmanager
@@ -114,16 +104,16 @@ def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Pat
             for trial in range(2, 80):
                 store.record_measurement(record(store, trial, **known), MEASUREMENT)
             assert time.monotonic() - start < 15
-            assert store.decisions() == []
-            assert 1 <= len(spools(data_folder)) <= 65
+            assert store.records() == []
+            assert len(beside(data_folder)) == 2 * 79
         assert len(caught) == 1
         store.record_measurement(record(store, 80, **known), MEASUREMENT)
         end = time.monotonic() + 60
-        while not store.decisions() and time.monotonic() < end:  # on a busy machine the server is back a little later
+        while not store.records() and time.monotonic() < end:  # on a busy machine the server is back a little later
             time.sleep(0.2)
-        assert [decision.trial for decision in store.decisions()] == list(range(81))
+        assert [trial.number for trial in store.records()] == list(range(81))
         assert len(store.observations("toy")) == 81
-        assert spools(data_folder) == []
+        assert beside(data_folder) == []
 
 
 @pytest.mark.slow
@@ -146,8 +136,8 @@ def test_server_away_for_half_a_minute_loses_nothing(postgres: Postgres, data_fo
             waits = run_on(store, 30)
         assert sum(waits) < 10
         store.flush()
-        assert [decision.trial for decision in store.decisions()] == list(range(len(waits)))
-        assert spools(data_folder) == []
+        assert [trial.number for trial in store.records()] == list(range(len(waits)))
+        assert beside(data_folder) == []
 
 
 def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder: Path) -> None:
@@ -157,7 +147,7 @@ def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder
     with away(postgres):
         code = (
             "import os, sys, warnings; warnings.simplefilter('ignore')\n"
-            "from perfguard.store import MeasurementStore; from tests.perfguard.store.crowd import write\n"
+            "from perfguard.log import MeasurementStore; from tests.perfguard.log_crowd import write\n"
             f"store = MeasurementStore({url!r})\n"
             "print(write(store, 1), write(store, 2), flush=True); os.kill(os.getpid(), 9)"
         )
@@ -166,10 +156,10 @@ def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == -9, done.stderr
-        assert spools(data_folder)
+        assert beside(data_folder)
     assert complete_rows(url) == done.stdout.split()
     assert complete_rows(url) == done.stdout.split()
-    assert spools(data_folder) == []
+    assert beside(data_folder) == []
 
 
 def test_server_away_at_start_gets_rows_later(postgres: Postgres, data_folder: Path) -> None:
@@ -179,7 +169,7 @@ def test_server_away_at_start_gets_rows_later(postgres: Postgres, data_folder: P
             store = MeasurementStore(url)
         record(store, 1)
     store.flush()
-    assert [decision.trial for decision in store.decisions()] == [1]
+    assert [trial.number for trial in store.records()] == [1]
     store.close()
 
 
@@ -206,7 +196,7 @@ def test_a_slow_failure_is_not_repeated_at_each_call(tmp_path: Path) -> None:
 
 def complete_or_not(path: Path) -> list[int | None]:
     with MeasurementStore(path) as store:
-        return [decision.trial for decision in store.decisions()]
+        return [trial.number for trial in store.records()]
 
 
 @contextmanager
@@ -229,14 +219,14 @@ def test_full_disk_rows_arrive_when_there_is_room(tmp_path: Path, free_bytes: in
         with full_disk(free_bytes), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for trial in range(1, 40):
-                record(store, trial, reason="x" * 20_000)
+                record(store, trial, Verdict(action="prune", remark="x" * 20_000))
         assert ["cannot be used now" in str(warning.message) for warning in caught] == [True]
         store.flush()
-        assert [decision.trial for decision in store.decisions()] == list(range(40))
-    assert list(tmp_path.glob("*.spool*")) == []
+        assert [trial.number for trial in store.records()] == list(range(40))
+    assert list(tmp_path.glob("*.rows*")) == []
 
 
-def test_full_disk_without_spool_warns_of_lost_rows(tmp_path: Path) -> None:
+def test_full_disk_warns_of_lost_rows_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
     store = MeasurementStore(path)
     record(store, 0)

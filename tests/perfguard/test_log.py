@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -21,10 +22,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perfguard import Estimate
+from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from perfguard.log import MeasurementStore
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -54,45 +58,76 @@ def one_warning() -> Iterator[None]:
 
 def trials(path: Path) -> list[int | None]:
     with MeasurementStore(path) as store:
-        return [decision.trial for decision in store.decisions()]
+        return [trial.number for trial in store.records()]
 
 
-def spools(path: Path) -> list[Path]:
-    return list(path.parent.glob("*.spool.jsonl"))
+def beside(path: Path) -> list[Path]:
+    return list(path.parent.glob("*.rows.jsonl"))
 
 
 def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None:
     before = datetime.now(timezone.utc)
     with MeasurementStore(path) as store:
-        kwargs: dict[str, Any] = {"graph": graph, "device": DEVICE, "prediction": PREDICTION}
-        decision_id = record(store, trial=3, params={"lr": 0.1, "path": Path("x")}, **kwargs)
+        params = {"lr": 0.1, "path": Path("x")}
+        decision_id = record(store, 3, LAUNCHED, graph=graph, device=DEVICE, params=params, trial_id="tune_3")
         store.record_measurement(decision_id, MEASUREMENT)
     with MeasurementStore(path) as store:
-        (decision,) = store.decisions("s")
+        (trial,) = store.records("s")
         (observation,) = store.observations("toy")
         assert store.observations("toy")[0].graph is observation.graph
-        assert store.decisions("another") == []
+        assert store.records("another") == []
         assert store.observations("another") == []
-    assert before <= decision.created_at <= datetime.now(timezone.utc)
-    assert (decision.decision_id, decision.study, decision.trial, decision.action) == (decision_id, "s", 3, "launch")
-    assert (decision.reason, decision.params) == ("fits", {"lr": 0.1, "path": "x"})
-    assert (decision.device_id, decision.predictor) == ("toy", "double-1")
-    assert decision.predicted_peak_memory_bytes == 1000.0
-    interval = (decision.predicted_peak_memory_low_bytes, decision.predicted_peak_memory_high_bytes)
-    assert interval == pytest.approx((848.3, 1178.8), abs=0.1)
-    assert (decision.predicted_step_time_s, decision.predicted_total_time_s) == (0.25, 25.0)
-    measured = (decision.measured_peak_memory_bytes, decision.measured_step_time_s, decision.measured_total_time_s)
-    assert (measured, decision.status) == ((1100, 0.3, 30.0), "ok")
+    assert trial.created_at is not None
+    assert before <= trial.created_at <= datetime.now(timezone.utc)
+    assert (trial.decision_id, trial.study, trial.number, trial.trial_id) == (decision_id, "s", 3, "tune_3")
+    assert (trial.params, trial.host, trial.predictor) == ({"lr": 0.1, "path": "x"}, "node-7", "double-1")
+    assert (trial.device_id, trial.device_name, trial.capacity_bytes) == ("toy", "Toy", 2**30)
+    assert trial.verdict is not None
+    assert (trial.reason, trial.limits) == (LAUNCHED.reason, {"memory": 2000.0, "step_time": 1.0})
+    assert {quantity: estimate.median for quantity, estimate in trial.predicted.items()} == {
+        "memory": 1000.0, "step_time": 0.25, "time": 25.0
+    }  # fmt: skip
+    assert trial.predicted["memory"].log_sigma == pytest.approx(0.1, rel=1e-12)
+    assert (trial.measured, trial.status, trial.note) == ({"memory": 1100, "step_time": 0.3, "time": 30.0}, "ok", "a note")
+    assert trial.is_measured
+    assert not trial.violates
     assert observation.graph.content_hash == graph.content_hash
-    assert observation.device == DEVICE
-    assert observation.measurement == MEASUREMENT
+    assert (observation.device, observation.measurement, observation.predicted_by) == (DEVICE, MEASUREMENT, "double-1")
+    assert observation.predicted["time"].median == 0.25
 
 
 def test_what_is_not_known_comes_back_as_none(path: Path) -> None:
     with MeasurementStore(path) as store:
         record(store, trial=None)
-        (decision,) = store.decisions()
-    assert (decision.trial, decision.device_id, decision.predicted_peak_memory_low_bytes, decision.status) == (None,) * 4
+        (trial,) = store.records()
+    assert (trial.number, trial.device_id, trial.capacity_bytes, trial.status, trial.trial_id) == (None,) * 5
+    assert (dict(trial.predicted), dict(trial.measured), trial.reason) == ({}, {}, "not judged: a test")
+    assert trial.is_unguarded
+
+
+def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
+    """Promise 3: a reading belongs to the device that ran."""
+    with MeasurementStore(path) as store:
+        laptop = replace(MEASUREMENT, device_id="cpu", device_name="A processor")
+        store.record_measurement(record(store, 0, LAUNCHED, device=DEVICE), laptop)
+        store.record_measurement(record(store, 1, LAUNCHED, device=DEVICE), replace(laptop, status="failed"))
+        silent = replace(MEASUREMENT, peak_memory_bytes=None, step_time_s=None)
+        store.record_measurement(record(store, 2, LAUNCHED, device=DEVICE), silent)
+        absent, failed, mute = store.records()
+    assert absent.not_measured == "their workers used no Toy; they ran on A processor"
+    assert (dict(absent.measured), absent.status, absent.is_measured, absent.is_pruned) == ({}, "ok", False, False)
+    assert (dict(failed.measured), failed.status, failed.not_measured) == ({}, "failed", "")
+    assert mute.not_measured == "they did not report what they cost"
+
+
+def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
+    limits = [Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("cost", 1.0, PREDICTION.cost(72.0) or Estimate(1, 1))]
+    with MeasurementStore(path) as store:
+        verdict = Verdict.of(PREDICTION, limits, accepted=0.5)
+        store.record_measurement(record(store, 0, verdict, device=DEVICE), replace(MEASUREMENT, total_time_s=100.0))
+        (trial,) = store.records()
+    assert trial.measured["cost"] == pytest.approx(2.0)
+    assert trial.breaks("cost")
 
 
 def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
@@ -126,7 +161,7 @@ def test_only_first_measurement_of_decision_counts() -> None:
         decision_id = record(store)
         store.record_measurement(decision_id, MEASUREMENT)
         store.record_measurement(decision_id, replace(MEASUREMENT, status="failed"))
-        assert [decision.status for decision in store.decisions()] == ["ok"]
+        assert [trial.status for trial in store.records()] == ["ok"]
 
 
 def test_interrupted_measurement_is_replaced_on_resume() -> None:
@@ -136,11 +171,11 @@ def test_interrupted_measurement_is_replaced_on_resume() -> None:
         store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=3.0))
         assert store.observations("toy") == [], "it says nothing about the trial"
         store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=4.0))
-        assert [(row.status, row.measured_total_time_s) for row in store.decisions()] == [("interrupted", 4.0)]
+        assert [(trial.status, trial.measured["time"]) for trial in store.records()] == [("interrupted", 4.0)]
         store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=9.0))
         store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=10.0))
         store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=11.0))
-        assert [(row.status, row.measured_total_time_s) for row in store.decisions()] == [("ok", 9.0)]
+        assert [(trial.status, trial.measured["time"]) for trial in store.records()] == [("ok", 9.0)]
         assert [observation.measurement.total_time_s for observation in store.observations("toy")] == [9.0]
 
 
@@ -157,27 +192,26 @@ def memory_store() -> Iterator[MeasurementStore]:
         yield store
 
 
-@given(params=st.dictionaries(st.text(), json_values, max_size=4), reason=st.text())
-def test_params_that_json_knows_come_back_equal(memory_store: MeasurementStore, params: dict[str, Any], reason: str) -> None:
-    record(memory_store, params=params, reason=reason, study=(study := os.urandom(8).hex()))
-    (decision,) = memory_store.decisions(study)
-    assert decision.params == params
-    assert decision.reason == reason.replace("\0", "?")
+@given(params=st.dictionaries(st.text(), json_values, max_size=4), remark=st.text())
+def test_params_that_json_knows_come_back_equal(memory_store: MeasurementStore, params: dict[str, Any], remark: str) -> None:
+    record(memory_store, 0, Verdict(action="prune", remark=remark), params=params, study=(study := os.urandom(8).hex()))
+    (trial,) = memory_store.records(study)
+    assert trial.params == params
+    assert trial.reason == remark.replace("\0", "?")
 
 
 def test_unstorable_params_and_text_stop_no_study() -> None:
     circle: dict[str, Any] = {}
     circle["self"] = circle
     with MeasurementStore(":memory:") as store:
-        record(store, params={"a": {(1, 2): 3}}, reason="\udcff")
+        record(store, 0, Verdict(action="prune", remark="\udcff"), params={"a": {(1, 2): 3}})
         record(store, params=circle)
-        with pytest.warns(LogWarning, match="is dropped"):
-            record(store, trial=2**80)
+        record(store, trial=2**80)
         record(store, trial=4)
-        decisions = store.decisions()
-    assert [decision.trial for decision in decisions] == [0, 0, 4]
-    assert decisions[0].params == {"a": "{(1, 2): 3}"}
-    assert decisions[0].reason == "?"
+        found = store.records()
+    assert [trial.number for trial in found] == [0, 0, None, 4]
+    assert found[0].params == {"a": "{(1, 2): 3}"}
+    assert found[0].reason == "?"
 
 
 def not_sqlite(path: Path) -> None:
@@ -196,7 +230,7 @@ def another_database(path: Path) -> None:
 def damaged(path: Path) -> None:
     with MeasurementStore(path) as store:
         for trial in range(50):
-            record(store, trial, reason="x" * 1000)
+            record(store, trial, Verdict(action="prune", remark="x" * 1000))
     path.write_bytes(path.read_bytes()[:4096] + os.urandom(8192) + path.read_bytes()[12288:])
 
 
@@ -224,11 +258,19 @@ def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None
     assert path.read_bytes() == content
 
 
-def test_a_log_of_a_newer_perfguard_is_left_as_it_is(path: Path) -> None:
+def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
     MeasurementStore(path).close()
     set_version(path, "99")
     content = path.read_bytes()
-    with pytest.raises(LogVersionError, match=r"log\.db has schema 99, this PerfGuard reads up to 4.* Update perfguard"):
+    with pytest.raises(LogVersionError, match=r"log\.db has format 99, this PerfGuard reads 1; it is left .* Update perfguard"):
+        MeasurementStore(path)
+    assert path.read_bytes() == content
+    path.unlink()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:  # as developer versions made it, up to schema 4
+        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)")
+        connection.execute("INSERT INTO meta VALUES ('schema_version', '4')")
+    content = path.read_bytes()
+    with pytest.raises(LogVersionError, match=r"of an early version .* left as it is\. Give another path, .* PERFGUARD_LOG\.$"):
         MeasurementStore(path)
     assert path.read_bytes() == content
 
@@ -272,7 +314,7 @@ def test_path_may_have_odd_characters(tmp_path: Path) -> None:
             store.close()
     assert trials(path) == [0, 1]
     assert path.exists()
-    assert not spools(path)
+    assert not beside(path)
 
 
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,23 +334,23 @@ def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> N
             ids = [record(store, trial, graph=graph, device=DEVICE) for trial in range(3)]
             store.record_measurement(ids[0], MEASUREMENT)
             store.flush()
-            assert store.decisions() == []
+            assert store.records() == []
         record(store, 3)
-        decisions = store.decisions()
-        assert [decision.trial for decision in decisions] == [0, 1, 2, 3]
-        assert [decision.decision_id for decision in decisions[:3]] == ids
+        found = store.records()
+        assert [trial.number for trial in found] == [0, 1, 2, 3]
+        assert [trial.decision_id for trial in found[:3]] == ids
         assert len(store.observations("toy")) == 1
-    assert not spools(path)
+    assert not beside(path)
 
 
 def test_reading_goes_on_while_another_process_writes(path: Path, graph: OpGraph) -> None:
     with MeasurementStore(path, busy_timeout_s=0.05) as store:
         store.record_measurement(record(store, graph=graph, device=DEVICE), MEASUREMENT)
         with locked(path), MeasurementStore(path, busy_timeout_s=0.05) as other:
-            assert len(other.observations("toy")) == len(other.decisions()) == 1
+            assert len(other.observations("toy")) == len(other.records()) == 1
 
 
-def test_undelivered_rows_are_spooled_until_opening(path: Path, graph: OpGraph) -> None:
+def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:
     """The next opening delivers them."""
     MeasurementStore(path).close()
     with locked(path), one_warning():
@@ -317,16 +359,16 @@ def test_undelivered_rows_are_spooled_until_opening(path: Path, graph: OpGraph) 
         store.close()
         record(store, 1)
         store.close()
-    assert len(spools(path)) == 2
-    content = [(spool, spool.read_bytes()) for spool in spools(path)]
+    assert len(beside(path)) == 3, "one for each call, and the first process could open nothing"
+    content = [(file, file.read_bytes()) for file in beside(path)]
     for _ in range(2):
         with MeasurementStore(path) as store:
-            assert [decision.trial for decision in store.decisions()] == [0, 1]
+            assert [trial.number for trial in store.records()] == [0, 1]
             (observation,) = store.observations("toy")
             assert observation.graph.content_hash == graph.content_hash
-        assert not spools(path)
-        for spool, data in content:  # as if it had died between delivering and removing
-            spool.write_bytes(data)
+        assert not beside(path)
+        for file, data in content:  # as if it had died after it had written the rows, before it removed the files
+            file.write_bytes(data)
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.touch()])
@@ -335,55 +377,64 @@ def test_a_new_log_opens_under_a_lock(path: Path, make: Any) -> None:
     with locked(path), one_warning():
         store = MeasurementStore(path, busy_timeout_s=0.05)
         record(store, 7)
-        assert store.decisions() == []
+        assert store.records() == []
         assert store.observations("toy") == []
     store.close()
     assert trials(path) == [7]
 
 
-def test_newer_schema_at_delivery_spares_the_study(path: Path) -> None:
+def test_another_version_at_writing_spares_the_study(path: Path) -> None:
     MeasurementStore(path).close()
     store = pickle.loads(pickle.dumps(MeasurementStore(path)))
     set_version(path, "99")
-    with pytest.warns(LogWarning, match="schema 99"):
+    with pytest.warns(LogWarning, match="format 99"):
         record(store)
     store.close()
-    assert len(spools(path)) == 1
+    assert len(beside(path)) == 1
 
 
-def test_forgotten_or_outlived_store_spools_its_rows(path: Path) -> None:
+def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
     MeasurementStore(path).close()
     with locked(path):
         with pytest.warns(LogWarning):
             record(MeasurementStore(path, busy_timeout_s=0.05), 1)
         gc.collect()
-        assert len(spools(path)) == 1
+        assert len(beside(path)) == 1
         run_python(path, "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)")
-        assert len(spools(path)) == 2
+        assert len(beside(path)) == 2
     assert trials(path) == [1, 2]
 
 
-def test_a_damaged_spool_is_set_aside(path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        json.dumps({"table": "decisions", "row": {"nonsense": 1}}),
+        json.dumps({"table": "nonsense", "row": {}}),
+        json.dumps({"table": "devices", "row": {"content_hash": "a", "device_id": 3, "data": "{}"}}),
+        json.dumps({"table": "devices", "row": {"content_hash": None, "device_id": "a", "data": "{}"}}),
+    ],
+)
+def test_damaged_rows_beside_the_log_are_set_aside(path: Path, line: str) -> None:
     MeasurementStore(path).close()
-    spool = path.with_name(f"log.db.{'0' * 32}.spool.jsonl")
-    spool.write_text(json.dumps({"schema": 1, "table": "decisions", "row": {"nonsense": 1}}))
-    with pytest.warns(LogWarning, match="is damaged .* set aside"):
+    path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_text(line + "\n")
+    with pytest.warns(LogWarning, match="are damaged .* set aside"):
         assert trials(path) == []
     assert trials(path) == []
-    assert not spools(path)
+    assert not beside(path)
 
 
-def test_unwritable_spool_says_how_much_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object, **__: object) -> None:
-        raise OSError("No space left on device")
+def test_nothing_is_unpickled(path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(path.parent / "sprung"),)
 
-    store = MeasurementStore(path, busy_timeout_s=0.05)
-    with locked(path):
-        monkeypatch.setattr(Path, "open", no_space)
-        with one_warning():
-            record(store)
-        with pytest.warns(LogWarning, match=r"1 rows of the measurement log .* are lost: .* \(No space left on device\)"):
-            store.close()
+    MeasurementStore(path).close()
+    path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_bytes(pickle.dumps(Trap()))
+    with pytest.warns(LogWarning, match="are damaged"), MeasurementStore(path) as store:
+        store.promote("guardnet", pickle.dumps(Trap()))
+        assert store.promoted("guardnet") is not None
+    assert not (path.parent / "sprung").exists()
 
 
 def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGraph) -> None:
@@ -393,8 +444,54 @@ def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGrap
         with pytest.warns(LogWarning, match="was moved or removed; another is begun"):
             record(store, 1, graph=graph, device=DEVICE)
         store.record_measurement(record(store, 2, graph=graph, device=DEVICE), MEASUREMENT)
-        assert [decision.trial for decision in store.decisions()] == [1, 2]
+        assert [trial.number for trial in store.records()] == [1, 2]
         assert len(store.observations("toy")) == 1
+
+
+@pytest.mark.parametrize("other", ["garbage", "another log", "an older copy", "nothing"])
+@pytest.mark.parametrize("num_after", [1, 60])
+def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
+    path: Path, tmp_path: Path, other: str, num_after: int
+) -> None:
+    # STRANGERS A8: the rows of the rest of the run went into a file that nobody could open any more, without a warning.
+    copy = tmp_path / "copy.db"
+
+    def fill(log: Path, trials: range) -> None:
+        with MeasurementStore(log) as store:
+            for trial in trials:
+                record(store, trial, Verdict(action="prune", remark="x" * (500 + 7 * trial)), study=f"{log.name} {trial % 7}")
+
+    fill(copy, range(1000, 1100))
+    if other == "an older copy":
+        fill(path, range(30))
+        shutil.copy(path, copy)
+    fill(path, range(200))
+    with MeasurementStore(path) as store:
+        for trial in range(200, 200 + num_after):
+            record(store, trial)
+        path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
+        with pytest.warns(LogWarning, match=r"cannot be used now \(.* is damaged|was moved or removed") as caught:
+            record(store, 1)
+        assert len(caught) == 1
+        record(store, 2)
+        store.records()
+    if beside(path):
+        with pytest.raises(LogCorruptError, match=r"Move it away"):
+            MeasurementStore(path)
+        path.unlink()
+    assert trials(path)[-2:] == [1, 2]
+    assert not beside(path)
+
+
+def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
+    with MeasurementStore(path) as store, MeasurementStore(path) as other:
+        for trial in range(10):
+            record(store, trial)
+            with closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            record(other, trial)
+        assert len(store.records()) == 20
+    assert not beside(path)
 
 
 @pytest.mark.parametrize("location", [":memory:", "log.db"])
@@ -411,22 +508,21 @@ def test_threads_share_a_store(location: str, tmp_path: Path, monkeypatch: pytes
             thread.start()
         for thread in threads:
             thread.join()
-        decisions = store.decisions()
-        assert all(decision.status == "ok" for decision in decisions)
+        found = store.records()
+        assert all(trial.status == "ok" for trial in found)
         for worker in range(4):
-            mine = [decision.trial for decision in decisions if decision.trial is not None and decision.trial // 100 == worker]
+            mine = [trial.number for trial in found if trial.number is not None and trial.number // 100 == worker]
             assert mine == [worker * 100 + trial for trial in range(10)]
 
 
 SCRIPT = """
 import sys, warnings
 from pathlib import Path
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
+from perfguard.verdict import Verdict
 path = Path(sys.argv[1])
 def record(store, trial):
-    store.record_decision(
-        study="s", trial=trial, graph=None, device=None, action="launch", reason="", prediction=None, params={}
-    )
+    store.record_decision(Verdict(action="launch"), graph=None, device=None, study="s", trial=trial, params={})
 """
 
 
@@ -459,14 +555,14 @@ lock.execute("BEGIN EXCLUSIVE")
 warnings.simplefilter("ignore")
 record(store, 0)
 lock.execute("ROLLBACK"); lock.close()
-store._log.lock.acquire()   # as a thread that is busy while another one forks
+store._lock.acquire()   # as a thread that is busy while another one forks
 if (child := os.fork()) == 0:
     record(store, 1)
     store.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-store._log.lock.release()
-assert [decision.trial for decision in store.decisions()] == [0, 1]   # the child found the parent's spool
+store._lock.release()
+assert [trial.number for trial in store.records()] == [0, 1]   # once each, whoever brought in the rows beside the log
 store.close()
 """
     run_python(path, code)

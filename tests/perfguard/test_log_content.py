@@ -18,9 +18,9 @@ from sqlalchemy import create_engine, event, text
 
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, Selection, export_log, import_log
-from perfguard.store import _retention as retention
-from tests.perfguard.store.rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, PREDICTION, make_graph, record
+from perfguard.log import MeasurementStore, Selection, export_log, import_log
+from perfguard.log import _retention as retention
+from tests.perfguard.log_rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_sample_is_random_distinct_and_by_device(store: MeasurementStore, graphs
 def test_a_sample_of_a_long_log_comes_from_all_over_it(
     store: MeasurementStore, graphs: list[OpGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perfguard.store._store._MAX_LISTED", 100)
+    monkeypatch.setattr("perfguard.log._store._MAX_LISTED", 100)
     ids = Random(0)  # a sample follows the ids: drawn anew, one in some hundreds of logs has a thin stretch
     monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=ids.getrandbits(128)))
     for trial in range(300):
