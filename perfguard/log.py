@@ -547,7 +547,7 @@ class MeasurementStore:
             with suppress(OSError):  # the disk is full, perhaps; they wait in memory, and the next call tries again
                 self._database.keep(self._rows)
 
-    def _read(self, query: sql.Select[Any]) -> Sequence[Any]:
+    def _read(self, query: sql.Executable) -> Sequence[Any]:
         """The rows that ``query`` finds; none, and a warning, if the log cannot be read."""
         with self._lock:
             if self._rows:

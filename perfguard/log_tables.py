@@ -71,7 +71,7 @@ class DeviceRow(Base):
 
 
 class DecisionRow(Base):
-    """A verdict on a trial. The columns of :data:`perfguard.record.VERDICT_COLUMNS` are added below."""
+    """A verdict on a trial. The other columns of :data:`perfguard.record.VERDICT_COLUMNS` are added below."""
 
     __tablename__ = "decisions"
     decision_id: Mapped[str] = mapped_column(primary_key=True)
@@ -84,6 +84,7 @@ class DecisionRow(Base):
     graph_hash: Mapped[str | None]
     device_hash: Mapped[str | None]
     verdict: Mapped[str]
+    predictor: Mapped[str | None]
 
 
 class MeasurementRow(Base):
@@ -213,7 +214,7 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         device_id=None if device_row is None else device_row.device_id,
         device_name="" if device is None else device.name,
         capacity_bytes=None if device is None else device.memory_bytes,
-        predictor=getattr(decision, "predictor") or "",  # noqa: B009  mypy does not know the added columns
+        predictor=decision.predictor or "",
     )
 
 
@@ -289,7 +290,7 @@ def _plain(value: Any) -> int | float | str | None:
     if value is None:
         return None
     if isinstance(value, Integral):
-        return int(value) if -(2**63) <= value < 2**63 else None
+        return int(value) if -(2**63) <= int(value) < 2**63 else None
     if isinstance(value, Real):
         return float(value)
     return str(value).encode("utf-8", "replace").decode().replace("\0", "?")

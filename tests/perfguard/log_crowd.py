@@ -111,4 +111,5 @@ def write_together(url: str, processes: str, decisions: str) -> None:
 
 
 if __name__ == "__main__":
-    {"kill_writers": kill_writers, "write_together": write_together}[sys.argv[1]](*sys.argv[2:])
+    what, *words = sys.argv[1:]
+    kill_writers(*words) if what == "kill_writers" else write_together(*words)

@@ -431,9 +431,11 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
     MeasurementStore(path).close()
     path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_bytes(pickle.dumps(Trap()))
-    with pytest.warns(LogWarning, match="are damaged"), MeasurementStore(path) as store:
-        store.promote("guardnet", pickle.dumps(Trap()))
-        assert store.promoted("guardnet") is not None
+    with pytest.warns(LogWarning, match="are damaged"):
+        store = MeasurementStore(path)
+    store.promote("guardnet", pickle.dumps(Trap()))
+    assert store.promoted("guardnet") is not None
+    store.close()
     assert not (path.parent / "sprung").exists()
 
 

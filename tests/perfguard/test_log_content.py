@@ -1,26 +1,29 @@
-"""What is drawn from the log, what leaves it, and the lineage of weights: the same on SQLite and on PostgreSQL."""
+"""What the log holds and gives out, and which weights are in use: the same on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from random import Random
 from typing import Any
-from uuid import UUID
 
+import pandas
 import pytest
 from sqlalchemy import create_engine, event, text
 
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.log import MeasurementStore, Selection, export_log, import_log
-from perfguard.log import _retention as retention
-from tests.perfguard.log_rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, PREDICTION, make_graph, record
+from perfguard.log import MeasurementStore, Selection
+from perfguard.log_tables import Base
+from perfguard.measure import Measurement
+from perfguard.record import VERDICT_COLUMNS, columns_of
+from perfguard.repair import Repair
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import CPU, DEVICE, LAUNCHED, MEASUREMENT, PRUNED, make_graph, record
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +45,15 @@ def store(url: str) -> Iterator[MeasurementStore]:
 def run(store: MeasurementStore, trial: int, graph: OpGraph | None, **changes: Any) -> str:
     """A decision and its measurement, which has the trial's number as its number of steps."""
     device = replace(DEVICE, id=changes.get("device_id", "toy"))
-    decision_id = record(store, trial, graph=graph, device=device, prediction=PREDICTION)
+    decision_id = record(store, trial, LAUNCHED, graph=graph, device=device)
     store.record_measurement(decision_id, replace(MEASUREMENT, num_steps=trial, **changes))
     return decision_id
 
 
 def test_a_run_comes_back_as_it_was_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     run(store, 7, graphs[0])
-    (decision,), (observation,) = store.decisions("s"), store.observations("toy")
-    assert (decision.trial, decision.status, decision.note) == (7, "ok", "a note")
+    (record,), (observation,) = store.records("s"), store.observations("toy")
+    assert (record.number, record.status, record.note) == (7, "ok", "a note")
     assert observation.measurement == replace(MEASUREMENT, num_steps=7)
     assert (observation.device, observation.graph.content_hash) == (DEVICE, graphs[0].content_hash)
 
@@ -66,77 +69,68 @@ def test_observations_take_oom_and_no_other_failures(store: MeasurementStore, gr
 def test_the_newest_decisions_are_shown_oldest_first(store: MeasurementStore) -> None:
     for trial in range(5):
         record(store, trial, study="even" if trial % 2 == 0 else "odd")
-    assert [decision.trial for decision in store.decisions(newest=2)] == [3, 4]
-    assert [decision.trial for decision in store.decisions("even", newest=2)] == [2, 4]
-    assert [decision.trial for decision in store.decisions("even")] == [0, 2, 4]
+    assert [trial.number for trial in store.records(newest=2)] == [3, 4]
+    assert [trial.number for trial in store.records("even", newest=2)] == [2, 4]
+    assert [trial.number for trial in store.records("even")] == [0, 2, 4]
 
 
-def test_sample_is_random_distinct_and_by_device(store: MeasurementStore, graphs: list[OpGraph]) -> None:
-    for trial in range(60):
-        run(store, trial, graphs[trial % 3], device_id="toy" if trial % 2 == 0 else "other")
-    run(store, 60, None)
-    random = Random(0)
-    drawn: Counter[int] = Counter()
-    for _ in range(60):
-        sample = [observation.measurement.num_steps for observation in store.sample(15, random)]
-        assert len(set(sample)) == len(sample) >= 14  # the run whose graph is not known may have been drawn
-        drawn.update(sample)
-    assert set(drawn) == set(range(60))
-    assert max(drawn.values()) <= 4 * min(drawn.values())
-    of_toy = store.sample(16, random, device_id="toy")
-    assert {observation.device.id for observation in of_toy} == {"toy"}
-    assert store.sample(16, random, device_id="none") == []
-    assert len(store.sample(1000, random)) == 60
-    assert [o.measurement for o in store.sample(8, Random(3))] == [o.measurement for o in store.sample(8, Random(3))]
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        LAUNCHED,
+        PRUNED,
+        replace(PRUNED, bound="at least 1.0 GiB for its tensors"),
+        replace(PRUNED, action="launch", remark="on_violation is 'warn'"),
+        replace(LAUNCHED, action="repair", repair=Repair(precision="bf16"), as_proposed=PRUNED.limits[0]),
+        Verdict(action="launch", unjudged="build failed"),
+    ],
+)
+def test_verdict_is_stored_once_and_in_one_schema(store: MeasurementStore, verdict: Verdict) -> None:
+    """Its numbers and limits are columns, and the sentence is made from them when it is shown."""
+    record(store, 0, verdict)
+    (trial,) = store.records()
+    assert trial.verdict is not None
+    assert trial.reason == verdict.reason
+    written, read = columns_of(verdict), columns_of(trial.verdict)
+    assert written.pop("predictor", "") == trial.predictor
+    for name, value in written.items():
+        assert read[name] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
+    assert set(read) == set(written)
 
 
-def test_a_sample_of_a_long_log_comes_from_all_over_it(
-    store: MeasurementStore, graphs: list[OpGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("perfguard.log._store._MAX_LISTED", 100)
-    ids = Random(0)  # a sample follows the ids: drawn anew, one in some hundreds of logs has a thin stretch
-    monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=ids.getrandbits(128)))
-    for trial in range(300):
-        run(store, trial, graphs[0], device_id="toy" if trial % 2 == 0 else "other")
-    random = Random(0)
-    drawn: Counter[int] = Counter()
-    for _ in range(20):
-        sample = [observation.measurement.num_steps for observation in store.sample(64, random)]
-        assert len(set(sample)) == len(sample) > 32
-        drawn.update(sample)
-    assert len(drawn) > 250
-    assert {observation.device.id for observation in store.sample(64, random, device_id="toy")} == {"toy"}
+def test_all_fields_are_columns(store: MeasurementStore) -> None:
+    """A field that is added to a measurement or to a verdict is stored without a change here."""
+    names = {table: set(columns.keys()) for table, columns in ((t.name, t.columns) for t in Base.metadata.sorted_tables)}
+    assert names["decisions"] >= set(VERDICT_COLUMNS)
+    assert names["measurements"] >= {field.name for field in fields(Measurement)}
+    kinds = {column.name: column.type.python_type for column in Base.metadata.tables["measurements"].columns}
+    assert (kinds["peak_memory_bytes"], kinds["energy_j"], kinds["method"]) == (int, float, str)
 
 
 def test_statements_keep_to_old_sqlite_variable_limit(url: str, graphs: list[OpGraph]) -> None:
-    LOGS_OF_OLD[3](url, graphs[0], num_rows=1000)
     numbers: list[int] = []
 
     def count(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
         numbers.extend(map(len, parameters if executemany else [parameters]))
 
     with MeasurementStore(url, busy_timeout_s=10) as store:
-        event.listen(store._log.engine, "before_cursor_execute", count)
-        assert len(store.sample(1000, Random(0))) == store.counts()["measurements"] > 900
+        for trial in range(1000):
+            record(store, trial)
+        event.listen(store._database.engine, "before_cursor_execute", count)
         assert store.prune(keep_newest=10) == 990
-        assert [decision.trial for decision in store.decisions()] == list(range(990, 1000))
-        assert store.counts()["measurements"] < 10 + 1
-    assert max(numbers) < 999
+        assert [trial.number for trial in store.records()] == list(range(990, 1000))
+    assert 900 <= max(numbers) < 999
 
 
-def test_prune_removes_all_that_only_its_rows_need(
-    store: MeasurementStore, graphs: list[OpGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
+def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     for trial in range(10):
         run(store, trial, graphs[trial // 4])
-    store.record_measurement("e" * 32, MEASUREMENT)
     assert store.prune(Selection(before=datetime.now(timezone.utc) - timedelta(hours=1))) == 0
     assert store.prune(keep_newest=10) == 0
-    assert store.counts()["measurements"] == 11
+    assert store.counts()["measurements"] == 10
     assert store.prune(keep_newest=5) == 5
-    assert [decision.trial for decision in store.decisions()] == [5, 6, 7, 8, 9]
-    assert store.counts() == {"decisions": 5, "measurements": 6, "graphs": 2, "devices": 1, "weights": 0}
+    assert [trial.number for trial in store.records()] == [5, 6, 7, 8, 9]
+    assert store.counts() == {"decisions": 5, "measurements": 5, "graphs": 2, "devices": 1, "weights": 0}
     assert len(store.observations("toy")) == 5
     assert store.prune(Selection(before=datetime.now(timezone.utc) + timedelta(seconds=1))) == 5
     assert store.counts() == dict.fromkeys(("decisions", "measurements", "graphs", "devices", "weights"), 0)
@@ -146,10 +140,10 @@ def several(store: MeasurementStore, graph: OpGraph) -> dict[str, str]:
     """A log of four decisions; their ids by what each is the only one of."""
     laptop = replace(MEASUREMENT, host="laptop")
     ids = {
-        "a": record(store, 0, study="a", graph=graph, device=DEVICE, prediction=PREDICTION),
+        "a": record(store, 0, LAUNCHED, study="a", graph=graph, device=DEVICE),
         "b": record(store, 1, study="b", graph=graph, device=CPU, trial_id="tune_00001"),
         "oom": record(store, 2, study="c", graph=graph, device=DEVICE),
-        "pruned": record(store, 3, study="c", graph=graph, device=DEVICE, action="prune"),
+        "pruned": record(store, 3, PRUNED, study="c", graph=graph, device=DEVICE),
     }
     store.record_measurement(ids["a"], laptop)
     store.record_measurement(ids["b"], replace(MEASUREMENT, device_id="cpu", host="node-1"))
@@ -157,14 +151,11 @@ def several(store: MeasurementStore, graph: OpGraph) -> dict[str, str]:
     return ids
 
 
-def chosen(store: MeasurementStore, **fields: Any) -> list[int | None]:
-    return [decision.trial for decision in store.decisions(Selection(**fields))]
-
-
 def test_selection_means_same_rows_for_all_commands(store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path) -> None:
     # Finding 1: `log prune` could choose neither a device nor a study, so a poisoned stretch could not be got rid of.
     several(store, graphs[0])
-    middle = store.decisions()[2].created_at
+    middle = store.records()[2].created_at
+    assert middle is not None
     selections = {
         Selection(): [0, 1, 2, 3],
         Selection(study="c"): [2, 3],
@@ -180,32 +171,33 @@ def test_selection_means_same_rows_for_all_commands(store: MeasurementStore, gra
         Selection(study="c", device="cpu"): [],
     }
     for number, (selection, trials) in enumerate(selections.items()):
-        assert [row.trial for row in store.decisions(selection)] == trials
-        counts = export_log(store, tmp_path / f"out-{number}", selection)
-        assert counts["decisions"] == len(trials)
-        assert counts["measurements"] == len(set(trials) - {3})
-        assert (counts["graphs"], counts["devices"]) == (min(1, len(trials)), len({trial == 1 for trial in trials}))
+        assert [trial.number for trial in store.records(selection)] == trials
+        assert store.export(tmp_path / f"{number}.csv", selection) == len(trials)
         if selection.is_everything:
             continue
         with MeasurementStore(":memory:") as copy:
-            import_log(copy, tmp_path / "out-0")
-            assert copy.set_aside(selection, "a test") == len(set(trials) - {3})
-            assert {row.trial for row in copy.decisions() if row.set_aside} == set(trials) - {3}
-            assert copy.prune(selection) == len(trials)
-            assert [row.trial for row in copy.decisions()] == [trial for trial in range(4) if trial not in trials]
+            several(copy, graphs[0])
+            of_copy = replace(
+                selection,
+                since=selection.since and copy.records()[2].created_at,
+                before=selection.before and copy.records()[2].created_at,
+            )
+            assert copy.set_aside(of_copy, "a test") == len(set(trials) - {3})
+            assert {trial.number for trial in copy.records() if trial.set_aside} == set(trials) - {3}
+            assert copy.prune(of_copy) == len(trials)
+            assert [trial.number for trial in copy.records()] == [trial for trial in range(4) if trial not in trials]
 
 
 def test_set_aside_rows_are_not_learnt_until_undone(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     several(store, graphs[0])
     before = [row.decision_id for row in store.observations("toy")]
     assert len(before) == 2
-    assert store.num_measured(since_ns=0) == 3
     assert store.set_aside(Selection(device="toy"), "a test") == 2
     assert store.set_aside(Selection(device="toy"), "another reason") == 0
-    assert {row.set_aside for row in store.decisions(Selection(device="toy"))} == {"a test", None}
+    aside = [trial for trial in store.records(Selection(device="toy")) if trial.set_aside]
+    assert {(trial.set_aside, trial.not_measured, trial.is_measured) for trial in aside} == {("a test", "a test", False)}
+    assert len(aside) == 2
     assert store.observations("toy") == []
-    assert store.num_measured(since_ns=0) == 1
-    assert {row.device.id for row in store.sample(10, Random(0))} == {"cpu"}
     assert store.take_back(Selection(status="oom")) == 1
     assert store.take_back(Selection(device="toy")) == 1
     assert [row.decision_id for row in store.observations("toy")] == before
@@ -230,32 +222,16 @@ def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> Non
 def test_prune_by_age_and_number_keeps_to_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     several(store, graphs[0])
     assert store.prune(Selection(study="c"), keep_newest=1) == 1
-    assert [row.trial for row in store.decisions()] == [0, 1, 3]
+    assert [trial.number for trial in store.records()] == [0, 1, 3]
     assert store.prune(Selection(device="toy", before=datetime.now(timezone.utc)), keep_newest=5) == 2
-    assert [row.trial for row in store.decisions()] == [1]
+    assert [trial.number for trial in store.records()] == [1]
 
 
 def test_the_tuner_s_id_and_the_host_are_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     ids = several(store, graphs[0])
-    rows = {row.decision_id: row for row in store.decisions()}
+    rows = {row.decision_id: row for row in store.records()}
     assert (rows[ids["b"]].trial_id, rows[ids["b"]].host) == ("tune_00001", "node-1")
     assert (rows[ids["pruned"]].trial_id, rows[ids["pruned"]].host) == (None, platform.node())
-
-
-def test_weights_since_are_in_rollback_order(store: MeasurementStore) -> None:
-    begin = datetime.now(timezone.utc)
-    first = store.record_weights(predictor="guardnet", data=b"1")
-    store.set_weights_state(first, "promoted")
-    middle = datetime.now(timezone.utc)
-    second = store.record_weights(predictor="guardnet", data=b"2", parent_id=first)
-    store.set_weights_state(second, "promoted")
-    store.set_weights_state(store.record_weights(predictor="guardnet", data=b"3", parent_id=second), "rejected")
-    assert [weights.weights_id for weights in store.weights_since(begin)] == [second, first]
-    assert [weights.weights_id for weights in store.weights_since(middle)] == [second]
-    assert store.weights_since(datetime.now(timezone.utc)) == []
-    for weights in store.weights_since(begin):
-        store.roll_back_weights(weights.weights_id)
-    assert store.promoted_weights("guardnet") is None
 
 
 def test_cpu_processes_are_one_device_with_own_rates(store: MeasurementStore, graphs: list[OpGraph]) -> None:
@@ -288,37 +264,56 @@ def test_keeping_less_than_nothing_is_refused(store: MeasurementStore) -> None:
         store.prune(keep_newest=-1)
 
 
-def test_weights_keep_their_lineage(store: MeasurementStore) -> None:
-    first = store.record_weights(predictor="guardnet", data=b"one", metrics={"error": 0.1})
-    second = store.record_weights(predictor="guardnet", data=b"two", parent_id=first, keep_data=False)
-    other = store.record_weights(predictor="another", data=b"three")
-    for weights_id in (first, other, second):
-        store.set_weights_state(weights_id, "promoted")
+def test_newest_weights_are_in_use_until_rolled_back(store: MeasurementStore) -> None:
+    assert store.promoted("guardnet") is None
+    first = store.promote("guardnet", b"one", {"error": 0.1})
+    other = store.promote("another", b"three")
+    second = store.promote("guardnet", b"two")
+    assert store.promoted("guardnet") == (second, b"two")
     states = {weights.weights_id: weights.state for weights in store.weights()}
     assert states == {first: "superseded", second: "promoted", other: "promoted"}
-    store.set_weights_state(second, "rolled back")
-    store.set_weights_state(first, "promoted")
+    assert store.roll_back("guardnet") == first
+    assert store.promoted("guardnet") == (first, b"one")
     one, two = store.weights("guardnet")
-    assert (one.state, two.state, two.parent_id, one.parent_id) == ("promoted", "rolled back", first, None)
+    assert (one.state, two.state) == ("promoted", "rolled back")
     assert (one.metrics, one.sha256) == ({"error": 0.1}, hashlib.sha256(b"one").hexdigest())
-    assert one.created_at < one.state_changed_at <= datetime.now(timezone.utc)
-    assert (store.weights_data(first), store.weights_data(second), store.weights_data("none")) == (b"one", None, None)
+    assert one.created_at == one.changed_at < two.created_at < two.changed_at <= datetime.now(timezone.utc)
+    third = store.promote("guardnet", b"four")
+    assert store.roll_back("guardnet") == first, "what was rolled back does not come again"
+    assert store.roll_back("guardnet") is None
+    assert store.promoted("guardnet") is None
+    with pytest.raises(LogError, match="No fine-tuned weights of 'guardnet' are in use"):
+        store.roll_back("guardnet")
+    assert [weights.state for weights in store.weights("guardnet")] == ["rolled back"] * 3
+    assert store.promoted("another") == (other, b"three")
+    assert third != first
 
 
-def test_weights_that_there_are_not_cannot_be_promoted(store: MeasurementStore) -> None:
-    with pytest.raises(LogError, match="has no weights 'none'"):
-        store.set_weights_state("none", "promoted")
-    store.record_weights(predictor="guardnet", data=b"one")  # the connection is as good as before
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_export_is_one_table_with_a_row_for_each_decision(store: MeasurementStore, tmp_path: Path, ending: str) -> None:
+    several(store, make_graph())
+    path = tmp_path / "folder" / f"log{ending}"
+    assert store.export(path) == 4
+    table = pandas.read_csv(path) if ending == ".csv" else pandas.read_parquet(path)
+    assert list(table["trial"]) == [0, 1, 2, 3]
+    assert list(table["verdict"]) == ["launch", "launch", "launch", "prune"]
+    assert table["measured_status"].fillna("").tolist() == ["ok", "ok", "oom", ""]
+    assert table["measured_peak_memory_bytes"].dropna().tolist() == [1100, 1100, 1100]
+    assert (table["memory_limit_bytes"][0], table["memory_predicted_bytes"][0]) == (2000.0, 1000.0)
+    assert table["device_id"].tolist() == ["toy", "cpu", "toy", "toy"]
+    assert json.loads(table["params"][0]) == {}
+    created = pandas.to_datetime(table["created_at"], format="ISO8601")
+    assert abs(created[0] - store.records()[0].created_at) < timedelta(milliseconds=1)
+    assert store.export(path, Selection(study="a")) == 1, "an earlier file is replaced"
 
 
-def test_a_log_moves_from_one_database_to_another(store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path) -> None:
-    for trial in range(3):
-        run(store, trial, graphs[trial])
-    export_log(store, tmp_path / "out")
-    with MeasurementStore(":memory:") as copy:
-        import_log(copy, tmp_path / "out")
-        assert copy.decisions() == store.decisions()
-        assert [o.measurement for o in copy.observations("toy")] == [o.measurement for o in store.observations("toy")]
+def test_export_says_what_cannot_be_written(store: MeasurementStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"must end in \.csv or \.parquet, but got '.*log\.xlsx'"):
+        store.export(tmp_path / "log.xlsx")
+    (tmp_path / "file").touch()
+    with pytest.raises(LogError, match="cannot be exported to"):
+        store.export(tmp_path / "file" / "log.csv")
+    assert store.export(tmp_path / "empty.csv") == 0
 
 
 def test_a_newer_log_is_refused_and_left_as_it_is(url: str) -> None:
@@ -327,7 +322,7 @@ def test_a_newer_log_is_refused_and_left_as_it_is(url: str) -> None:
     with engine.begin() as connection:
         connection.execute(text("UPDATE meta SET value = '99'"))
         connection.execute(text("ALTER TABLE decisions ADD COLUMN novelty TEXT"))
-    with pytest.raises(LogVersionError, match="has schema 99"):
+    with pytest.raises(LogVersionError, match="has format 99"):
         MeasurementStore(url)
     with engine.connect() as connection:
         assert connection.execute(text("SELECT value FROM meta")).scalars().all() == ["99"]

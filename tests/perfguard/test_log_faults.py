@@ -117,7 +117,7 @@ def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Pat
 
 
 @pytest.mark.slow
-def test_server_away_for_half_a_minute_loses_nothing(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
+def test_server_away_for_a_while_loses_nothing(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
     """Trials wait for a small part of the time only."""
 
     def run_on(store: MeasurementStore, seconds: float) -> list[float]:
@@ -133,8 +133,8 @@ def test_server_away_for_half_a_minute_loses_nothing(postgres: Postgres, data_fo
 
     with MeasurementStore(postgres.new_database()) as store:
         with away(postgres), pytest.warns(LogWarning, match="cannot be used now"):
-            waits = run_on(store, 30)
-        assert sum(waits) < 10
+            waits = run_on(store, 12)
+        assert sum(waits) < 4
         store.flush()
         assert [trial.number for trial in store.records()] == list(range(len(waits)))
         assert beside(data_folder) == []
