@@ -117,11 +117,11 @@ class Selection:
 class MeasurementStore:
     """The measurement log: every verdict, and what the launched trials cost.
 
-    Opening raises an error if the log cannot be used. After that, no failure of the database reaches the study. If a row cannot
-    be written now (database locked, disk full, server down), it is kept in memory and in a file beside the log, with one
-    :class:`LogWarning`. A later record, read or flush writes it, or the next opening of the log. Such attempts take at most a
-    tenth of the time. Threads and processes may share a store. A fork or a pickle has no waiting rows. A store in ":memory:" ends
-    with :meth:`close` and pickles as an empty one.
+    Opening raises an error if the log cannot be used. After that, no failure of the database reaches the study. A row that cannot
+    be written now (database locked, disk full, server down) is kept in a file beside the log, with one :class:`LogWarning`. A
+    later record, read or flush writes it, or the next opening of the log. Such attempts take at most a tenth of the time. Threads
+    and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
+    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
     Example:
         >>> from perfguard.verdict import Verdict

@@ -6,6 +6,7 @@ While it is locked, full or away, rows wait in files beside it: see :meth:`Datab
 from __future__ import annotations
 
 import base64
+import functools
 import glob
 import json
 import math
@@ -228,26 +229,32 @@ def _row_in(line: str) -> Row:
 
 
 def _put(connection: sql.Connection, rows: Sequence[Row]) -> None:
-    """Insert rows. One whose key is there already stays as it is, but a later measurement replaces that of an interrupted run."""
-    insert_into: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[connection.dialect.name]
     for name, values in rows:
-        table = Base.metadata.tables[name]
-        statement = insert_into(table).on_conflict_do_nothing()
         if name == "graphs":
             known = sql.select(GraphRow.content_hash).where(GraphRow.content_hash == values["content_hash"])
             if connection.execute(known).first() is not None:
                 continue  # so its bytes are not made
             if not isinstance(values["data"], bytes):
                 values["data"] = values["data"].to_bytes()
-        elif name == "measurements":
-            statement = insert_into(table)
-            new = statement.excluded
-            statement = statement.on_conflict_do_update(
-                index_elements=["decision_id"],
-                set_={column.name: new[column.name] for column in table.columns if column.name != "decision_id"},
-                where=(table.c.status == "interrupted") & (new.recorded_at_ns > table.c.recorded_at_ns),
-            )
-        connection.execute(statement, values)
+        connection.execute(_insert_into(name, connection.dialect.name), values)
+
+
+@functools.cache
+def _insert_into(name: str, dialect: str) -> Any:
+    """Return the statement that inserts a row into a table. A row whose key is there already stays as it is.
+
+    The exception is the measurement of an interrupted run: a later one replaces it.
+    """
+    table = Base.metadata.tables[name]
+    statement: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[dialect](table)
+    if name != "measurements":
+        return statement.on_conflict_do_nothing()
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=["decision_id"],
+        set_={column.name: new[column.name] for column in table.columns if column.name != "decision_id"},
+        where=(table.c.status == "interrupted") & (new.recorded_at_ns > table.c.recorded_at_ns),
+    )
 
 
 def leave(rows: list[Row], database: Database) -> None:
