@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from perfguard.record import TrialRecord
     from perfguard.verdict import Action, Verdict
 
+__all__ = ["LoggedWeights", "MeasurementStore", "Selection", "default_location"]
+
 _TROUBLE = (SQLAlchemyError, OSError, LogError)  # the database is away, locked or damaged
 
 
@@ -587,7 +589,9 @@ class MeasurementStore:
         if type(error) in self._warned:
             return
         self._warned.add(type(error))
-        if isinstance(error, _TROUBLE):
+        if isinstance(error, LogError):
+            message = f"{error} Rows wait in files beside it, and are written when it can be opened again."
+        elif isinstance(error, _TROUBLE):
             message = (
                 f"The measurement log {self.location} cannot be used now ({reason_of(error)}). Rows are kept and written later, "
                 "at the latest when the log is opened again. Close the program that locks it, or fix the cause."

@@ -195,9 +195,10 @@ class Database:
             except FileNotFoundError:  # another process was quicker
                 continue
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                aside = path.replace(path.with_suffix(".damaged"))
-                reason = f"{type(error).__name__}: {error}"
-                warn_user(f"Rows that wait in {path} are damaged ({reason}); they were set aside as {aside}.", LogWarning)
+                aside, reason = path.with_suffix(".damaged"), f"{type(error).__name__}: {error}"
+                with suppress(FileNotFoundError):  # another process may be quicker here, too
+                    path.replace(aside)
+                    warn_user(f"Rows that wait in {path} are damaged ({reason}); they were set aside as {aside}.", LogWarning)
         if rows:
             with self.transaction() as connection:
                 _put(connection, rows)
@@ -223,7 +224,9 @@ def _row_in(line: str) -> Row:
         value, kind = values[column.name], column.type.python_type
         if kind is bytes:
             values[column.name] = base64.b64decode(value)
-        elif not (column.nullable if value is None else isinstance(value, (int, float) if kind is float else kind)):
+            continue
+        fits = column.nullable if value is None else isinstance(value, (int, float) if kind is float else kind)
+        if not fits or (kind is int and value is not None and value.bit_length() > 63):
             raise ValueError(f"{column.name} of table {name!r} is {value!r}")
     return Row(name, values)
 

@@ -151,7 +151,7 @@ class LoggedWeights:
     """What it was judged by."""
     state: Literal["promoted", "superseded", "rolled back"]
     """Only one generation of a predictor is "promoted": the one in use."""
-    changed_at: datetime
+    state_changed_at: datetime
     """When it was promoted, or rolled back."""
 
 
@@ -252,7 +252,7 @@ def weights_of(row: WeightsRow, *, is_in_use: bool) -> LoggedWeights:
         sha256=row.sha256,
         metrics=json.loads(row.metrics),
         state="rolled back" if is_rolled_back else "promoted" if is_in_use else "superseded",
-        changed_at=as_time(row.rolled_back_at_ns or row.created_at_ns),
+        state_changed_at=as_time(row.rolled_back_at_ns or row.created_at_ns),
     )
 
 

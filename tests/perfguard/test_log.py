@@ -27,6 +27,7 @@ from perfguard.budget import Limit
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
+from perfguard.log_tables import WeightsRow
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, make_graph, record
 
@@ -412,6 +413,9 @@ def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
         json.dumps({"table": "decisions", "row": {"nonsense": 1}}),
         json.dumps({"table": "nonsense", "row": {}}),
         json.dumps({"table": "devices", "row": {"content_hash": "a", "device_id": 3, "data": "{}"}}),
+        json.dumps(
+            {"table": "weights", "row": dict.fromkeys(WeightsRow.__table__.columns.keys(), "a") | {"created_at_ns": 10**30}}
+        ),
         json.dumps({"table": "devices", "row": {"content_hash": None, "device_id": "a", "data": "{}"}}),
     ],
 )
@@ -472,7 +476,7 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         for trial in range(200, 200 + num_after):
             record(store, trial)
         path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
-        with pytest.warns(LogWarning, match=r"cannot be used now \(.* is damaged|was moved or removed") as caught:
+        with pytest.warns(LogWarning, match=r"is damaged .* Rows wait in files beside it|was moved or removed") as caught:
             record(store, 1)
         assert len(caught) == 1
         record(store, 2)

@@ -19,9 +19,10 @@ from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore, Selection
 from perfguard.log_tables import Base
-from perfguard.measure import Measurement
+from perfguard.measure import Measurement, Status
 from perfguard.record import VERDICT_COLUMNS, columns_of
 from perfguard.repair import Repair
+from perfguard.summary import summarize
 from perfguard.verdict import Verdict
 from tests.perfguard.log_rows import CPU, DEVICE, LAUNCHED, MEASUREMENT, PRUNED, make_graph, record
 
@@ -277,7 +278,7 @@ def test_newest_weights_are_in_use_until_rolled_back(store: MeasurementStore) ->
     one, two = store.weights("guardnet")
     assert (one.state, two.state) == ("promoted", "rolled back")
     assert (one.metrics, one.sha256) == ({"error": 0.1}, hashlib.sha256(b"one").hexdigest())
-    assert one.created_at == one.changed_at < two.created_at < two.changed_at <= datetime.now(timezone.utc)
+    assert one.created_at == one.state_changed_at < two.created_at < two.state_changed_at <= datetime.now(timezone.utc)
     third = store.promote("guardnet", b"four")
     assert store.roll_back("guardnet") == first, "what was rolled back does not come again"
     assert store.roll_back("guardnet") is None
@@ -327,3 +328,14 @@ def test_a_newer_log_is_refused_and_left_as_it_is(url: str) -> None:
     with engine.connect() as connection:
         assert connection.execute(text("SELECT value FROM meta")).scalars().all() == ["99"]
     engine.dispose()
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_run_that_was_cut_off_is_no_violation_and_no_measurement(store: MeasurementStore, status: Status) -> None:
+    too_much = replace(MEASUREMENT, status=status, peak_memory_bytes=10**9, total_time_s=float("nan"))
+    store.record_measurement(record(store, 0, LAUNCHED, device=DEVICE), too_much)
+    (trial,) = store.records()
+    assert (trial.status, trial.is_measured, trial.error("memory")) == (status, False, None)
+    assert "time" not in trial.measured
+    assert trial.note == "a note; total_time_s was nan"
+    assert summarize([trial]).num_violations is None
