@@ -28,9 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from perfguard import log_tables as tables
-from perfguard._optional import why_not_imported
-from perfguard._warn import warn_user
-from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user, why_not_imported
 from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
 from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
 from perfguard.predictor import Observation

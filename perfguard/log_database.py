@@ -25,8 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
+from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, warn_user
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."

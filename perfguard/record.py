@@ -46,6 +46,9 @@ TEXTS = ("verdict", "bound", "repair", "remark", "unjudged", "predictor")
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(TEXTS, str),
     "accepted": float,
+    # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
+    "memory_widening": float,
+    "step_time_widening": float,
     **{column(quantity, number): float for quantity in QUANTITIES for number in NUMBERS},
 }
 """Every column of a verdict, with the type of its values."""
@@ -59,8 +62,11 @@ def columns_of(verdict: Verdict) -> dict[str, Any]:
         "bound": verdict.bound,
         "remark": verdict.remark,
         "unjudged": verdict.unjudged,
-        "predictor": "" if verdict.prediction is None else verdict.prediction.predictor,
     }
+    if verdict.prediction is not None:
+        columns["predictor"] = verdict.prediction.predictor
+        names = {"memory": "memory_widening", "time": "step_time_widening"}
+        columns |= {names[target]: factor for target, factor in verdict.prediction.widening.items()}
     for quantity, estimate in verdict.predicted.items():
         columns |= _numbers_of(quantity, estimate)
     for limit in verdict.limits:
@@ -235,14 +241,14 @@ class TrialRecord:
 
     @property
     def violates(self) -> bool:
-        """Whether a trial that ran broke one of its limits, or ran out of memory or time."""
-        return self.status in RAN_OUT.values() or any(map(self.breaks, QUANTITIES))
+        """Whether a trial that ran broke one of its limits, or ran out of memory or time of the guarded device."""
+        return any(map(self.breaks, QUANTITIES))
 
     def breaks(self, quantity: Quantity) -> bool:
         """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
         limit = self.limits.get(quantity)
         is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
-        return is_over or self.status == RAN_OUT.get(quantity, "-")
+        return is_over or (self.status == RAN_OUT.get(quantity, "-") and not self.not_measured)
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""

@@ -57,13 +57,13 @@ class Verdict:
         known = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
         known |= {"energy": prediction.energy} | {limit.quantity: limit.estimate for limit in limits}
         predicted: Mapping[Quantity, Estimate] = {
-            quantity: estimate for quantity, estimate in known.items() if estimate is not None  # type: ignore[misc]
+            quantity: estimate
+            for quantity, estimate in known.items()
+            if estimate is not None  # type: ignore[misc]
         }
         breaks = bool(bound) or any(limit.margin(accepted) > 0 for limit in limits)
         action: Action = "prune" if breaks else "launch"
-        return cls(
-            action=action, predicted=predicted, limits=limits, accepted=accepted, bound=bound, prediction=prediction
-        )
+        return cls(action=action, predicted=predicted, limits=limits, accepted=accepted, bound=bound, prediction=prediction)
 
     @property
     def margins(self) -> Mapping[Quantity, float]:

@@ -34,4 +34,3 @@ def _own_measurement_log(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     # Not mktemp, which lists all folders of all tests before it makes another.
     monkeypatch.setenv("PERFGUARD_LOG", str(tmp_path_factory.getbasetemp() / f"log-{next(_numbers)}" / "perfguard.db"))
     monkeypatch.setenv("PERFGUARD_QUIET", "1")
-    monkeypatch.delenv("PERFGUARD_PRICES", raising=False)

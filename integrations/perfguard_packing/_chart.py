@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perfguard.exceptions import ConfigurationError
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import ConfigurationError, why_not_imported
 from perfguard_packing._plan import TINY_S, Placement, Schedule
 
 if TYPE_CHECKING:

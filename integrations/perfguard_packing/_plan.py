@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-from perfguard.exceptions import ConfigurationError
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import ConfigurationError, why_not_imported
 from perfguard.quantities import format_bytes
 
 Method = Literal["best", "exact", "longest-first"]

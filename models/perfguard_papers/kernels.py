@@ -148,7 +148,7 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
 def _seen(row: OperatorRow) -> KernelRow:
     assert row.step_time_s is not None
     device = resolve_device(row.gpu)
-    (view,) = operator_features(row.graph(None, TraceCache(), device).as_batch(), device)
+    view = operator_features(row.graph(None, TraceCache(), device), device)
     x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
     family = kernel_family(row.kernel)
     return KernelRow(row.model, row.gpu, row.sizes, family, row.step_time_s, x, int(view["name"][0]), float(view["roofline"][0]))
@@ -185,7 +185,7 @@ class KernelModel:
 
     def of_operator(self, graph: OpGraph, device: Device, *, most: int = 5) -> list[str]:
         """The families of kernels that a graph of one operator most likely runs, the likeliest first."""
-        (view,) = operator_features(graph.as_batch(), device)
+        view = operator_features(graph, device)
         x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
         row = KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
         return [self.families[at] for at in self.answers([row])[1][0, :most]]

@@ -274,8 +274,8 @@ def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]
             found.append(graph)
             continue
         if previous is None or previous[0] is not graph or previous[1] != device:
-            batch, known = graph.as_batch(), feature_sets()
-            previous = graph, device, {name: known[name].compute(batch, device)[0] for name in names}
+            known = feature_sets()
+            previous = graph, device, {name: known[name].compute(graph, device) for name in names}
         found.append(previous[2])
     return found
 

@@ -12,7 +12,7 @@ from perfguard.predictor import Estimate
 
 _OPTIONS = (
     ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"), ("memory_budget", "--max-memory"),
-    ("cost_budget", "--max-cost"),
+    ("cost_budget", "--max-cost"), ("price_per_hour", "--price-per-hour"),
 )  # fmt: skip
 """Names of the budgets in messages of the core, and the options that set them here."""
 
@@ -33,7 +33,8 @@ def budget_of(arguments: argparse.Namespace) -> Budget:
             memory=memory,
             step_time=arguments.max_step_time,
             time=getattr(arguments, "max_trial_time", None),
-            cost=getattr(arguments, "max_cost", None),
+            cost=(cost := getattr(arguments, "max_cost", None)),
+            price_per_hour=None if cost is None else arguments.price_per_hour,
         )
 
 

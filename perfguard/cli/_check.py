@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory, or a share of the device's (default: all of it)")
     parser.add_argument("--max-step-time", metavar="250ms", help="time of one step, or of one batch of inference")
     parser.add_argument("--max-trial-time", metavar="2h", help="time of all steps; needs --steps or Workload(steps=...)")
-    parser.add_argument("--max-cost", metavar="$2", help="cost of all steps; needs their number and a price (PERFGUARD_PRICES)")
+    parser.add_argument("--max-cost", metavar="$2", help="cost of all steps; needs their number and --price-per-hour")
+    parser.add_argument("--price-per-hour", metavar="2.5", help="dollars of an hour on the device, for --max-cost")
     parser.add_argument(
         "--risk",
         type=float,
@@ -138,7 +139,6 @@ def _cells(arguments: argparse.Namespace, budget: Budget) -> list[tuple[dict[str
             devices[gpu] = resolve_device(gpu)
             with options_named():
                 budget.check_device(devices[gpu])
-                budget.priced_on(devices[gpu])
         cells.append((settings, devices[gpu]))
     return cells
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from perfguard.devices import Device, catalog
-from perfguard.devices._catalog import aliases
+from perfguard.devices.catalog import aliases
 
 if TYPE_CHECKING:
     from rich.table import Table

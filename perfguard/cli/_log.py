@@ -86,7 +86,7 @@ def _selection(arguments: argparse.Namespace, *, before: str | None = None) -> S
 
 def _devices(name: str) -> str | tuple[str, ...]:
     """The id that was named; of an alias all that it may have meant, since "a100" is an A100 SXM on a machine that has one."""
-    from perfguard.devices._catalog import catalog, is_alias, is_short_for, look_up
+    from perfguard.devices.catalog import catalog, is_alias, is_short_for, look_up
 
     known = look_up(name)
     if known is None or not is_alias(name):

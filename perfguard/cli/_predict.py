@@ -13,10 +13,10 @@ from perfguard.cli._budget import budget_of, estimate_as_json
 from perfguard.cli._explain import as_json, operator_times_s, print_account, print_details
 from perfguard.cli._subject import Subject, check_subject, is_onnx, subject_of
 from perfguard.cli._subject import add_arguments as add_subject_arguments
-from perfguard.devices import Device, mig_instance, mig_profile, mps_share, price_of, resolve_device, smallest_profile
+from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Prediction, Predictor, load_predictor
-from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds
+from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
     parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with and to draw")
+    parser.add_argument("--price-per-hour", metavar="2.5", help="dollars of an hour on the device: adds the cost of all steps")
     parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the memory over the time of the step")
     parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
@@ -50,6 +51,7 @@ def show_prediction(arguments: argparse.Namespace) -> None:
     """
     check_subject(arguments)
     budget = budget_of(arguments)
+    price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
@@ -77,9 +79,9 @@ def show_prediction(arguments: argparse.Namespace) -> None:
             extra["limits"] = found
         if arguments.explain:
             extra["explain"] = as_json(prediction, op_time_s, graph, device)
-        print(json.dumps(_as_json(prediction, device, graph, arguments.batch_size) | extra, indent=2))
+        print(json.dumps(_as_json(prediction, device, graph, arguments.batch_size, price) | extra, indent=2))
     else:
-        _print(prediction, device, graph, arguments.batch_size, mig, measured, limits)
+        _print(prediction, device, graph, arguments.batch_size, mig, measured, limits, price)
         if arguments.explain:
             from rich.console import Console
 
@@ -125,10 +127,11 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
     }
 
 
-def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None) -> dict[str, Any]:
+def _as_json(
+    prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None, price_per_hour: float | None
+) -> dict[str, Any]:
     from perfguard._predict import most_energy
 
-    price = price_of(device)
     return {
         "gpu": device.id,
         "predictor": prediction.predictor,
@@ -137,9 +140,8 @@ def _as_json(prediction: Prediction, device: Device, graph: OpGraph, batch_size:
         "peak_memory_bytes": estimate_as_json(prediction.peak_memory),
         "step_time_s": estimate_as_json(prediction.step_time),
         "total_time_s": estimate_as_json(prediction.total_time),
-        "cost": estimate_as_json(None if price is None else prediction.cost(price.per_hour)),
-        "price_per_hour": price and price.per_hour,
-        "price_source": price and price.source,
+        "cost": estimate_as_json(None if price_per_hour is None else prediction.cost(price_per_hour)),
+        "price_per_hour": price_per_hour,
         "capacity_bytes": device.memory_bytes,
         "p_oom": prediction.p_oom(device.memory_bytes),
         "throughput_per_s": None if batch_size is None else batch_size / prediction.step_time.median,
@@ -163,6 +165,7 @@ def _print(
     mig: Mapping[str, Any] | None,
     measured: Measurement | None,
     limits: Sequence[Limit],
+    price_per_hour: float | None,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -186,11 +189,10 @@ def _print(
         table.add_row("latency, measured", f"{format_seconds(measured.step_time_s)}  ({runs})")
     if prediction.total_time is not None:
         table.add_row("trial time", format_seconds(prediction.total_time.median))
-        price = price_of(device)
-        cost = None if price is None else prediction.cost(price.per_hour)
+        cost = None if price_per_hour is None else prediction.cost(price_per_hour)
         if cost is not None:
             low, high = map(format_dollars, cost.interval())
-            table.add_row("trial cost", f"{format_dollars(cost.median)}  (90%: {low} to {high}) at {price}")
+            table.add_row("trial cost", f"{format_dollars(cost.median)}  (90%: {low} to {high})")
     if batch_size is not None:
         table.add_row("throughput", f"{batch_size / prediction.step_time.median:,.0f} samples/s")
     _add_utilisation(table, prediction, device)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from perfguard._optional import why_not_imported
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, why_not_imported
 from perfguard.graph import OpGraph, Phase, timeline
 from perfguard.quantities import format_bytes, format_seconds
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from perfguard.measure._nvml import CudaIdentity, DriverReading, NvmlProbe, ways_to_find
+from perfguard.measure.gpu import CudaIdentity, DriverReading, NvmlProbe, ways_to_find
 
 _T = TypeVar("_T")
 _UNCORRECTED, _VOLATILE = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import onnx
 
 from perfguard.exceptions import ConfigurationError, OnnxError
-from perfguard.graph._costs import bytes_read
-from perfguard.graph._schema import Op, OpGraph, Phase, Storage, StorageKind
-from perfguard.graph._target import Target, target_of
+from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
+from perfguard.graph.costs import bytes_read
+from perfguard.graph.kernels import Target, target_of
 from perfguard.onnx._file import read_model
 from perfguard.onnx._fusions import fused
 from perfguard.onnx._nodes import Node, nodes_of

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import onnx
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from perfguard._optional import why_not_imported
 from perfguard.devices import cpu
-from perfguard.exceptions import ConfigurationError, OnnxError
+from perfguard.exceptions import ConfigurationError, OnnxError, why_not_imported
 from perfguard.measure import Measurement, Run
 from perfguard.onnx._build import DEFAULT_MAX_BYTES
 from perfguard.onnx._file import read_model

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from perfguard.graph._costs import attention_flops, convolution_attributes, elementwise_flops, kind_of, product_flops
-from perfguard.graph._target import Target
+from perfguard.graph.costs import attention_flops, convolution_attributes, elementwise_flops, kind_of, product_flops
+from perfguard.graph.kernels import Target
 from perfguard.onnx._nodes import OWN_DOMAIN, Node
 from perfguard.onnx._shapes import TensorType
 
@@ -278,7 +278,7 @@ def _packed_attention(inputs: Types, target: Target) -> Launch | None:
 
 
 def _recurrent(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | None:
-    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph._rnn`."""
+    """Launch of a recurrent layer. Each weight is used once at each position, as in `perfguard.graph.costs`."""
     data, weight, recurrence = (_at(inputs, index) for index in range(3))
     if data is None or weight is None or recurrence is None or len(data.shape) != 3:
         return None

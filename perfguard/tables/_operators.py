@@ -15,7 +15,7 @@ from torch import nn
 from perfguard.devices import Device
 from perfguard.exceptions import TableError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind, TraceCache
-from perfguard.graph._costs import convolution_attributes, product_flops
+from perfguard.graph.costs import convolution_attributes, product_flops
 from perfguard.tables._csv import Row, one_of, positive, scaled, text, whole
 from perfguard.tables._rows import MeasuredRow
 from perfguard.workload import Workload

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from perfguard._optional import why_not_imported
-from perfguard.exceptions import TableError
+from perfguard.exceptions import TableError, why_not_imported
 from perfguard.tables._language_models import BasicsTransformerLM, Mpt
 from perfguard.tables._networks import cross_entropy, enable_checkpointing, first_output, mean_of
 from perfguard.tables._zoo import timm_model

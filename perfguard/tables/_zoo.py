@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from perfguard._optional import why_not_imported
-from perfguard.exceptions import TableError
+from perfguard.exceptions import TableError, why_not_imported
 
 
 @functools.cache

@@ -161,6 +161,7 @@ def test_an_error_takes_the_measurement_along() -> None:
         (OutOfMemoryError("whatever Ray says"), "oom"),
         (RuntimeError("Failure # 1\n1 worker(s) were killed due to the node running low on memory."), "oom"),
         (ValueError("labels are wrong"), "failed"),
+        (TimeoutError("timed out"), "failed"),
         (None, "failed"),
     ],
 )

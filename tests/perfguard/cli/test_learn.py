@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.perfguard.learning.test_trainer import by_width, fill
 
 from perfguard import MeasurementStore
 from perfguard.cli import main
 from perfguard.learning import LEASE
-from tests.perfguard.learning.test_trainer import by_width, fill
 from tests.perfguard.log_rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
