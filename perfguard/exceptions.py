@@ -14,8 +14,7 @@ PerfGuardError
 ├── UnguardedTrialError (RuntimeError) a trial could not be judged, and the guard is strict
 └── LogError                           the measurement log
     ├── LogCorruptError                not a PerfGuard log, or a damaged one
-    ├── LogVersionError                written by a newer PerfGuard
-    └── LogLockedError                 another process holds the lock
+    └── LogVersionError                written by another version of PerfGuard
 
 PerfGuardWarning (UserWarning)
 ├── UnguardedTrialWarning              a trial was launched without a verdict, or without a check of one of its budgets
@@ -124,11 +123,7 @@ class LogCorruptError(LogError):
 
 
 class LogVersionError(LogError):
-    """The log was written by a newer PerfGuard; it is left untouched."""
-
-
-class LogLockedError(LogError):
-    """Another process has held the log's lock for too long."""
+    """The log was written by another version of PerfGuard; it is left untouched."""
 
 
 class PerfGuardWarning(UserWarning):
