@@ -27,7 +27,7 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, trace
 from perfguard.devices import Device, catalog
-from perfguard.graph._target import Target, target_of
+from perfguard.graph.kernels import Target, target_of
 from perfguard_models import guardnet
 
 CARDS = list(catalog().values())
@@ -125,14 +125,14 @@ def figures(card: Device) -> npt.NDArray[np.float64]:
 
 
 def is_better(one: Device, other: Device) -> bool:
-    """Whether ``one`` is as good as ``other`` in every figure, both of one vendor."""
+    """Whether ``one`` is as good as ``other`` in every figure."""
     figures_hold = bool((figures(one) >= figures(other)).all()) and one.memory_bytes >= other.memory_bytes
-    return figures_hold and one.launch_overhead_s <= other.launch_overhead_s and one.is_amd == other.is_amd
+    return figures_hold and one.launch_overhead_s <= other.launch_overhead_s
 
 
 def of_one_generation(one: Device, other: Device) -> bool:
-    """Whether both are NVIDIA's and of one architecture."""
-    return one.architecture == other.architecture and not one.is_amd
+    """Whether both are of one architecture."""
+    return one.architecture == other.architecture
 
 
 PAIRS = [(one, other) for one, other in itertools.permutations(CARDS, 2) if is_better(one, other)]

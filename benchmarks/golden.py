@@ -31,9 +31,8 @@ from torch import nn
 
 from perfguard import Device, Measurement, Observation, OpGraph, TensorSpec, Workload, load_predictor, resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import GraphBatch
 from perfguard.onnx import graph_from_onnx
-from perfguard.predictor import ENTRY_POINT_GROUP, BatchPredictor, Prediction, Predictor
+from perfguard.predictor import ENTRY_POINT_GROUP, Prediction, Predictor
 
 TOLERANCE = 1e-6
 """Largest difference of two logarithms that counts as none."""
@@ -268,8 +267,8 @@ def cases() -> Iterator[Case]:
         )
 
 
-def families() -> Iterator[tuple[str, Callable[[Device], GraphBatch]]]:
-    """Graphs of one form and several widths, for predictors that take them at once."""
+def families() -> Iterator[tuple[str, Callable[[Device], list[OpGraph]]]]:
+    """Graphs of one form and several widths."""
     widths = ((8, 16), (5, 33), (24, 24), (64, 7), (96, 128), (16, 4))
     makers: dict[str, tuple[Callable[..., nn.Module], Any]] = {
         "convolutions": (Convolutions, (4, 3, 32, 32)),
@@ -283,14 +282,14 @@ def families() -> Iterator[tuple[str, Callable[[Device], GraphBatch]]]:
         {"mode": "train"},
     )
 
-    def graphs_of(make: Callable[..., nn.Module], inputs: Any, fields: Mapping[str, Any], device: Device) -> GraphBatch:
+    def graphs_of(make: Callable[..., nn.Module], inputs: Any, fields: Mapping[str, Any], device: Device) -> list[OpGraph]:
         found = []
         for pair in widths:
             with torch.device("meta"):
                 model = make(*pair)
             loss: dict[str, Any] = {"loss": lambda y: y.float().mean()} if fields["mode"] == "train" else {}
             found.append(trace(Workload(model, inputs, **fields, **loss), target=device))
-        return GraphBatch.of(found)
+        return found
 
     for (name, (make, inputs)), (number, fields) in itertools.product(makers.items(), enumerate(settings)):
         yield f"{name} {number}", functools.partial(graphs_of, make, inputs, fields)
@@ -353,11 +352,10 @@ def _predicted(every: int) -> dict[str, Row]:
             if at % (OTHERS_EVERY * every) == 0 and name in OTHERS_ON:
                 for other, predictor in others.items():
                     found[f"{other} | {name} | {case.name}"] = row_of(predictor.predict(graph, device))
-    if isinstance(default, BatchPredictor):
-        for at, ((family, graphs_on), (name, device)) in enumerate(itertools.product(families(), devices.items())):
-            if at % every == 0:
-                for number, prediction in enumerate(default.predict_all(graphs_on(device), device)):
-                    found[f"{DEFAULT} in batches | {name} | {family} {number}"] = row_of(prediction)
+    for at, ((family, graphs_on), (name, device)) in enumerate(itertools.product(families(), devices.items())):
+        if at % every == 0:
+            for number, graph in enumerate(graphs_on(device)):
+                found[f"{DEFAULT} in batches | {name} | {family} {number}"] = row_of(default.predict(graph, device))
     for name, graphs in learnt_from.items():
         for predictor_name, predictor in {DEFAULT: default, **others}.items():
             told, asked = graphs[:20:2], graphs[1:40:2]

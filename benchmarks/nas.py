@@ -4,8 +4,7 @@
     python benchmarks/nas.py --clock cpu          # on a busy one: processor time of one thread instead of wall time
 
 Candidates are cells in the manner of NAS-Bench-201 (`examples/nas_space.py`) at 32 x 32 pixels. Speed: from the cell to the
-verdict on this machine's CPU, for new cells, for known ones, and for cells of another width; beside it the plain trace. Then
-vectors of widths of one cell, by an elastic space, on the CPU and on a GPU, and beside it the same networks one by one. Accuracy:
+verdict on this machine's CPU, for new cells, for known ones, and for cells of another width; beside it the plain trace. Accuracy:
 random cells of random widths are measured; 30 of them are told to the constraint, whose limit is the median of all; the others
 are judged.
 """
@@ -30,20 +29,13 @@ from perfguard import Workload, trace
 from perfguard.nas import LatencyConstraint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from nas_space import Cell, network, network_of_stages, random_cell
+from nas_space import Cell, network, random_cell
 
 SHAPE = (8, 3, 32, 32)
 WIDTHS = (8, 12, 16, 20, 24, 32)
 DEPTH = 1
-STAGES = {"first": range(8, 65), "second": range(8, 129), "third": range(8, 257)}
-"""The widths of the three stages in an elastic space."""
 WARMUP, RUNS = 2, 7
-ONE_BY_ONE = 20
-"""Candidates of an elastic space that are judged alone for comparison."""
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
-
-ALL_OPERATORS: Cell = ("conv3x3", "skip", "conv1x1", "conv3x3", "pool3x3", "conv1x1")
-"""The cell whose widths are varied: four convolutions, a pool and a skip."""
 
 Candidate = tuple[Cell, int]
 """A cell and the width of its first stage."""
@@ -96,43 +88,6 @@ def speeds(cells: Sequence[Cell], clock: Callable[[], float]) -> dict[str, float
     }
 
 
-def elastic_speeds(cell: Cell, number: int, gpu: str, clock: Callable[[], float], rng: random.Random) -> dict[str, float]:
-    """Candidates a second of the space of all widths of ``cell``, NAS-Bench-201's own size, beside those that are built."""
-
-    def build(first: int, second: int, third: int) -> nn.Module:
-        return network_of_stages(cell, (first, second, third))
-
-    def cold(widths: dict[str, int]) -> None:
-        with torch.device("meta"):
-            model = build(**widths)
-        constraint(model)
-
-    constraint = LatencyConstraint(gpu, max_latency_ms=100, inputs=SHAPE)
-    picked = [{name: rng.choice(values) for name, values in STAGES.items()} for _ in range(number)]
-    cold(picked[0])  # what is loaded at first use
-    built = rate(cold, picked[:ONE_BY_ONE], clock)
-    start = clock()
-    space = constraint.elastic(build, STAGES)
-    to_explore_s, num_traces = clock() - start, space.num_traces
-    first = number / rate_of_all(space.verdicts, picked, clock)
-    again = [{name: rng.choice(values) for name, values in STAGES.items()} for _ in range(number)]
-    others = rate_of_all(space.verdicts, again, clock)
-    return {
-        f"{gpu}: built and judged one by one": built,
-        f"{gpu}: an elastic space, {number:,} vectors of widths": others,
-        f"{gpu}: the same with the first use of the space ({num_traces} traces, {to_explore_s:.1f} s)": number
-        / (to_explore_s + first),
-        f"{gpu}: an elastic space, one vector at a time": rate(space, again[:ONE_BY_ONE], clock),
-    }
-
-
-def rate_of_all(call: Callable[[Sequence[Any]], Any], values: Sequence[Any], clock: Callable[[], float]) -> float:
-    """Values a second, given all at once."""
-    start = clock()
-    call(values)
-    return len(values) / (clock() - start)
-
-
 def judged(measured: Sequence[tuple[Candidate, float]], told: int) -> dict[str, float]:
     """How well the rest is judged once ``told`` were told: share classified right, rank correlation, median error."""
     limit_s = statistics.median(seconds for _, seconds in measured)
@@ -140,12 +95,14 @@ def judged(measured: Sequence[tuple[Candidate, float]], told: int) -> dict[str, 
     for candidate, seconds in measured[:told]:
         constraint.learn(described(candidate, DEPTH), seconds)
     rest = measured[told:]
-    predicted = [constraint.predict(described(candidate, DEPTH)).step_time.median for candidate, _ in rest]
+    estimates = [constraint.predict(described(candidate, DEPTH)).step_time for candidate, _ in rest]
+    predicted, intervals = [one.median for one in estimates], [one.interval() for one in estimates]
     pairs = list(zip(predicted, (seconds for _, seconds in rest), strict=True))
     return {
         "classified right": statistics.mean((guess <= limit_s) == (seconds <= limit_s) for guess, seconds in pairs),
         "Spearman": float(spearmanr(predicted, [seconds for _, seconds in rest]).statistic),
         "median error": statistics.median(abs(guess / seconds - 1) for guess, seconds in pairs),
+        "inside": statistics.mean(low <= seconds <= high for (low, high), (_, seconds) in zip(intervals, rest, strict=True)),
     }
 
 
@@ -165,7 +122,6 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=200)
     parser.add_argument("--told", type=int, nargs="+", default=[0, 10, 30])
     parser.add_argument("--speed-candidates", type=int, default=30)
-    parser.add_argument("--width-candidates", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--measured", type=Path, help="keep the measured latencies in this file, or read them from it")
@@ -174,8 +130,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     rng, clock = random.Random(arguments.seed), CLOCKS[arguments.clock]
     found = speeds([random_cell(rng) for _ in range(arguments.speed_candidates + 1)], clock)
-    for gpu in ("cpu", "t4"):
-        found |= elastic_speeds(ALL_OPERATORS, arguments.width_candidates, gpu, clock, random.Random(arguments.seed))
     rows = [[what, f"{value:,.1f}"] for what, value in found.items()]
     show("nas-speed", ["candidates", f"a second of {arguments.clock} time"], rows, record=arguments.record)
 
@@ -188,9 +142,9 @@ def main() -> None:
     rows = []
     for told in arguments.told:
         found = judged(measured, told)
-        classified, median = f"{found['classified right']:.1%}", f"{found['median error']:.1%}"
-        rows.append([str(told), classified, f"{found['Spearman']:.3f}", median])
-    columns = ["measured", "the others classified right", "Spearman", "median error of the latency"]
+        classified, median, inside = (f"{found[name]:.1%}" for name in ("classified right", "median error", "inside"))
+        rows.append([str(told), classified, f"{found['Spearman']:.3f}", median, inside])
+    columns = ["measured", "the others classified right", "Spearman", "median error of the latency", "inside the 90% interval"]
     show("nas-accuracy", columns, rows, record=arguments.record)
 
 

@@ -32,11 +32,11 @@ from _record import parser_of, show
 from rich.progress import track
 
 from perfguard.devices import Device, resolve_device
-from perfguard.graph import GraphBatch, OpGraph, Storage, StorageKind
+from perfguard.graph import OpGraph, Storage, StorageKind
 from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
+from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
-from perfguard.store import MeasurementStore
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
@@ -137,8 +137,7 @@ class HeldOut(Weights):
     def summary(self, device: Device, target: str) -> Summary:
         return self._summary.of(self._rows[0].run.gpu) if target == "memory" else NOTHING
 
-    def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        (graph,) = graphs
+    def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
         none = np.zeros((1, 0))
         return self._rows[graph.storages[0].num_bytes - 1].raw._replace(op_time_s=none, path=PathTimes.on_device(none))
 

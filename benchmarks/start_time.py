@@ -1,16 +1,13 @@
-"""How long commands take to start, and what they import: processor time and peak memory, beside `import torch` in the same run.
+"""How long commands take to start: processor time and peak memory, beside `import torch` in the same run.
 
-    python benchmarks/start_time.py                  # the table, best of three runs; a minute on two cores
-    python benchmarks/start_time.py --tree predict   # and what `perfguard predict` imports, from 30 ms
+    python benchmarks/start_time.py    # best of three runs; a minute on two cores
 
 Each command is a process of its own. Its time is user and system time, which other work on the machine changes less than the time
-on the wall. Seconds of the tree are on the wall, as `python -X importtime` gives them.
+on the wall. `python -X importtime -m perfguard.cli predict ...` shows what a command imports.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,8 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from _record import parser_of, show
-from rich.console import Console
-from rich.tree import Tree
 
 ROOT = Path(__file__).parent.parent
 MODELS = str(ROOT / "examples" / "models.py")
@@ -41,15 +36,6 @@ if not process:
 _, _, usage = os.wait4(process, 0)
 print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 """
-_TORCHVISION = """
-import torch, torchvision
-from perfguard import Workload
-def build(params):
-    model = torchvision.models.resnet50()
-    return Workload(model, (32, 3, 224, 224), loss=lambda output: output.mean(), optimizer=torch.optim.SGD)
-"""
-_IMPORTED = re.compile(r"import time: +\d+ \| +(\d+) \| ( *)(\S+)")
-_LEAST_US, _DEEPEST = 30_000, 5
 
 
 class Cost(NamedTuple):
@@ -71,27 +57,11 @@ def cost_of(words: Sequence[str]) -> Cost:
     return Cost(seconds, int(kilobytes) * 1024)
 
 
-def import_tree(words: Sequence[str], title: str) -> Tree:
-    """The modules that Python with ``words`` imports, below the module that asks for them first."""
-    done = subprocess.run([sys.executable, "-X", "importtime", *words], capture_output=True, text=True, check=False)
-    found = [(int(us), len(indent) // 2, name) for us, indent, name in _IMPORTED.findall(done.stderr)]
-    tree = Tree(title)
-    branches = [tree]
-    for us, depth, name in reversed(found):  # a module stands after what it imports
-        if us >= _LEAST_US and depth < min(len(branches), _DEEPEST):
-            del branches[depth + 1 :]
-            branches.append(branches[depth].add(f"{name}  {us / 1e6:.2f} s"))
-    return tree
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each command; the least counts (default: 3)")
-    parser.add_argument("--tree", action="append", default=[], help="a row, for instance help: show what it imports; repeatable")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "net.py"
-        script.write_text(_TORCHVISION)
         commands: dict[str, tuple[str, ...]] = {
             "python -c pass": ("-c", "pass"),
             "import torch": ("-c", "import torch"),
@@ -100,17 +70,13 @@ def main() -> None:
             "missing file": (*_CLI, "predict", "missing.py:build"),
             "gpus": (*_CLI, "gpus"),
             "predict": (*_CLI, "predict", f"{MODELS}:resnet", "--gpu", "a100"),
-            "predict, torchvision": (*_CLI, "predict", f"{script}:build", "--gpu", "a100"),
             "import optuna, torch": ("-c", "import optuna, torch"),
             "first pruner": ("-c", _PRUNER.format(log=Path(folder) / "log.db")),
         }
-        if importlib.util.find_spec("torchvision") is None:
-            del commands["predict, torchvision"]
         runs: dict[str, list[Cost]] = {name: [] for name in commands}
         for _ in range(arguments.repeats):
             for name, words in commands.items():
                 runs[name].append(cost_of(words))
-        trees = [import_tree(commands[name], name) for name in arguments.tree]
     best = {name: min(costs) for name, costs in runs.items()}
     torch_s = best["import torch"].seconds
     rows = [
@@ -120,9 +86,6 @@ def main() -> None:
     beyond_s = best["first pruner"].seconds - best["import optuna, torch"].seconds
     rows.append(["first pruner, beyond those imports", f"{beyond_s:.2f} s", f"{beyond_s / torch_s:.2f}", "-"])
     show("starting", ["command", "processor time", "times import torch", "peak memory"], rows, record=arguments.record)
-    console = Console()
-    for tree in trees:
-        console.print(tree)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from perfguard import (
     resolve_device,
     trace,
 )
-from perfguard.store import _schema as schema
+from perfguard.log import _schema as schema
 
 _ROWS_AT_ONCE = 50_000
 _NUM_GRAPHS = 500

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from perfguard.devices import Device, resolve_device
     from perfguard.graph import OpGraph, opaque, trace
     from perfguard.guard import Guard
+    from perfguard.log import MeasurementStore
     from perfguard.measure import Measurement, Run
     from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor
-    from perfguard.store import MeasurementStore
     from perfguard.verdict import Decision, Verdict
     from perfguard.workload import TensorSpec, Workload
 

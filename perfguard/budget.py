@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from perfguard._logging import log_once
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import SECONDS_PER_HOUR, Estimate, Prediction
 from perfguard.quantities import (
@@ -47,8 +45,6 @@ _SENTENCES: Mapping[Quantity, tuple[str, str]] = {
     "cost": ("costs", ""),
 }
 """The verb before the number, and what follows it."""
-_CLAUSE = re.compile(r"\b((?:needs|takes|uses|costs) (?:(?!the budget is).)*), the budget is (\$[0-9.]+|[0-9.]+ \w+)")
-"""A limit's sentence within a reason, and the budget that it names."""
 _LEAST_BARE_BYTES = 2**20
 """A smaller number without a unit is taken for a slip."""
 _NOMINAL = 1.1
@@ -113,7 +109,7 @@ class Budget:
     cost: float | None = None
     """Cost of the whole trial, in the currency of the price."""
     price_per_hour: float | None = None
-    """Price of an hour on the device. None: it is looked up, see :meth:`priced_on`."""
+    """Price of an hour on the device."""
 
     @staticmethod
     def parse(
@@ -131,7 +127,7 @@ class Budget:
 
         Raises:
             ConfigurationError: If a limit is not positive or cannot be read. If a number below 1 MiB has no unit. If limits
-                contradict each other.
+                contradict each other. If one of ``cost`` and ``price_per_hour`` is missing.
         """
         fraction = memory if isinstance(memory, float) and memory <= 1 else None
         if fraction is not None and not 0 < fraction <= 1:
@@ -148,6 +144,10 @@ class Budget:
             cost=None if cost is None else parse_dollars(cost, what="cost_budget"),
             price_per_hour=None if price_per_hour is None else parse_dollars(price_per_hour, what="price_per_hour"),
         )
+        if cost is not None and price_per_hour is None:
+            raise ConfigurationError(
+                "cost_budget needs price_per_hour, the price of an hour on the device. Give both, for instance 2.5 for $2.50."
+            )
         if cost is None and price_per_hour is not None:
             raise ConfigurationError("price_per_hour has no effect without cost_budget. Give both, or leave it out.")
         budget._check_times()
@@ -182,26 +182,6 @@ class Budget:
                 f"A memory budget of {format_bytes(capacity_bytes)} is too small for any trial: the driver's context alone takes "
                 f"{format_bytes(device.context_bytes)} on {device.name}. Give more, or a fraction such as 0.9."
             )
-
-    def priced_on(self, device: Device) -> Budget:
-        """Return the budget with the price of an hour on ``device``, if it limits the cost. A price that was looked up is logged.
-
-        Raises:
-            ConfigurationError: if there is no price.
-            TableError: for a table in PERFGUARD_PRICES that cannot be used.
-        """
-        from perfguard.devices import price_of
-
-        if self.cost is None or self.price_per_hour is not None:
-            return self
-        price = price_of(device)
-        if price is None:
-            raise ConfigurationError(
-                f"cost_budget needs the price of an hour on {device.name}, and no price of {device.id} is known. Name a CSV "
-                "table with the columns gpu and price_per_hour in PERFGUARD_PRICES, or give Guard(price_per_hour=...)."
-            )
-        log_once(f"price of {device.id}", f"The price of {device.name} is {price}.")
-        return replace(self, price_per_hour=price.per_hour)
 
     def cost_of(self, seconds: float) -> float | None:
         """Return what ``seconds`` on the device cost. None: there is no price."""
@@ -312,32 +292,6 @@ class Budget:
             cost = prediction.cost(self.price_per_hour)
             if cost is not None:
                 yield Limit("cost", self.cost, cost)
-
-
-def quantity_of(sentence: str) -> Quantity:
-    """Return the quantity of a :attr:`Limit.sentence`. The log stores a verdict's sentence, but not its limit."""
-    verb = sentence.partition(" ")[0]
-    of_verb = [quantity for quantity, words in _SENTENCES.items() if words[0] == verb] or ["memory"]
-    named = (quantity for quantity in of_verb if _SENTENCES[quantity][1] and f"{_SENTENCES[quantity][1]} (" in sentence)
-    return next(named, of_verb[0])
-
-
-def limits_in(sentence: str) -> dict[Quantity, float]:
-    """Return the limits that a verdict's sentence names, in its unit, to the three digits that it has.
-
-    Example:
-        >>> limits_in("needs 46.1 GiB (44.9 GiB to 47.4 GiB), the budget is 2.00 GiB")
-        {'memory': 2147483648}
-    """
-    found: dict[Quantity, float] = {}
-    for clause, amount in _CLAUSE.findall(sentence):
-        quantity = quantity_of(clause)
-        parse = {"memory": parse_bytes, "energy": parse_joules, "cost": parse_dollars}.get(quantity, parse_seconds)
-        try:
-            found[quantity] = parse(amount, what="the budget")
-        except ConfigurationError:  # a size that nobody has as a budget
-            continue
-    return found
 
 
 def _check_unit(memory: int | float | str | None) -> None:

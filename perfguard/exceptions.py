@@ -1,4 +1,4 @@
-"""Everything PerfGuard raises or warns about.
+"""Everything PerfGuard raises, warns about or says unasked.
 
 PerfGuardError
 ├── ConfigurationError (ValueError)    an argument that cannot be right: budget, risk, name of a GPU
@@ -31,7 +31,13 @@ PerfGuardWarning (UserWarning)
 
 from __future__ import annotations
 
-_LONGEST_PROBLEM = 600
+import logging
+import os
+import sys
+import threading
+import warnings
+from types import FrameType
+from typing import TextIO
 
 
 class PerfGuardError(Exception):
@@ -85,7 +91,7 @@ class OnnxError(WorkloadError):
 
     def __init__(self, path: object, problem: str, mend: str) -> None:
         # Names in a file may hold anything: a refusal is one line of bounded length, and moves no cursor.
-        problem = "".join(letter if letter.isprintable() else "?" for letter in problem[:_LONGEST_PROBLEM])
+        problem = "".join(letter if letter.isprintable() else "?" for letter in problem[:600])
         super().__init__(path, problem, mend)
 
     def __str__(self) -> str:
@@ -163,3 +169,93 @@ class LogWarning(PerfGuardWarning):
 
 class TrackingWarning(PerfGuardWarning):
     """A trial could not be written to an experiment tracker, or not counted in the progress line. The study goes on."""
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line that is neither ours nor of a library through which the user came to us.
+
+    A thread of a tuner has no such line. Then it is the line of the main thread, which waits in a call of the user's. Without
+    either it is our own.
+
+    Args:
+        message: what happened, what it means for the user, and what to do.
+        category: the class of the warning.
+    """
+    # warnings.warn(skip_file_prefixes=...) would do this from Python 3.12 on.
+    between = {
+        "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
+        "perfguard_models", "perfguard_optuna", "perfguard_ray", "perfguard_research",
+        "pytorch_lightning", "ray", "threading", "torch", "transformers",
+    }  # fmt: skip
+
+    def of_the_user(frame: FrameType | None) -> FrameType | None:
+        while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in between:
+            frame = frame.f_back
+        return frame
+
+    here = sys._getframe(1)
+    found = of_the_user(here) or of_the_user(sys._current_frames().get(threading.main_thread().ident or 0)) or here
+    warnings.warn_explicit(
+        message,
+        category,
+        found.f_code.co_filename,
+        found.f_lineno,
+        module=found.f_globals.get("__name__"),
+        registry=found.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is standard error now: notebooks and tests replace it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        raise AttributeError("the stream is always standard error")
+
+
+_logged_topics: set[str] = set()
+_lock = threading.Lock()
+
+
+def log_once(topic: str, message: str) -> None:
+    """Log ``message`` as INFO through the logger "perfguard", unless this process has logged a message on ``topic`` before.
+
+    A handler or a level that the user gave the logger stays. If the environment variable PERFGUARD_QUIET is not empty, nothing is
+    logged.
+    """
+    if os.environ.get("PERFGUARD_QUIET"):
+        return
+    logger = logging.getLogger("perfguard")
+    with _lock:
+        if topic in _logged_topics:
+            return
+        _logged_topics.add(topic)
+        # Python shows no INFO by default, so the logger has a level and a handler of its own, as Optuna's has.
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        if not logger.handlers:
+            handler = _StandardError()
+            handler.setFormatter(logging.Formatter("[PerfGuard] %(message)s"))
+            logger.addHandler(handler)
+            logger.propagate = False
+    logger.info(message)
+
+
+def why_not_imported(error: ImportError, package: str, if_missing: str) -> str:
+    """Error message for a ``package`` that could not be imported: ``if_missing`` if it is not installed.
+
+    An installed package can fail because of its own imports. Then the message names the first cause.
+    """
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    if any(isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == package for cause in causes):
+        return if_missing
+    return f"{package} is installed, but importing it failed with {type(causes[-1]).__name__}: {causes[-1]}"

@@ -1,4 +1,9 @@
-"""The guard judges a workload against a budget, and feeds what was measured back into the predictor."""
+"""The guard judges a workload against a budget before it is launched, and learns from what the launched ones cost.
+
+The way of a trial through this file: :meth:`Guard.decide` builds and traces the workload, :meth:`Guard.judge` predicts its graph
+and compares it with the budget, :meth:`Guard.record` logs the verdict. After the run, :meth:`Guard.learn` logs the measurement
+and conditions the predictor on the log.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._gc import gc_paused
-from perfguard._logging import log_once
-from perfguard._too_large import too_large_named
-from perfguard._warn import warn_user
 from perfguard.budget import Budget
 from perfguard.exceptions import (
     BudgetWarning,
@@ -24,16 +24,18 @@ from perfguard.exceptions import (
     UnguardedTrialError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
+    log_once,
+    warn_user,
 )
-from perfguard.judge import Judge
-from perfguard.learning import FineTuneProcess, LogAssessment, LogSync
+from perfguard.learning import Assessment, FineTuneProcess, Learner
 from perfguard.pace import total_time_at_pace
-from perfguard.physics import LeastMemory
-from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, Refinable
+from perfguard.physics import HOPELESS, LeastMemory, least_reading
+from perfguard.predictor import DEFAULT_PREDICTOR, TARGETS, Prediction, Predictor, Refinable, load_predictor
+from perfguard.pytorch import gc_paused, too_large_named
 from perfguard.quantities import format_dollars, format_seconds
-from perfguard.repair import Remedy, Repair, check_remedies, checkpointing, find_repair, largest_batch
-from perfguard.traced_workload import TracedWorkload
-from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict
+from perfguard.rejections import Rejections
+from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
+from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
     from perfguard.budget import Limit
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
+    from perfguard.log import MeasurementStore
     from perfguard.measure import Measurement, Run
-    from perfguard.store import MeasurementStore
 
     class GuardSettings(TypedDict, total=False):
         """The keyword arguments of :class:`Guard`."""
@@ -67,10 +69,9 @@ if TYPE_CHECKING:
 
 
 OnViolation = Literal["prune", "repair", "warn"]
-_TRIALS_IN_ADVANCE = 10
 
 
-class Guard(Judge):
+class Guard:
     """Decides before the launch, from calibrated predictions, and learns from measurements.
 
     ``risk`` is the share of the launched trials that may exceed a limit. Unused risk carries over: a clearly feasible trial
@@ -82,8 +83,8 @@ class Guard(Judge):
 
     Example:
         >>> guard = Guard("a100", memory_budget="38GiB")                    # doctest: +SKIP
-        >>> guard.check(workload).reason                                    # doctest: +SKIP
-        'needs 46.1 GiB (44.9 to 47.4), the budget is 38.0 GiB'
+        >>> guard.check(workload).action                                    # doctest: +SKIP
+        'prune'
 
     Args:
         gpu: the device to guard. A catalog name such as "a100", "auto" (the GPU that NVML shows, else the CPU), "cpu", or a
@@ -96,9 +97,8 @@ class Guard(Judge):
         step_time_budget: the most time of one step. Seconds, or a text such as "250ms".
         latency_budget: seconds of one batch of inference.
         energy_budget: joules of one batch of inference, or a text such as "250mJ". It needs a predictor that knows energy.
-        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and a price.
-        price_per_hour: dollars of an hour on the device, for ``cost_budget``. None: what the table that the environment variable
-            PERFGUARD_PRICES names has, else a list price. See :func:`perfguard.devices.price_of`.
+        cost_budget: dollars of the whole trial, or a text such as "$2". Needs ``Workload(steps=...)`` and ``price_per_hour``.
+        price_per_hour: dollars of an hour on the device, for ``cost_budget``.
         risk: the share of the launched trials that may break a limit, in (0, 1). Near 0, no trial crashes, but good trials near
             the limit are lost. Near 1, none is lost, but some crash.
         on_violation: the action on a trial that would break a limit. With "prune", it is not launched. With "repair", it is
@@ -108,10 +108,14 @@ class Guard(Judge):
             "precision" changes fp32 to autocast in half precision. The remedy "checkpointing" uses the model's own switch.
         predictor: the predictor. Either its name or the object itself.
         log: the measurement log. A path, a database URL or an open store. None: the user's own log. False: kept in memory.
-        refine: fine-tune the weights from time to time in a separate process, as `perfguard learn` does for a cluster. None:
-            only on a GPU, and only if the log is not in memory. On a CPU, fine-tuning would disturb the measurements.
+        refine: fine-tune the weights from time to time in a separate process, as `perfguard learn` does. None: only on a GPU, and
+            only if the log is not in memory. On a CPU, fine-tuning would disturb the measurements.
         strict: launch no trial without a verdict, or without a check of one of the budgets. Such a trial raises
             :class:`perfguard.exceptions.UnguardedTrialError`.
+
+    Raises:
+        ConfigurationError: for an argument that cannot be right, or a budget that the device cannot have.
+        LogError: for a log that cannot be used.
     """
 
     def __init__(
@@ -134,11 +138,17 @@ class Guard(Judge):
         refine: bool | None = None,
         strict: bool = False,
     ) -> None:
+        from perfguard.devices import resolve_device
+        from perfguard.graph import TraceCache
+
         if on_violation not in get_args(OnViolation):
             raise ConfigurationError(f"on_violation must be one of {', '.join(get_args(OnViolation))}, but got {on_violation!r}.")
         self.on_violation = on_violation
         self.remedies = check_remedies(remedies)
-        budget = Budget.parse(
+        self.risk = check_risk(risk)
+        self.strict = bool(strict)
+        self.device = resolve_device(gpu)
+        self.budget = Budget.parse(
             memory_budget,
             time_budget,
             step_time_budget,
@@ -148,25 +158,26 @@ class Guard(Judge):
             cost_budget,
             price_per_hour,
         )
-        super().__init__(gpu, budget, risk=risk, predictor=predictor)
-        self.strict = bool(strict)
-        if self.budget.energy_j is not None and self.device.kind == "cpu":
-            raise ConfigurationError(
-                f"energy_budget={energy_budget!r} cannot be checked: a CPU ({self.device.name}) has no energy counter. "
-                "Leave energy_budget out, or name a GPU."
-            )
+        self.budget.check_device(self.device)
+        self.predictor: Predictor = load_predictor(predictor) if isinstance(predictor, str) else predictor
         self.log = _open_log(log)
-        self._num_launched = 0
+        self.rejections = Rejections()
+        self.num_launched = 0
+        """Trials that were launched with a verdict."""
+        self.num_ended = 0
+        """Trials that have ended, and from which the guard may have learnt."""
         self._expected_violations = 0.0
+        self._traces = TraceCache()
         self._lock = threading.RLock()
         self._warned: set[tuple[type[Warning], str]] = set()
-        self._sync = LogSync(self.predictor, self.log)
-        self._assessment = LogAssessment()
-        self._fine_tuning: FineTuneProcess | None = None
+        self._learner = Learner(self.predictor, self.log)
+        self._assessment = Assessment()
+        self._study = ""
+        """The study that the predictor was conditioned for, see :func:`perfguard.learning.assess`."""
         is_wanted = self.device.kind == "cuda" if refine is None else refine
-        if is_wanted and isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None:
-            self._fine_tuning = FineTuneProcess(self.log.url, predictor)
-        self._learn_from_log(say=False)
+        can_refine = isinstance(predictor, str) and isinstance(self.predictor, Refinable) and self.log.url is not None
+        self._fine_tuning = FineTuneProcess(str(self.log.url), str(predictor)) if is_wanted and can_refine else None
+        self._learn_from_log("")
         self._announce_log()
 
     def _announce_log(self) -> None:
@@ -191,16 +202,21 @@ class Guard(Judge):
     def threshold(self) -> float:
         """The chance of breaking a limit up to which the next trial is launched.
 
-        Each launched trial adds ``risk`` to the risk budget, and ten trials are counted in advance. The threshold is that budget
-        less the chances accepted so far. It is never below ``risk`` and never above one half.
+        Each trial adds ``risk`` to the risk budget, the next one too. The threshold is that budget less the chances accepted so
+        far. It is never below ``risk`` and never above one half.
         """
-        left = self.risk * (self._num_launched + _TRIALS_IN_ADVANCE) - self._expected_violations
+        left = self.risk * (self.num_launched + 1) - self._expected_violations
         return max(self.risk, min(EVEN_CHANCE, left))
 
     @property
-    def first_threshold(self) -> float:
-        """The chance of breaking a limit up to which the first trial of a guard is launched."""
-        return max(self.risk, min(EVEN_CHANCE, self.risk * _TRIALS_IN_ADVANCE))
+    def patient_threshold(self) -> float:
+        """The chance up to which a search that finds nothing sure may launch: ten times the risk, at most one half.
+
+        Otherwise a machine whose times scatter would end a study that has trials to run.
+        """
+        return max(self.risk, min(EVEN_CHANCE, 10 * self.risk))
+
+    # --- Verdicts ---------------------------------------------------------------------------------------------------------------
 
     def trace(self, workload: Workload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
@@ -208,9 +224,47 @@ class Guard(Judge):
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
-        if isinstance(workload, TracedWorkload):
-            return workload.graph
         return self._traces.trace(workload, target=self.device)
+
+    def predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
+        """The prediction for ``graph``, as unsure as the log shows it to be, and never below what a reading can be.
+
+        Args:
+            graph: one step.
+            steps: steps of the whole trial. None: unknown.
+        """
+        with self._lock:
+            prediction = self.predictor.predict(graph, self.device, steps=steps).widened(self._assessment.widening)
+        return prediction.at_least(*(least_reading(target, graph, self.device) for target in TARGETS))
+
+    def judge(
+        self,
+        graph: OpGraph | LeastMemory,
+        limits: Callable[[Prediction], Iterable[Limit]],
+        *,
+        threshold: float,
+        steps: int | None = None,
+    ) -> Verdict:
+        """Return "launch" if each limit holds with the chance 1 - ``threshold``, else "prune". Nothing is logged.
+
+        A step whose least memory is far over the budget is pruned by this bound alone. The bound also overrules a prediction that
+        would launch what cannot fit.
+
+        Args:
+            graph: one step, or the least memory of a step that is too large to trace.
+            limits: the limits beside a prediction, see :meth:`perfguard.Budget.limits`.
+            threshold: the accepted chance of breaking a limit, in (0, 1).
+            steps: steps of the whole trial. None: unknown.
+        """
+        capacity_bytes = self.budget.capacity_bytes(self.device)
+        least = graph if isinstance(graph, LeastMemory) else LeastMemory.of(graph, self.device)
+        if not isinstance(graph, LeastMemory) and least.num_bytes <= HOPELESS * capacity_bytes:
+            prediction = self.predict(graph, steps=steps)
+            verdict = Verdict.of(prediction, limits(prediction), accepted=threshold)
+            if verdict.action == "prune" or least.num_bytes <= capacity_bytes:
+                return verdict
+        prediction = least.prediction(self.device, steps=steps)
+        return Verdict.of(prediction, limits(prediction), accepted=threshold, bound=str(least))
 
     def check(self, model: Workload | nn.Module, inputs: Any = None, **fields: Any) -> Verdict:
         """The verdict on a workload, or on a model with an example batch. Nothing is launched or logged.
@@ -234,70 +288,6 @@ class Guard(Judge):
         self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
-    def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
-        """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
-
-        Args:
-            model: as for :meth:`check`. The batch is the first dimension that all inputs and targets share.
-            inputs: as for :meth:`check`.
-            at_most: where to stop looking.
-            fields: as for :meth:`check`.
-
-        Raises:
-            WorkloadError: if the workload cannot be traced, or its batch dimension is unclear.
-            ConfigurationError: if the workload was traced elsewhere. Then there is only one graph, of one batch size.
-        """
-        workload = as_workload(model, inputs, **fields)
-        if isinstance(workload, TracedWorkload):
-            raise ConfigurationError(
-                "max_batch_size needs a model to trace at other batches, but got a TracedWorkload, whose graph is of one batch. "
-                "Call it where the model's package is installed, with the Workload itself."
-            )
-        return largest_batch(self._fits, workload, at_most=at_most)
-
-    def _fits(self, workload: Workload) -> bool:
-        return self._judge(workload, threshold=self.risk).action == "launch"
-
-    def _judge(
-        self,
-        workload: Workload,
-        graph: OpGraph | None = None,
-        *,
-        threshold: float | None = None,
-        time_left_s: float | None = None,
-    ) -> Verdict:
-        """Launch or prune. ``threshold`` is the chance to accept, by default what the risk budget has left."""
-        with gc_paused():
-            return self._judge_graph(
-                lambda: graph or self.trace(workload),
-                partial(self._predict, steps=workload.steps),
-                self._limits_of(workload, time_left_s),
-                accepted=self.threshold if threshold is None else threshold,
-                steps=workload.steps,
-            )
-
-    def _predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
-        """The prediction for ``graph``, as unsure as the log shows it to be."""
-        with self._lock:
-            prediction = super()._predict(graph, steps=steps).widened(self._assessment.widening)
-        if not prediction.trained_on_device:
-            self._warn_once(
-                UntrainedDeviceWarning,
-                f"{prediction.predictor} was not trained on such steps on {self.device.name}. "
-                "Read the interval and not the median until some trials have run.",
-            )
-        return prediction
-
-    def _limits_of(self, workload: Workload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
-        """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
-        return partial(
-            self.budget.limits,
-            device=self.device,
-            infers=workload is not None and workload.mode == "infer",
-            steps_per_epoch=None if workload is None else workload.steps_per_epoch,
-            time_left_s=time_left_s,
-        )
-
     def preview(self, workload: Workload, *, threshold: float | None = None) -> Verdict:
         """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
 
@@ -310,28 +300,97 @@ class Guard(Judge):
         """
         return self._settle(self._judge(workload, threshold=threshold), workload)[0]
 
+    def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
+        """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
+
+        Args:
+            model: as for :meth:`check`. The batch is the first dimension that all inputs and targets share.
+            inputs: as for :meth:`check`.
+            at_most: where to stop looking.
+            fields: as for :meth:`check`.
+
+        Raises:
+            WorkloadError: if the workload cannot be traced, or its batch dimension is unclear.
+        """
+        return largest_batch(self._fits, as_workload(model, inputs, **fields), at_most=at_most)
+
+    def _fits(self, workload: Workload) -> bool:
+        return self._judge(workload, threshold=self.risk).action == "launch"
+
+    def _judge(
+        self,
+        workload: Workload,
+        graph: OpGraph | None = None,
+        *,
+        threshold: float | None = None,
+        time_left_s: float | None = None,
+    ) -> Verdict:
+        """The verdict on ``workload`` as it is proposed. ``threshold`` of None: what the risk budget has left."""
+        with gc_paused():  # a trace makes many small objects, and collecting them between takes longer than the trace
+            subject: OpGraph | LeastMemory
+            try:
+                subject = graph or self.trace(workload)
+            except TooLargeError as error:
+                subject = LeastMemory.behind(error, self.device)
+            verdict = self.judge(
+                subject,
+                self._limits_of(workload, time_left_s),
+                threshold=self.threshold if threshold is None else threshold,
+                steps=workload.steps,
+            )
+        if verdict.prediction is not None and not verdict.prediction.trained_on_device:
+            self.warn_once(
+                UntrainedDeviceWarning,
+                f"{verdict.prediction.predictor} was not trained on such steps on {self.device.name}. "
+                "Read the interval and not the median until some trials have run.",
+            )
+        return verdict
+
+    def _limits_of(self, workload: Workload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
+        """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
+        return lambda prediction: self.budget.limits(
+            prediction,
+            device=self.device,
+            infers=workload is not None and workload.mode == "infer",
+            steps_per_epoch=None if workload is None else workload.steps_per_epoch,
+            time_left_s=time_left_s,
+        )
+
     def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
         """The verdict and the workload after ``on_violation`` is applied."""
         if verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
         if self.on_violation == "warn":
-            return self._launched_all_the_same(verdict), workload
+            return self._overrule(verdict), workload
         found = find_repair(self._fits, workload, self.remedies, self.device)
         if found is None:
-            return replace(verdict, reason=f"{verdict.reason}; no remedy of {', '.join(self.remedies)} helps"), workload
+            return replace(verdict, remark=f"no remedy of {', '.join(self.remedies)} helps"), workload
         repair, repaired = found
-        after = self._judge_repaired(repair, repaired)
-        return replace(
-            after, action="repair", reason=f"{verdict.reason}; with {repair} it {after.reason}", repair=repair
-        ), repaired
-
-    def _launched_all_the_same(self, verdict: Verdict) -> Verdict:
-        warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
-        return replace(verdict, action="launch", reason=f"launched all the same: {verdict.reason}")
-
-    def _judge_repaired(self, repair: Repair, repaired: Workload) -> Verdict:
         with checkpointing(repaired.model, on=repair.checkpointing):
-            return self._judge(repaired, threshold=self.risk)
+            after = self._judge(repaired, threshold=self.risk)
+        return replace(after, action="repair", repair=repair, as_proposed=verdict.worst), repaired
+
+    def _overrule(self, verdict: Verdict) -> Verdict:
+        warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
+        return replace(verdict, action="launch")
+
+    def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
+        """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
+
+        Raises:
+            ConfigurationError: if there is one, and the guard is strict.
+        """
+        knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
+        unchecked = dict(self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=ends))
+        if self.strict and unchecked:
+            raise ConfigurationError(" ".join(unchecked.values()))
+        return unchecked
+
+    def _warn_unchecked(self, unchecked: Mapping[str, str]) -> None:
+        for budget, problem in unchecked.items():
+            self.warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
+
+    # --- One trial --------------------------------------------------------------------------------------------------------------
 
     def decide(
         self,
@@ -364,6 +423,8 @@ class Guard(Judge):
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
+            if study != self._study:  # another study's far readings are believed under other conditions
+                self._learn_from_log(study)
             with too_large_named():
                 workload = make_workload()
             steps = workload.steps
@@ -374,49 +435,32 @@ class Guard(Judge):
                 unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
                 verdict, workload = self._settle(verdict, workload)
                 if verdict.action != "prune":
-                    self._num_launched += 1
+                    self.num_launched += 1
                     self._expected_violations += verdict.p_violation
             if verdict.action == "repair":
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
         except TooLargeError as error:  # of make_workload: a tensor that it makes is larger than any memory
             least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
-            verdict = self._hopeless(least, self._limits_of(None, time_left_s), accepted=accepted)
+            verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)
             if self.on_violation == "warn":
-                verdict = self._launched_all_the_same(verdict)
+                verdict = self._overrule(verdict)
         except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
             if self.strict:
                 raise UnguardedTrialError(
-                    f"PerfGuard could not judge a trial, so it is not launched (strict=True): {type(error).__name__}: {error}"
+                    f"PerfGuard could not judge a trial, so it is not launched (strict=True): {cause}"
                 ) from error
-            self._warn_once(
-                UnguardedTrialWarning,
-                f"PerfGuard could not judge a trial and launches it unguarded (shown once): {type(error).__name__}: {error}",
-            )
-            verdict = Verdict("launch", f"not judged: {type(error).__name__}: {error}")
+            message = f"PerfGuard could not judge a trial and launches it unguarded (shown once): {cause}"
+            self.warn_once(UnguardedTrialWarning, message)
+            verdict = Verdict(action="launch", unjudged=cause)
         self._warn_unchecked(unchecked)
         return self.record(verdict, graph, study=study, trial=trial, params=params, steps=steps, trial_id=trial_id)
-
-    def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
-        """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
-
-        Raises:
-            ConfigurationError: if there is one, and the guard is strict.
-        """
-        knows_energy = verdict.action == "prune" or verdict.prediction is None or verdict.prediction.energy is not None
-        unchecked = dict(self.budget.cannot_bind(workload, knows_energy=knows_energy, ends=ends))
-        if self.strict and unchecked:
-            raise ConfigurationError(" ".join(unchecked.values()))
-        return unchecked
-
-    def _warn_unchecked(self, unchecked: Mapping[str, str]) -> None:
-        for budget, problem in unchecked.items():
-            self._warn_once(UnguardedTrialWarning, f"{problem} Until then trials run without that check.", about=budget)
 
     def record(
         self,
         verdict: Verdict,
-        graph: OpGraph | None,
+        graph: OpGraph | None = None,
         *,
         study: str = "",
         trial: int | None = None,
@@ -427,18 +471,10 @@ class Guard(Judge):
         """Write a verdict into the log. The arguments are those of :meth:`decide`. A graph of None is unknown."""
         try:
             decision_id = self.log.record_decision(
-                study=study,
-                trial=trial,
-                graph=graph,
-                device=self.device,
-                action=verdict.action,
-                reason=verdict.reason,
-                prediction=verdict.prediction,
-                params=params or {},
-                trial_id=trial_id,
+                verdict, graph=graph, device=self.device, study=study, trial=trial, params=params or {}, trial_id=trial_id
             )
         except Exception as error:  # the log keeps what it cannot deliver; this is worse
-            self._warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
+            self.warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
             decision_id = ""
         return Decision(decision_id, verdict, steps)
 
@@ -447,13 +483,9 @@ class Guard(Judge):
 
         The result is also None for a run on another device than the guarded one.
         """
-        reason = self._broken_by_pace(decision, run, time_left_s)
-        return None if reason is None or run.is_elsewhere else reason
-
-    def _broken_by_pace(self, decision: Decision, run: Run, time_left_s: float | None) -> str | None:
         ends_s = None if time_left_s is None else run.elapsed_s + time_left_s
         limits_s = [limit for limit in (self.budget.longest_trial_s, ends_s) if limit is not None]
-        if not limits_s:
+        if not limits_s or run.is_elsewhere:
             return None
         limit_s = min(limits_s)
         cost = self.budget.cost if limit_s == self.budget.paid_time_s else None
@@ -468,16 +500,19 @@ class Guard(Judge):
         low, high = map(format_seconds, total.interval())
         return f"at the measured pace it takes {format_seconds(total.median)} ({low} to {high}), the budget is {limit}"
 
-    def learn(self, decision: Decision, measurement: Measurement) -> None:
-        """Log what a launched trial cost, and update the predictor from all runs that the log holds for this device.
+    # --- Learning ---------------------------------------------------------------------------------------------------------------
 
-        A reading that cannot be believed is not learnt, and the guard warns about it once. A change of what runs cost gives a
-        :class:`DriftWarning`. A run on another device than the guarded one is logged under that device. Nothing is learnt from
-        it, and one :class:`MeasurementWarning` says so.
+    def learn(self, decision: Decision, measurement: Measurement) -> None:
+        """Log what a launched trial cost, and condition the predictor on all runs that the log holds for this device.
+
+        A reading that cannot be believed is not learnt, and the guard warns about it once. A change of driver, framework or card
+        gives a :class:`DriftWarning`. A run on another device than the guarded one is logged under that device. Nothing is learnt
+        from it, and one :class:`MeasurementWarning` says so.
         """
+        self.num_ended += 1
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
-            self._warn_once(
+            self.warn_once(
                 MeasurementWarning,
                 f"{elsewhere[0].upper()}{elsewhere[1:]}. Verdicts are given for {self.device.name}, but such trials do not count "
                 "as measured, and nothing is learnt from them. Pass gpu='auto' to guard the device of this machine.",
@@ -490,15 +525,18 @@ class Guard(Judge):
         try:
             self.log.record_measurement(decision.id, measurement)
         except Exception as error:
-            self._warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
+            self.warn_once(LogWarning, f"PerfGuard could not log a measurement (shown once): {type(error).__name__}: {error}")
         if elsewhere:
             return
-        self._learn_from_log()
+        before = self._assessment
+        self._learn_from_log(self._study)
+        if before.observations:  # else what the log held before is no news
+            self._warn_about_changes(before, self._assessment)
         try:
             if self._fine_tuning is not None:
                 self._fine_tuning.wake()
         except OSError as error:  # no memory for another process, or no interpreter to start it with
-            self._warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
+            self.warn_once(LogWarning, f"PerfGuard could not start its learner (shown once): {type(error).__name__}: {error}")
 
     def why_not_measured(self, measurement: Measurement) -> str:
         """Return why ``measurement`` is not one of the guarded device, as a sentence without a full stop. Empty: it is one."""
@@ -511,24 +549,22 @@ class Guard(Judge):
             return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
         return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 
-    def _learn_from_log(self, *, say: bool = True) -> None:
+    def _learn_from_log(self, study: str) -> None:
         try:
             with self._lock:
-                before, after = self._assessment, self._sync.update(self.device)
-                if not after.observations:
-                    after = before  # the log is away; what is known goes on
-                self._assessment = after
+                found = self._learner.update(self.device, study=study)
+                if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
+                    self._assessment = found
+                self._study = study
         except Exception as error:
-            self._warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
-            return
-        if say and before.observations:  # else what the log held before is no news
-            self._warn_about_changes(before, after)
+            self.warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
 
-    def _warn_about_changes(self, before: LogAssessment, after: LogAssessment) -> None:
-        known = {observation.decision_id for observation in before.observations}
-        for drift in after.drifts:
-            if drift.noticed.decision_id not in known:
-                message = f"Runs on {self.device.name} have changed: {drift.reason}. PerfGuard learns the difference."
+    def _warn_about_changes(self, before: Assessment, after: Assessment) -> None:
+        """Warn of what the runs since ``before`` have shown."""
+        known = {run.decision_id for run in before.observations}
+        for run, change in after.changes:
+            if run.decision_id not in known:
+                message = f"Runs on {self.device.name} have changed: {change}. PerfGuard learns the difference."
                 warn_user(message, DriftWarning)
         for misfit in after.misfits:
             if misfit.observation.decision_id not in known:
@@ -536,20 +572,20 @@ class Guard(Judge):
                     f"PerfGuard's predictor does not fit the runs on {self.device.name}: {misfit.reason}. Verdicts use its "
                     "shipped prediction again (shown once). Check that `build` describes the step that the trials run."
                 )
-                self._warn_once(DriftWarning, message, about="misfit")
-        refused = {found.observation.decision_id for found in (*before.quarantined, *after.misfits)}
-        reasons = {misfit.reason for misfit in after.misfits}
-        for found in after.quarantined:
-            if self.device.kind == "cpu" and found.target == "memory":
+                self.warn_once(DriftWarning, message, about="misfit")
+        silent = {misfit.reason for misfit in after.misfits}
+        doubted = {doubt.observation.decision_id for doubt in (*before.doubts, *after.misfits)}
+        for doubt in after.doubts:
+            if self.device.kind == "cpu" and doubt.target == "memory":
                 continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
-            if found.observation.decision_id not in refused and found.reason not in reasons:
+            if doubt.observation.decision_id not in doubted and doubt.reason not in silent:
                 message = (
-                    f"PerfGuard does not learn from an implausible reading (shown once): {found.reason}. Check that `build` "
+                    f"PerfGuard does not learn from an implausible reading (shown once): {doubt.reason}. Check that `build` "
                     "describes the step that the trials run. `perfguard log quarantine` lists such readings."
                 )
-                self._warn_once(MeasurementWarning, message)
+                self.warn_once(MeasurementWarning, message)
 
-    def _warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
+    def warn_once(self, category: type[Warning], message: str, *, about: str = "") -> None:
         """Warn, unless the guard has warned in this ``category`` ``about`` this before."""
         if (category, about) not in self._warned:
             self._warned.add((category, about))
@@ -582,13 +618,12 @@ def as_workload(model: Workload | nn.Module, inputs: Any = None, **fields: Any) 
 
 
 def _open_log(log: str | MeasurementStore | Literal[False] | None) -> MeasurementStore:
-    from perfguard.store import MeasurementStore
-
-    if log is False:
-        return MeasurementStore(":memory:")
+    from perfguard.log import MeasurementStore
 
     if isinstance(log, MeasurementStore):
         return log
+    if log is False:
+        return MeasurementStore(":memory:")
     return MeasurementStore.default() if log is None else MeasurementStore(log)
 
 

@@ -9,15 +9,15 @@ from importlib.metadata import entry_points
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
-from perfguard._random import random_numbers_kept
 from perfguard.exceptions import PredictorError
+from perfguard.pytorch import random_numbers_kept
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from perfguard.devices import Device
-    from perfguard.graph import GraphBatch, OpGraph
+    from perfguard.graph import OpGraph
     from perfguard.measure import Measurement
 
 ENTRY_POINT_GROUP = "perfguard.predictors"
@@ -198,7 +198,7 @@ class Observation:
     """Name and version of the predictor that ``predicted``; empty: unknown."""
     regime: int = 0
     """Runs of one device under one driver, one framework and one behaviour have the same number; the regime that was there last
-    has the highest. See :func:`perfguard.learning.assess_log`."""
+    has the highest. See :func:`perfguard.learning.number_conditions`."""
     decision_id: str = ""
     """Key in the measurement log; empty: it is not logged."""
     recorded_at_ns: int = 0
@@ -232,14 +232,6 @@ class Predictor(Protocol):
 
 
 @runtime_checkable
-class BatchPredictor(Protocol):
-    """A predictor that takes thousands of graphs at once, for instance the sizes of one network."""
-
-    def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
-        """The result of `predict` for each of ``graphs``."""
-
-
-@runtime_checkable
 class OperatorTimes(Protocol):
     """A predictor that knows the time of each operator, for ``perfguard predict --explain``."""
 
@@ -249,7 +241,7 @@ class OperatorTimes(Protocol):
 
 @runtime_checkable
 class Refinable(Protocol):
-    """A predictor whose weights can be fine-tuned: what :class:`perfguard.learning.OnlineTrainer` works on."""
+    """A predictor whose weights can be fine-tuned: what :func:`perfguard.learning.tune_weights` works on."""
 
     @property
     def lineage(self) -> str:

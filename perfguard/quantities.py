@@ -4,56 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from perfguard.exceptions import ConfigurationError
-
-_BYTE_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_SECOND_UNITS = {
-    "": 1.0,
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "sec": 1.0,
-    "m": 60.0,
-    "min": 60.0,
-    "h": 3600.0,
-    "d": 86400.0,
-}
-_JOULE_UNITS = {"": 1.0, "uj": 1e-6, "mj": 1e-3, "j": 1.0, "kj": 1e3, "wh": 3600.0, "kwh": 3.6e6}
-_DOLLAR_UNITS = {"": 1.0, "usd": 1.0}
-_QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, example: str) -> float:
-    match = _QUANTITY.fullmatch(text)
-    if match is None or match[2].lower() not in units:
-        raise ConfigurationError(f"{what} must look like {example}, but got {text!r}.")
-    try:
-        value = float(match[1])
-    except ValueError:
-        raise ConfigurationError(f"{what} must look like {example}, but got {text!r}.") from None
-    return value * units[match[2].lower()]
-
-
-def _require_positive(value: float, given: object, *, what: str, example: str) -> float:
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"{what} must be positive and finite ({example}), but got {given!r}.")
-    return value
 
 
 def parse_bytes(value: int | float | str, *, what: str = "memory") -> int:
@@ -62,11 +15,12 @@ def parse_bytes(value: int | float | str, *, what: str = "memory") -> int:
     Raises:
         ConfigurationError: for anything that is not a positive, finite amount of at least one byte.
     """
-    example = 'for instance 2**30, "38GiB" or "800MB"'
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigurationError(f"{what} must be bytes or a text, {example}, but got {value!r}.")
-    number = _parse(value, _BYTE_UNITS, what=what, example=example) if isinstance(value, str) else value
-    if _require_positive(float(number), value, what=what, example=example) < 1:
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        # "k" and "kib" are powers of 1024, as torch and nvidia-smi count; "kb" is a power of 1000.
+        units |= {letter: 1024**power, f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
+    number = _parse(value, units, what=what, unit="bytes", example='for instance 2**30, "38GiB" or "800MB"')
+    if number < 1:
         raise ConfigurationError(
             f"{what} is in bytes and must be at least 1, but got {value!r}. "
             f"For a fraction of the device give a float between 0 and 1 to `memory_budget`."
@@ -80,7 +34,8 @@ def parse_seconds(value: int | float | str, *, what: str = "time") -> float:
     Raises:
         ConfigurationError: for anything that is not a positive, finite duration.
     """
-    return _parse_amount(value, _SECOND_UNITS, what=what, unit="seconds", example='for instance 90, "250ms" or "2h"')
+    units = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+    return _parse(value, units, what=what, unit="seconds", example='for instance 90, "250ms" or "2h"')
 
 
 def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
@@ -89,7 +44,8 @@ def parse_joules(value: int | float | str, *, what: str = "energy") -> float:
     Raises:
         ConfigurationError: for anything that is not a positive, finite energy.
     """
-    return _parse_amount(value, _JOULE_UNITS, what=what, unit="joules", example='for instance 5, "250mJ" or "2Wh"')
+    units = {"": 1, "uj": 1e-6, "mj": 1e-3, "j": 1, "kj": 1e3, "wh": 3600, "kwh": 3.6e6}
+    return _parse(value, units, what=what, unit="joules", example='for instance 5, "250mJ" or "2Wh"')
 
 
 def parse_dollars(value: int | float | str, *, what: str = "cost") -> float:
@@ -99,14 +55,21 @@ def parse_dollars(value: int | float | str, *, what: str = "cost") -> float:
         ConfigurationError: for anything that is not a positive, finite amount.
     """
     amount = value.strip().removeprefix("$") if isinstance(value, str) else value
-    return _parse_amount(amount, _DOLLAR_UNITS, what=what, unit="dollars", example='for instance 2 or "$2.50"')
+    return _parse(amount, {"": 1, "usd": 1}, what=what, unit="dollars", example='for instance 2 or "$2.50"')
 
 
-def _parse_amount(value: int | float | str, units: dict[str, float], *, what: str, unit: str, example: str) -> float:
+def _parse(value: int | float | str, units: Mapping[str, float], *, what: str, unit: str, example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigurationError(f"{what} must be {unit} or a text, {example}, but got {value!r}.")
-    number = _parse(value, units, what=what, example=example) if isinstance(value, str) else value
-    return _require_positive(float(number), value, what=what, example=example)
+    number = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE | re.ASCII)
+        if match is None or match[2].lower() not in units:
+            raise ConfigurationError(f"{what} must look like {example}, but got {value!r}.")
+        number = float(match[1]) * units[match[2].lower()]
+    if not math.isfinite(float(number)) or float(number) <= 0:
+        raise ConfigurationError(f"{what} must be positive and finite ({example}), but got {value!r}.")
+    return float(number)
 
 
 def format_bytes(num_bytes: float) -> str:

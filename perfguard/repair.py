@@ -12,20 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._batch import mapped, shape_of, shapes_in
 from perfguard.exceptions import ConfigurationError, TraceError, WorkloadError
-from perfguard.workload import Precision, TensorSpec, Workload
+from perfguard.workload import Precision, TensorSpec, Workload, mapped, shape_of, shapes_in
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
 Remedy = Literal["accumulation", "precision", "checkpointing"]
-_MOST_SAMPLES = 2**20
 _MOST_PASSES = 32
 """Most micro-batches in one optimizer step after a repair. More would take too long to trace and to run."""
-_GROWTH = 8
-"""Factor between batches that are tried. Each of these is traced, those between are not."""
-_FIRST_BATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +84,18 @@ def with_batch_size(workload: Workload, batch_size: int) -> Workload:
     return replace(workload, inputs=_resized(workload.inputs, batch_size), targets=_resized(workload.targets, batch_size))
 
 
-def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = _MOST_SAMPLES) -> int:
+def largest_batch(fits: Callable[[Workload], bool], workload: Workload, *, at_most: int = 2**20) -> int:
     """The largest batch that fits while the next one does not; 0 if none does, ``at_most`` if that does.
 
-    Batches of two, of three and the largest possible ones are judged first. If all numbers of the graph are affine in the batch,
-    the trace cache then answers for every batch between them. A batch of one comes last: it takes other paths (a broadcast, no
-    batch normalisation), and would hide that from the cache.
+    Each batch that is tried is traced: some 20, which takes one to two seconds for a ResNet-50. A batch of one is tried last,
+    because it takes other paths (batch normalisation cannot train on it).
     """
-    if at_most < _FIRST_BATCH or not fits(with_batch_size(workload, _FIRST_BATCH)):
+    if at_most < 2 or not fits(with_batch_size(workload, 2)):
         return int(_can_run(fits, with_batch_size(workload, 1)))
-    low, high = _FIRST_BATCH, _FIRST_BATCH + 1
-    while high <= at_most and fits(with_batch_size(workload, high)):
-        low, high = high, _GROWTH * high
-    if high > at_most:
+    low, high = 2, 16
+    while high < at_most and fits(with_batch_size(workload, high)):
+        low, high = high, 8 * high
+    if high >= at_most:
         if fits(with_batch_size(workload, at_most)):
             return at_most
         high = at_most

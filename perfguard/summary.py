@@ -1,111 +1,59 @@
-"""The summary of a study: what ran, what was rejected and why, what that saved, and what was not measured.
+"""The summary of a study: what ran, what was pruned and why, what that saved, and how good the predictions were.
 
-Integrations read their trials as :class:`TrialRecord` and count them into a :class:`GuardSummary`.
+Every tuner's plugin and the report count their trials here, so "why pruned?" has one answer.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import statistics
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 from perfguard.budget import NOUNS, Quantity
-from perfguard.quantities import format_seconds
+from perfguard.quantities import format_quantity, format_seconds
+from perfguard.record import QUANTITIES, TrialRecord
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
-    from typing_extensions import Self
-
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-RAN_OUT: Mapping[Quantity, str] = {"memory": "oom", "time": "timeout"}
-"""The status of a run that ended because it had no more of a quantity."""
-_VERDICTS = {"launch": "launched", "repair": "repaired", "prune": "pruned"}
-_WIDTH = 120
-"""Columns of a table that is printed as text; longer cells are wrapped."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrialRecord:
-    """Record of one trial. None: not predicted, or not measured."""
+class Errors:
+    """Mean relative errors, |predicted / measured - 1|, of the first and of the last trials that ended well."""
 
-    number: int
-    verdict: str | None
-    reason: str
-    predicted: Mapping[str, float]
-    """Predictions by quantity: "memory" in bytes, times in seconds, "energy" in joules."""
-    intervals: Mapping[str, tuple[float, float]]
-    """The central 90% of each predicted quantity."""
-    limits: Mapping[str, float]
-    measured: Mapping[str, float]
-    status: str | None
-    not_measured: str = ""
-    """Reason why a trial that ran was not measured; empty: it was, or did not run."""
-    capacity_bytes: float | None = None
-    """The device's own memory. None: not judged, or by an older PerfGuard."""
+    quantity: Quantity
+    first: float
+    num_first: int
+    last: float
+    num_last: int
 
-    @property
-    def is_unguarded(self) -> bool:
-        """Whether the trial was launched without a verdict: PerfGuard was not called, or could not predict."""
-        return self.verdict is None or (self.verdict == "launch" and not self.predicted)
+    @classmethod
+    def of(cls, records: Iterable[TrialRecord], quantity: Quantity, *, first: int = 5, last: int = 10) -> Errors | None:
+        """Return the errors of ``quantity``. None: no trial has both a prediction and a measurement of it."""
+        errors = [error for record in records if (error := record.error(quantity)) is not None]
+        if not errors:
+            return None
+        means = statistics.fmean(errors[:first]), statistics.fmean(errors[-last:])
+        return cls(quantity, means[0], len(errors[:first]), means[1], len(errors[-last:]))
 
-    @property
-    def verdict_in_words(self) -> str:
-        """What happened to the trial: "launched", "repaired", "pruned" or "unguarded"."""
-        return "unguarded" if self.verdict is None or self.is_unguarded else _VERDICTS[self.verdict]
-
-    @property
-    def broken_limit(self) -> Quantity | None:
-        """The limit that the interval of the trial exceeds by the largest factor.
-
-        None: no limit was recorded with a prediction.
-        """
-        known = [quantity for quantity in QUANTITIES if quantity in self.limits and quantity in self.predicted]
-        return max(known, key=lambda quantity: self.intervals[quantity][1] / self.limits[quantity], default=None)
-
-    @property
-    def fails_at_once(self) -> bool:
-        """Whether a pruned trial would have run out of the device's own memory in its first step, whatever its budget."""
-        return self.capacity_bytes is not None and self.predicted.get("memory", 0.0) > self.capacity_bytes
-
-    @property
-    def saved_s(self) -> float | None:
-        """Predicted seconds of a pruned trial that would have run; None for others, and without a prediction."""
-        predicted_s = self.predicted.get("time", math.nan)
-        over_budget = self.predicted.get("memory", 0.0) > self.limits.get("memory", math.inf)
-        may_fail = self.fails_at_once or (self.capacity_bytes is None and over_budget)  # an older trial does not say
-        return None if may_fail or not math.isfinite(predicted_s) else predicted_s
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the trial ran, and it is known whether it exceeded a limit."""
-        return self.status in RAN_OUT.values() or any(quantity in self.measured for quantity in self.limits)
-
-    @property
-    def violates(self) -> bool:
-        """Whether a trial that ran broke one of its limits."""
-        return any(map(self.breaks, QUANTITIES))
-
-    def breaks(self, quantity: Quantity) -> bool:
-        """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
-        limit = self.limits.get(quantity)
-        is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
-        return is_over or self.status == RAN_OUT.get(quantity, "-")
-
-    def prediction_error(self, quantity: Quantity) -> float | None:
-        """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
-        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
-        return abs(predicted / measured - 1) if self.status == "ok" and predicted and measured else None
+    def __str__(self) -> str:
+        if self.num_first == self.num_last:  # so few that both are the same trials
+            return error_in_words(self.first)
+        first, last = error_in_words(self.first), error_in_words(self.last)
+        return f"{first} in the first {self.num_first} trials, {last} in the last {self.num_last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardSummary(ABC):
-    """The counts that every integration prints. ``print(summary)`` prints the table. None: unknown."""
+class Summary:
+    """The counts of a study or of a log. ``print(summary)`` prints the table. None: unknown."""
 
+    title: str
+    device: str
+    """Name of the guarded device. Empty: unknown."""
     num_launched: int
     """Trials that ran, or still run."""
     num_repaired: int
@@ -113,69 +61,61 @@ class GuardSummary(ABC):
     num_pruned: int
     """Trials, or different configurations, that were rejected before launch."""
     pruned_for: Mapping[Quantity | None, int]
-    """Number of rejected ones by the limit that they would exceed. None: an unknown limit."""
+    """Number of pruned ones by the limit that they would break. None: an unknown limit."""
+    num_repeated: int
+    """Further proposals of rejected configurations, which have no trial of their own."""
+    num_unguarded: int
+    """Launched without a verdict, or against it."""
+    why_unguarded: str
+    """Reason of the first of those; empty: there is none, or it is unknown."""
+    num_interrupted: int
+    num_failed: int
+    """Trials that ended with their own error."""
     num_measured: int
-    """Launched trials with a known outcome: they exceeded a budget or not."""
+    """Launched trials of which it is known whether they broke a budget."""
     num_violations: int | None
-    """Measured trials that exceeded a budget, or ran out of memory or time. None: none was measured."""
+    """Measured trials that broke a budget, or ran out of memory or time. None: none was measured."""
+    not_measured: Mapping[str, int]
+    """Reasons why launched trials do not measure the guarded device, with the number of trials."""
+    launched_s: float | None
+    """Time of the launched trials, in seconds."""
     num_crashes_avoided: int
-    """Number of pruned trials that need more memory than the device has. They would have ended in their first steps, so they
-    save no time."""
+    """Pruned trials that need more memory than the device has. They would have failed in their first step, so they save no
+    time."""
     saved_s: float | None
-    """Predicted time of the other pruned trials, in seconds, if each had run to its end. They include trials that exceed only a
+    """Predicted time of the other pruned trials, in seconds, if each had run to its end. They include trials that break only a
     memory budget below the memory of the device. None: no trial time was predicted."""
+    memory_errors: Errors | None
+    time_errors: Errors | None
+    """Errors of the trial time, or of the step time where no trial time was predicted."""
 
-    @classmethod
-    def of(
-        cls,
-        launched: Sequence[TrialRecord],
-        pruned: Sequence[TrialRecord],
-        measured: Sequence[TrialRecord],
-        *,
-        pruned_for: Sequence[Quantity | None],
-        **own: Any,
-    ) -> Self:
-        """Count trials.
-
-        Args:
-            launched: the trials that ran, or still run.
-            pruned: the trials that were pruned.
-            measured: the launched trials with a known outcome.
-            pruned_for: for each pruned trial the limit that it would break. None: unknown.
-            own: the fields of the integration's own summary.
-        """
-        counts: dict[str, Any] = {
-            "num_launched": len(launched),
-            "num_repaired": sum(record.verdict == "repair" for record in launched),
-            "num_pruned": len(pruned),
-            "pruned_for": {quantity: pruned_for.count(quantity) for quantity in (*QUANTITIES, None) if quantity in pruned_for},
-            "num_measured": len(measured),
-            "num_violations": sum(record.violates for record in measured) if measured else None,
-            "num_crashes_avoided": sum(record.fails_at_once for record in pruned),
-            "saved_s": total_saved_s(pruned),
-        }
-        return cls(**counts | own)
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """Title of the table."""
-
-    @abstractmethod
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The rows of the table: a label, and a value in words."""
-
-    @property
-    def launched_in_words(self) -> str:
-        """Number of launched trials in words, for instance "9, 1 repaired"."""
-        return f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
-
-    @property
-    def pruned_in_words(self) -> str:
-        """Number of pruned trials in words, for instance "3 (peak memory 2, trial time 1)"."""
+        """The rows of the table: a label, and a value in words. Rows that have nothing to say are left out."""
+        yield "trials launched", f"{self.num_launched}" + (f", {self.num_repaired} repaired" if self.num_repaired else "")
         names = {quantity: "unknown" if quantity is None else NOUNS[quantity] for quantity in self.pruned_for}
         counts = ", ".join(f"{names[quantity]} {count}" for quantity, count in self.pruned_for.items())
-        return f"{self.num_pruned}" + (f" ({counts})" if counts else "")
+        yield "pruned before launch", f"{self.num_pruned}" + (f" ({counts})" if counts else "")
+        if self.num_repeated:
+            yield "proposed again and pruned from memory", f"{self.num_repeated}"
+        why = f" ({self.why_unguarded})" if self.why_unguarded else ""
+        yield "launched without a verdict, or against it", f"{self.num_unguarded}{why}"
+        if self.num_interrupted:
+            yield "interrupted", f"{self.num_interrupted}"
+        if self.num_failed:
+            yield "failed", f"{self.num_failed}"
+        if self.num_violations is not None:
+            yield "budget violations", f"{self.num_violations} of {self.num_measured} measured trials"
+        for reason, count in self.not_measured.items():
+            yield "not measured", f"{count}: {reason}"
+        if self.launched_s is not None:
+            yield "time of the launched trials", format_seconds(self.launched_s)
+        if self.num_crashes_avoided:
+            yield "would have run out of memory at once", f"{self.num_crashes_avoided}"
+        if self.saved_s is not None:
+            yield "time of the other pruned trials (predicted)", format_seconds(self.saved_s)
+        for errors in (self.memory_errors, self.time_errors):
+            if errors is not None:
+                yield f"prediction error, {NOUNS[errors.quantity]}", f"{errors}"
 
     def table(self) -> Table:
         """The summary as a table for the terminal."""
@@ -194,30 +134,106 @@ class GuardSummary(ABC):
         yield self.table()
 
 
-def total_saved_s(pruned: Iterable[TrialRecord]) -> float | None:
-    """Return the predicted seconds that the pruned trials did not take; None if none of them has any."""
+def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", device: str = "", num_repeated: int = 0) -> Summary:
+    """Count trials.
+
+    Args:
+        records: the trials, in order.
+        title: title of the table.
+        device: name of the guarded device.
+        num_repeated: proposals that were rejected from memory and have no record.
+    """
+    launched = [record for record in records if not record.is_pruned]
+    pruned = [record for record in records if record.is_pruned]
+    measured = [record for record in launched if record.is_measured]
+    unguarded = [record for record in launched if record.is_unguarded]
+    broken = Counter(record.broken_limit for record in pruned)
     saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
-    return sum(saved) if saved else None
+    times = [seconds for record in launched if (seconds := record.measured.get("time", record.duration_s)) is not None]
+    return Summary(
+        title=title,
+        device=device,
+        num_launched=len(launched),
+        num_repaired=sum(record.in_words == "repaired" for record in launched),
+        num_pruned=len(pruned),
+        pruned_for={quantity: broken[quantity] for quantity in (*QUANTITIES, None) if quantity in broken},
+        num_repeated=num_repeated,
+        num_unguarded=len(unguarded),
+        why_unguarded=next((record.reason for record in unguarded if record.reason), "").removeprefix("not judged: "),
+        num_interrupted=sum(record.status == "interrupted" for record in launched),
+        num_failed=sum(record.status == "failed" for record in launched),
+        num_measured=len(measured),
+        num_violations=sum(record.violates for record in measured) if measured else None,
+        not_measured=Counter(record.not_measured for record in launched if record.not_measured),
+        launched_s=sum(times) if times else None,
+        num_crashes_avoided=sum(record.fails_at_once for record in pruned),
+        saved_s=sum(saved) if saved else None,
+        memory_errors=Errors.of(launched, "memory"),
+        time_errors=Errors.of(launched, "time") or Errors.of(launched, "step_time"),
+    )
 
 
-def mean_error(record: TrialRecord) -> float | None:
-    """Return the mean error of peak memory and trial time; None if neither was both predicted and measured."""
-    errors = [error for quantity in ("memory", "time") if (error := record.prediction_error(quantity)) is not None]
-    return statistics.fmean(errors) if errors else None
+def pruned_table(records: Sequence[TrialRecord], *, max_rows: int = 20) -> Table:
+    """The trials that were pruned before launch: what each needed, against which limit, and the time that it did not take.
+
+    A trial that needs more memory than the device has would have failed in its first step, so no time is saved by it.
+
+    Args:
+        records: the trials of a study; those that ran are left out.
+        max_rows: how many trials to show, the latest ones; the total counts all.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    pruned = [record for record in records if record.is_pruned]
+    table = Table(title=f"{len(pruned)} trials pruned before launch", show_footer=bool(pruned))
+    table.add_column("trial", justify="right", footer="all")
+    table.add_column("over")
+    table.add_column("predicted (90% interval)")
+    table.add_column("budget", justify="right")
+    total_s = sum(record.saved_s or 0.0 for record in pruned)
+    table.add_column("time saved\n(predicted)", justify="right", footer=format_seconds(total_s) if total_s else "-")
+    shown = pruned[-max_rows:] if max_rows > 0 else []
+    if len(shown) < len(pruned):
+        table.add_row("…", f"{len(pruned) - len(shown)} earlier ones")
+    for record in shown:
+        saved = "-" if record.saved_s is None else format_seconds(record.saved_s)
+        worst = None if record.verdict is None else record.verdict.worst
+        if worst is None:
+            table.add_row(f"{record.number}", "-", escape(record.reason) or "-", "-", saved)
+            continue
+        low, high = map(worst.format, worst.estimate.interval())
+        predicted = f"{worst.format(worst.estimate.median)} ({low} to {high})"
+        table.add_row(f"{record.number}", NOUNS[worst.quantity], predicted, worst.format(worst.limit), saved)
+    return table
 
 
-def time_in_words(seconds: float | None) -> str:
-    """Return a time that may be unknown; "-" is unknown."""
-    return "-" if seconds is None else format_seconds(seconds)
+TRIAL_HEADING = f"trial  verdict    {'memory (pred → meas)':^21s}  {'time (pred → meas)':^19s}  value"
 
 
-def as_text(table: Table) -> str:
-    """Return ``table`` as plain text, as wide as it needs to be."""
+def trial_line(record: TrialRecord, values: Sequence[float] = ()) -> str:
+    """One trial in a line under :data:`TRIAL_HEADING`: verdict, predicted and measured memory and time, values, violation."""
+
+    def cell(quantity: Quantity, width: int) -> str:
+        estimate, value = record.predicted.get(quantity), record.measured.get(quantity)
+        predicted = "-" if estimate is None else format_quantity(quantity, estimate.median)
+        return f"{predicted:>{width}s} → {'-' if value is None else format_quantity(quantity, value):<{width}s}"
+
+    number = "" if record.number is None else record.number
+    objective = ", ".join(f"{value:.4g}" for value in values)
+    over = "  over" if record.violates else ""
+    return f"{number:>5}  {record.in_words:9s}  {cell('memory', 9)}  {cell('time', 8)}  {objective}{over}"
+
+
+def error_in_words(error: float) -> str:
+    """Return a relative error, for instance "3.4%"; a large one as a factor."""
+    return f"{error:.1%}" if error < 10 else f"a factor of {1 + error:.0f}: the predictor does not fit these runs"
+
+
+def as_text(table: Table, *, width: int = 120) -> str:
+    """Return ``table`` as plain text of at most ``width`` columns."""
     from rich.console import Console
 
     text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(table)
+    Console(file=text, width=width).print(table)
     return text.getvalue().rstrip()
-
-
-__all__ = ["QUANTITIES", "GuardSummary", "TrialRecord", "as_text", "mean_error", "time_in_words", "total_saved_s"]

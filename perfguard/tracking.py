@@ -1,69 +1,135 @@
-"""The numbers of a trial under the names by which experiment trackers show them: MLflow, Weights & Biases, TensorBoard.
+"""Writes trials where people look: MLflow, Weights & Biases or TensorBoard.
 
-    perfguard/verdict                   launched, repaired, pruned (before launch) or unguarded (launched without a
-                                        verdict, or against it)
-    perfguard/reason                    a sentence
-    perfguard/status                    how the run ended: ok, oom, timeout, failed or interrupted
-    perfguard/predicted_<quantity>_<unit>, perfguard/predicted_<quantity>_low_<unit>, ..._high_<unit>
-                                        the median and the central 90%
-    perfguard/measured_<quantity>_<unit>
-    perfguard/<quantity>_budget_<unit>
-    perfguard/over_budget               of a measured trial: 1 if it broke a budget, else 0
-    perfguard/saved_time_s              of a pruned trial: the predicted time that it did not take
-    perfguard/not_measured              why a trial that ran was not measured
-
-Memory is in GiB, energy in joules, cost in dollars, everything else in seconds.
+The names are ``perfguard/verdict`` (launched, repaired, pruned or unguarded), ``perfguard/reason``, ``perfguard/status``, the
+numbers of :mod:`perfguard.record` such as ``perfguard/memory_predicted_bytes`` or ``perfguard/time_measured_s``, and
+``perfguard/over_budget`` (of a measured trial: 1 if it broke a budget, else 0). What is unknown is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
-from perfguard.summary import QUANTITIES
+from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user
+from perfguard.record import TrialRecord, column, columns_of
 
-if TYPE_CHECKING:
-    from perfguard.budget import Quantity
-    from perfguard.summary import TrialRecord
-
-Field = float | str
-PREFIX = "perfguard/"
-_UNITS = {"memory": ("gib", 2.0**30), "energy": ("j", 1.0), "cost": ("dollars", 1.0)}
-_SECONDS = ("s", 1.0)
+TrackerName = Literal["mlflow", "wandb", "tensorboard"]
 
 
-def fields_of(record: TrialRecord) -> dict[str, Field]:
-    """Return what is known of a trial, by name. What is unknown, empty or not finite is left out."""
-    return {f"{PREFIX}{name}": value for name, value in _fields(record) if value is not None and _is_known(value)}
+def fields_of(record: TrialRecord) -> dict[str, float | str]:
+    """Return what is known of a trial, by the names above. What is unknown, empty or not finite is left out."""
+    fields: dict[str, Any] = {} if record.verdict is None else columns_of(record.verdict)
+    fields |= {column(quantity, "measured"): value for quantity, value in record.measured.items()}
+    fields |= {"verdict": record.in_words, "reason": record.reason, "status": record.status, "not_measured": record.not_measured}
+    fields["over_budget"] = float(record.violates) if record.is_measured else None
+    return {
+        f"perfguard/{name}": value if isinstance(value, str) else float(value)
+        for name, value in fields.items()
+        if value not in (None, "") and (isinstance(value, str) or math.isfinite(value))
+    }
 
 
-def _fields(record: TrialRecord) -> Iterator[tuple[str, Field | None]]:
-    yield "verdict", record.verdict_in_words
-    yield "reason", record.reason
-    yield "status", record.status
-    yield "not_measured", record.not_measured
-    for quantity in QUANTITIES:
-        yield from _fields_of_quantity(record, quantity)
-    if record.verdict == "prune":
-        yield "saved_time_s", record.saved_s
-    elif record.is_measured:
-        yield "over_budget", float(record.violates)
+class Tracker:
+    """Writes trials into one tracker. A tracker that fails never stops a study: one :class:`TrackingWarning` says why.
+
+    A trial that could not be written is written with a later one. After a failure the tracker is left alone for ten times as long
+    as the failure took, so the wait for a server that is away takes at most a tenth of the study's time.
+
+    Example:
+        >>> Tracker("tensorboard", log_dir="runs/resnet")                                           # doctest: +SKIP
+
+    Args:
+        to: "mlflow", "wandb" or "tensorboard".
+        settings: of ``mlflow.set_tracking_uri`` (``tracking_uri=``), of ``wandb.init`` (``project=``, ``mode=``, ...), or of
+            ``torch.utils.tensorboard.SummaryWriter`` (``log_dir=``).
+
+    Raises:
+        ConfigurationError: for another name, or if the package is not installed.
+    """
+
+    def __init__(self, to: TrackerName, **settings: Any) -> None:
+        if to not in get_args(TrackerName):
+            raise ConfigurationError(f"The tracker must be one of {', '.join(get_args(TrackerName))}, but got {to!r}.")
+        self.to = to
+        try:
+            self._write: Callable[[str, Mapping[str, float | str]], None] = {
+                "mlflow": _mlflow_writer,
+                "wandb": _wandb_writer,
+                "tensorboard": _tensorboard_writer,
+            }[to](**settings)
+        except ImportError as error:
+            raise ConfigurationError(f"Tracker({to!r}) needs its package: pip install 'perfguard[{to}]' ({error}).") from error
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, Mapping[str, float | str]]] = []
+        self._not_before_s = 0.0
+        self._has_warned = False
+
+    def write(self, name: str, record: TrialRecord, more: Mapping[str, float | str] | None = None) -> None:
+        """Write one trial that has ended.
+
+        Args:
+            name: of the trial, for instance "trial 7".
+            record: what PerfGuard knows of it.
+            more: other values to write beside, by name.
+        """
+        with self._lock:
+            self._waiting.append((name, fields_of(record) | dict(more or {})))
+            begun_s = time.monotonic()
+            if begun_s < self._not_before_s:
+                return
+            try:
+                while self._waiting:
+                    self._write(*self._waiting[0])
+                    self._waiting.pop(0)
+            except Exception as error:
+                self._not_before_s = time.monotonic() + 10 * (time.monotonic() - begun_s)
+                if not self._has_warned:
+                    self._has_warned = True
+                    words = f"PerfGuard could not write into {self.to} (shown once): {type(error).__name__}: {error}"
+                    warn_user(f"{words}. Trials are kept, and written when it answers again.", TrackingWarning)
 
 
-def _fields_of_quantity(record: TrialRecord, quantity: Quantity) -> Iterator[tuple[str, Field]]:
-    unit, size = _UNITS.get(quantity, _SECONDS)
-    if quantity in record.predicted:
-        yield f"predicted_{quantity}_{unit}", record.predicted[quantity] / size
-    if quantity in record.intervals:
-        low, high = record.intervals[quantity]
-        yield f"predicted_{quantity}_low_{unit}", low / size
-        yield f"predicted_{quantity}_high_{unit}", high / size
-    if quantity in record.measured:
-        yield f"measured_{quantity}_{unit}", record.measured[quantity] / size
-    if quantity in record.limits:
-        yield f"{quantity}_budget_{unit}", record.limits[quantity] / size
+def _mlflow_writer(tracking_uri: str | None = None) -> Callable[[str, Mapping[str, float | str]], None]:
+    """One run for each trial, below the run that is active. Numbers are metrics, sentences are tags."""
+    import mlflow
+
+    if tracking_uri is not None:
+        mlflow.set_tracking_uri(tracking_uri)
+
+    def write(name: str, fields: Mapping[str, float | str]) -> None:
+        with mlflow.start_run(run_name=name, nested=True):
+            mlflow.log_metrics({key: value for key, value in fields.items() if not isinstance(value, str)})
+            mlflow.set_tags({key: value[:5000] for key, value in fields.items() if isinstance(value, str)})  # MLflow's limit
+
+    return write
 
 
-def _is_known(value: Field) -> bool:
-    return bool(value) if isinstance(value, str) else math.isfinite(value)
+def _wandb_writer(**settings: Any) -> Callable[[str, Mapping[str, float | str]], None]:
+    """One row for each trial in the run that is active, or in one that is begun."""
+    import wandb
+
+    def write(name: str, fields: Mapping[str, float | str]) -> None:
+        run = wandb.run or wandb.init(**settings)
+        run.log({"perfguard/trial": name, **fields})
+
+    return write
+
+
+def _tensorboard_writer(log_dir: str | None = None) -> Callable[[str, Mapping[str, float | str]], None]:
+    """Numbers are scalars over the order of the trials, sentences are texts."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer, num_written = SummaryWriter(log_dir), 0  # type: ignore[no-untyped-call]
+
+    def write(name: str, fields: Mapping[str, float | str]) -> None:
+        nonlocal num_written
+        for key, value in fields.items():
+            add = writer.add_text if isinstance(value, str) else writer.add_scalar
+            add(key, f"{name}: {value}" if isinstance(value, str) else value, num_written)
+        writer.flush()  # type: ignore[no-untyped-call]
+        num_written += 1
+
+    return write

@@ -1,4 +1,4 @@
-"""Verdict: what to do with a trial, and why. The guard gives it, the log holds it, and integrations act on it."""
+"""Verdict: what to do with a trial, and the numbers that decided it. The guard gives it, the log holds it, tuners act on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from perfguard.exceptions import ConfigurationError
 from perfguard.repair import AS_PROPOSED, Repair
 
 if TYPE_CHECKING:
-    from perfguard.budget import Limit
+    from perfguard.budget import Limit, Quantity
     from perfguard.predictor import Estimate, Prediction
 
 Action = Literal["launch", "prune", "repair"]
@@ -19,49 +19,97 @@ DEFAULT_RISK = 0.05
 """The share of the launched trials that may break a limit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The action for a trial, with its reasons."""
+    """The action for a trial, with the numbers behind it. :attr:`reason` makes the sentence from them."""
 
     action: Action
-    reason: str
-    """A sentence that a person can act on."""
-    prediction: Prediction | None = None
-    """None: the guard could not predict, so the trial is launched unguarded."""
+    predicted: Mapping[Quantity, Estimate] = field(default_factory=dict)
+    """Memory in bytes, times in seconds, energy in joules. Empty: PerfGuard could not predict, so the trial is unguarded."""
     limits: tuple[Limit, ...] = ()
-    margins: Mapping[str, float] = field(default_factory=dict)
-    """Distance from feasibility for each limit, as a logarithm. Positive: the limit does not hold with the required chance."""
+    """Each budget beside the estimate that was compared with it."""
+    accepted: float = DEFAULT_RISK
+    """The chance of breaking a limit that was accepted, in (0, 1)."""
+    bound: str = ""
+    """The lower bound of the memory in words, if this bound alone decided. The estimates then follow from it."""
     repair: Repair = AS_PROPOSED
-    """Changes that the trial has to apply, if ``action`` is "repair". The prediction is the repaired trial's."""
+    """Changes that the trial has to apply, if ``action`` is "repair". The estimates are the repaired trial's."""
+    as_proposed: Limit | None = None
+    """The limit that a repaired trial would break as it was proposed."""
+    remark: str = ""
+    """What a person should know beside the numbers, for instance that no remedy helps."""
+    unjudged: str = ""
+    """Why there is no prediction. Empty: there is one."""
+    prediction: Prediction | None = field(default=None, compare=False)
+    """All that was predicted. None: nothing was, or the verdict was read from a log, which holds :attr:`predicted` alone."""
 
     @classmethod
-    def of(cls, prediction: Prediction, limits: Iterable[Limit], *, accepted: float) -> Verdict:
-        """Return "launch" if each limit holds with the chance 1 - ``accepted``, else "prune". The worst limit is the reason.
+    def of(cls, prediction: Prediction, limits: Iterable[Limit], *, accepted: float, bound: str = "") -> Verdict:
+        """Return "launch" if each limit holds with the chance 1 - ``accepted``, else "prune".
 
         Args:
             prediction: of the trial.
             limits: beside what is predicted for them; at least one.
             accepted: the chance of breaking a limit that is accepted, in (0, 1).
+            bound: the lower bound of the memory in words, if it alone decides. Then the action is "prune".
         """
         limits = tuple(limits)
-        margins: dict[str, float] = {limit.quantity: limit.margin(accepted) for limit in limits}
-        worst = max(limits, key=lambda limit: margins[limit.quantity])
-        return cls("prune" if margins[worst.quantity] > 0 else "launch", worst.sentence, prediction, limits, margins)
+        known = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
+        known |= {"energy": prediction.energy} | {limit.quantity: limit.estimate for limit in limits}
+        predicted: Mapping[Quantity, Estimate] = {
+            quantity: estimate
+            for quantity, estimate in known.items()
+            if estimate is not None  # type: ignore[misc]
+        }
+        breaks = bool(bound) or any(limit.margin(accepted) > 0 for limit in limits)
+        action: Action = "prune" if breaks else "launch"
+        return cls(action=action, predicted=predicted, limits=limits, accepted=accepted, bound=bound, prediction=prediction)
 
     @property
-    def estimates(self) -> Mapping[str, Estimate]:
-        """What was predicted, by quantity; empty where nothing was."""
-        if self.prediction is None:
-            return {}
-        prediction = self.prediction
-        known = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
-        known |= {limit.quantity: limit.estimate for limit in self.limits}
-        return {quantity: estimate for quantity, estimate in known.items() if estimate is not None}
+    def margins(self) -> Mapping[Quantity, float]:
+        """Distance from feasibility for each limit, as a logarithm. Positive: it does not hold with the required chance."""
+        return {limit.quantity: limit.margin(self.accepted) for limit in self.limits}
+
+    @property
+    def worst(self) -> Limit | None:
+        """The limit that is nearest to be broken, or broken by most: the reason of the verdict. None: there is no limit."""
+        if self.bound:  # the bound is one of memory, whatever else may be broken
+            return next((limit for limit in self.limits if limit.quantity == "memory"), None)
+        return max(self.limits, key=lambda limit: limit.margin(self.accepted), default=None)
 
     @property
     def p_violation(self) -> float:
         """The largest chance, over the limits, that the trial breaks one; 0 where nothing was predicted."""
         return max((limit.p_violation for limit in self.limits), default=0.0)
+
+    @property
+    def is_unguarded(self) -> bool:
+        """Whether the trial is launched without a prediction."""
+        return self.action == "launch" and not self.predicted
+
+    @property
+    def is_overruled(self) -> bool:
+        """Whether the trial is launched although it would break a limit (``on_violation="warn"``)."""
+        return self.action == "launch" and any(margin > 0 for margin in self.margins.values())
+
+    @property
+    def reason(self) -> str:
+        """A sentence that a person can act on."""
+        if self.unjudged:
+            return f"not judged: {self.unjudged}"
+        if self.worst is None:
+            return self.remark
+        words = self._sentence(self.worst)
+        if self.as_proposed is not None:
+            words = f"{self.as_proposed.sentence}; with {self.repair} it {words}"
+        if self.is_overruled:
+            words = f"launched all the same: {words}"
+        return f"{words}; {self.remark}" if self.remark else words
+
+    def _sentence(self, worst: Limit) -> str:
+        if self.bound:
+            return f"needs {self.bound}, the budget is {worst.format(worst.limit)}"
+        return f"{worst.sentence}, exceeded with a chance of {chance_in_words(worst.p_violation)} ({self.accepted:.1%} accepted)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +121,13 @@ class Decision:
     verdict: Verdict
     steps: int | None = None
     """Steps of the whole trial. None: unknown."""
+
+
+def chance_in_words(chance: float) -> str:
+    """Return a probability as a percentage that never claims certainty, for instance "99.4%" or "over 99.9%"."""
+    if chance > 0.999:
+        return "over 99.9%"
+    return "under 0.1%" if chance < 0.001 else f"{chance:.1%}"
 
 
 def check_risk(risk: float) -> float:

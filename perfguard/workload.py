@@ -6,12 +6,11 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfguard._compiled import is_compiled, module_inside
-from perfguard._random import random_numbers_kept
-from perfguard._too_large import too_large_named
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError
+from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +45,9 @@ class TensorSpec:
     """Name of a torch dtype, for instance "float32" or "int64"."""
 
     def __post_init__(self) -> None:
-        if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.shape):
+        if any(not isinstance(size, Integral) or isinstance(size, bool) or int(size) < 0 for size in self.shape):
             raise WorkloadError(f"TensorSpec.shape must hold integers of at least 0, but got {self.shape!r}.")
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))  # those of NumPy become Python's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,3 +249,52 @@ def _mend(error: Exception, params: Mapping[str, Any]) -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     found = [near for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.7) if near != name]
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+# A batch as a user describes it: tensors, specifications and shapes, nested in tuples, lists and dicts.
+
+
+def _as_shape(value: Any) -> tuple[int, ...] | None:
+    """The shape that a tuple or list of integers stands for, those of NumPy included; None: it is something else."""
+    if not isinstance(value, (tuple, list)) or not value or any(isinstance(size, bool) for size in value):
+        return None
+    if all(isinstance(size, Integral) for size in value):
+        return tuple(map(int, value))
+    if all(isinstance(size, Real) and float(size).is_integer() for size in value):
+        raise WorkloadError(f"A shape has whole numbers, but got {value!r}. Use int(...) for its sizes.")
+    return None
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest ``value`` with ``change(leaf)`` in the place of each leaf; a shape is handed over as a TensorSpec."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    if (shape := _as_shape(value)) is not None:
+        return change(TensorSpec(shape))
+    if isinstance(value, PackedSequence):  # PyTorch keeps the numbers of sequences on the host, and reads them
+        order = (None if indices is None else change(indices) for indices in value[2:])
+        return PackedSequence(change(value.data), value.batch_sizes, *order)
+    if isinstance(value, Mapping):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor or TensorSpec; None for anything else."""
+    return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+
+
+def shapes_in(value: Any) -> list[tuple[int, ...]]:
+    """The shapes of all tensors and specifications in ``value``, in order."""
+    found: list[tuple[int, ...]] = []
+
+    def note(leaf: Any) -> None:
+        shape = shape_of(leaf)
+        if shape is not None:
+            found.append(shape)
+
+    mapped(value, note)
+    return found

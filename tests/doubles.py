@@ -13,6 +13,12 @@ TOY_CPU = Device(
     boost_clock_hz=2e9, l2_bytes=2**21, tdp_w=0.0, architecture="toy", context_bytes=0, launch_overhead_s=5e-6, source="made up",
 )  # fmt: skip
 
+TOY_GPU = Device(
+    id="toy", name="Toy", kind="cuda", memory_bytes=2**30, bandwidth_bytes_per_s=1e11, peak_flops={"fp32": 1e12, "fp16": 4e12},
+    num_sms=8, boost_clock_hz=1e9, l2_bytes=2**20, tdp_w=50.0, architecture="toy", context_bytes=2**20, launch_overhead_s=5e-6,
+    source="made up",
+)  # fmt: skip
+
 BARE_A100 = replace(resolve_device("a100"), context_bytes=0)
 """An A100 whose driver takes nothing for itself, for budgets of a few KiB: the guard refuses what a context alone exceeds."""
 

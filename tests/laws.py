@@ -46,7 +46,7 @@ def some_runs() -> list[Run]:
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
         for graph in some_graphs():
-            sets = [item.compute(graph.as_batch(), device)[0] for item in feature_sets().values()]
+            sets = [item.compute(graph, device) for item in feature_sets().values()]
             view = {name: value for features in sets for name, value in features.items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import why_not_imported
 from tests import zoo
 
 SHIM = Path(__file__).resolve().parents[1] / "tools" / "torchvision_beside_cpu_torch.py"

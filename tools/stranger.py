@@ -97,7 +97,7 @@ class Stranger:
         home.mkdir()
         self._patience = patience
         self._printed = folder / "printed.txt"
-        left_out = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "PERFGUARD_LOG", "PERFGUARD_PRICES")
+        left_out = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "PERFGUARD_LOG")
         self._environment = {name: value for name, value in os.environ.items() if name not in left_out}
         self._environment |= {
             "HOME": str(home),  # PerfGuard's log is in it

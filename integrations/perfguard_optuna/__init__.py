@@ -1,6 +1,6 @@
 """PerfGuard for Optuna: trials that cannot run are pruned before they start."""
 
-from perfguard.integration import why_not_imported as _why_not_imported
+from perfguard.exceptions import why_not_imported as _why_not_imported
 
 try:
     import optuna as _optuna  # noqa: F401

@@ -25,9 +25,9 @@ from perfguard.exceptions import (
     TooLargeError,
     UnguardedTrialError,
     UnguardedTrialWarning,
+    warn_user,
 )
 from perfguard.guard import Guard, as_workload
-from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
@@ -441,7 +441,9 @@ class OptunaGuard(Guard):
             measurement = _without_memory_before_a_step(measurement)
         elsewhere = self.why_not_measured(measurement)
         if elsewhere:
-            self.write(study, launched.trial, {f"{PREFIX}:not_measured": elsewhere})
+            # Whatever ran out of memory is no reading of the guarded device, but says why the trial was pruned.
+            why_pruned = {f"{PREFIX}:status": "oom"} if measurement.status == "oom" else {}
+            self.write(study, launched.trial, {f"{PREFIX}:not_measured": elsewhere, **why_pruned})
         else:
             happened = partial(self._what_happened, study, launched, measurement)
             cost = self.budget.cost_of(measurement.total_time_s)
@@ -789,16 +791,15 @@ def build_watched(build: Build, params: WatchedParams) -> Workload:
 
 @contextmanager
 def pruned_if_out_of_resources() -> Iterator[None]:
-    """Turn an out-of-memory error or a time-out into a pruned trial, so that the study goes on."""
+    """Turn an out-of-memory error into a pruned trial, so that the study goes on."""
     try:
         yield
     except UnguardedTrialError:  # whatever its message quotes
         raise
     except Exception as error:
-        status = status_of(error)
-        if status not in ("oom", "timeout"):
+        if status_of(error) != "oom":
             raise
-        raise optuna.TrialPruned(f"ran out of {'memory' if status == 'oom' else 'time'}: {error}") from error
+        raise optuna.TrialPruned(f"ran out of memory: {error}") from error
 
 
 def _without_memory_before_a_step(measurement: Measurement) -> Measurement:

@@ -14,8 +14,7 @@ from optuna.trial import FrozenTrial
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from perfguard.exceptions import TrackingWarning
-from perfguard.integration import warn_user
+from perfguard.exceptions import TrackingWarning, warn_user
 from perfguard.quantities import format_seconds
 from perfguard_optuna._attributes import proposals_rejected_for, record_of
 

@@ -10,7 +10,7 @@ import optuna
 from torch.utils.data import DataLoader, IterableDataset
 
 from perfguard.exceptions import ConfigurationError, WorkloadError
-from perfguard.integration import random_numbers_kept
+from perfguard.pytorch import random_numbers_kept
 from perfguard.workload import Workload
 from perfguard_optuna._guard import GuardedRun, OptunaGuard
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import why_not_imported
 
 try:
     import lightning.pytorch as pl
@@ -32,7 +32,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from perfguard.exceptions import WorkloadError
-from perfguard.integration import is_compiled, random_numbers_kept
+from perfguard.pytorch import is_compiled, random_numbers_kept
 from perfguard.workload import Precision, Workload
 from perfguard_optuna._guard import OptunaGuard
 from perfguard_optuna._training import GuardedTraining, first_batch

@@ -7,7 +7,7 @@ import math
 from types import TracebackType
 from typing import Any
 
-from perfguard.integration import why_not_imported
+from perfguard.exceptions import why_not_imported
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -1,6 +1,6 @@
 """PerfGuard for Ray Tune: trials that cannot run never become actors."""
 
-from perfguard.integration import why_not_imported as _why_not_imported
+from perfguard.exceptions import why_not_imported as _why_not_imported
 
 try:
     import ray as _ray

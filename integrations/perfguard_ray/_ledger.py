@@ -13,9 +13,8 @@ from ray import cloudpickle
 from ray.tune.experiment import Trial
 from ray.tune.utils import flatten_dict
 
-from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning, warn_user
 from perfguard.guard import Guard
-from perfguard.integration import warn_user
 from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair

@@ -10,7 +10,7 @@ from perfguard_ray._ledger import ledger_of
 from perfguard_ray._summary import rows_of, summary_of
 
 if TYPE_CHECKING:
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 
 def read(source: Any, study: str | None, log: MeasurementStore | None) -> Report | None:

@@ -11,7 +11,7 @@ from perfguard.summary import TrialRecord
 from perfguard_ray._ledger import Ledger, ledger_of
 
 if TYPE_CHECKING:
-    from perfguard.store import LoggedDecision
+    from perfguard.log import LoggedDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

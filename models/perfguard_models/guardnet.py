@@ -27,7 +27,6 @@ import torch
 
 from perfguard.exceptions import PredictorError
 from perfguard.graph import (
-    GraphBatch,
     OpGraph,
     assumed_log_sigma,
     has_assumed_sizes,
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
 
-_AMD = "AMD GPUs: no prediction for them was ever compared with a measurement"
 MEMORY, TIME = MemoryForest.name, TwoClocks.name
 
 
@@ -161,58 +159,39 @@ class GuardNet:
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
         compiled = self._compiled(graph, device)
-        launched = (graph if compiled is None else compiled.graph).as_batch()
-        raw = self._raw(graph, device)
-        return self._predictions(graph.as_batch(), launched, raw, device, steps)[0]
+        return self._prediction(graph, graph if compiled is None else compiled.graph, self._raw(graph, device), device, steps)
 
-    @undisturbed
-    def predict_all(self, graphs: GraphBatch, device: Device) -> list[Prediction]:
-        """See :class:`perfguard.predictor.BatchPredictor`."""
-        if self._compiled(graphs.skeleton, device) is not None:  # which operators share a kernel depends on sizes
-            return [self.predict(graph, device) for graph in graphs]
-        raw = _widened(self._weights[device.kind].predict(graphs, device), graphs)
-        return self._predictions(graphs, graphs, raw, device)
-
-    def _predictions(
-        self, graphs: GraphBatch, launched: GraphBatch, raw: RawPrediction, device: Device, steps: int | None = None
-    ) -> list[Prediction]:
-        """The prediction of each of ``graphs``. ``launched`` has the operators that really run."""
-        memory, step_time = (self._estimates(target, raw, graphs.skeleton, device) for target in TARGETS)
+    def _prediction(self, graph: OpGraph, launched: OpGraph, raw: RawPrediction, device: Device, steps: int | None) -> Prediction:
+        """The prediction for ``graph``. ``launched`` has the operators that really run."""
+        memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
         overhead, overhead_log_sigma = self._overheads.get(device.id, (0.0, TRIALS.overhead_log_sigma))
         power = self._powers.get(device.id)
-        has_learnt = (device.id, "memory") in self._posteriors
         on_device = self._weights[device.kind].trained_on(device)
-        trained = {target: ((device.id, target) in self._posteriors) | (raw.known[target] & on_device) for target in TARGETS}
-        quantities = [tuple(target for target in TARGETS if trained[target][at]) for at in range(len(memory))]
-        kinds = sorted(graphs.skeleton.kinds)
-        place = {kind: at for at, kind in enumerate(kinds)}
-        of_kind = np.eye(len(kinds))[np.array([place[op.kind] for op in graphs.skeleton.ops], dtype=np.int64)]
+        trained = tuple(
+            target for target in TARGETS if (device.id, target) in self._posteriors or (raw.known[target][0] and on_device)
+        )
         path = raw.path
-        before = {"start": path.start_s.tolist(), "batch_copy": path.copy_s.tolist()}
-        by_kind = (path.op_time_s @ of_kind).tolist()
-        by_part = {"host": (path.start_s + path.host_s.sum(axis=1)).tolist(), "device": path.device_s.sum(axis=1).tolist()}
-        by_part["copies"] = before["batch_copy"]
-        memory_bytes = memory_parts(launched, device)
-        shares = {name: [None if math.isnan(share) else share for share in found.tolist()] for name, found in raw.shares.items()}
-        return [
-            Prediction(
-                peak_memory=memory[at],
-                step_time=time,
-                total_time=None if steps is None else time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma),
-                predictor=self.name,
-                device_id=device.id,
-                trained_on_device=quantities[at] == TARGETS,
-                trained_quantities=quantities[at],
-                memory_parts_bytes=memory_bytes[at],
-                time_parts_s={name: seconds[at] for name, seconds in by_part.items()},
-                time_by_kind_s=_sorted([*zip(kinds, by_kind[at], strict=True), *((name, s[at]) for name, s in before.items())]),
-                gpu_util=shares["gpu_util"][at] if shares else None,
-                sm_active=shares["sm_active"][at] if shares else None,
-                energy=None if power is None else time.scaled(math.exp(power[0]), log_sigma=power[1]),
-                unmodelled=launched.skeleton.unmodelled + ((_AMD,) if device.is_amd and not has_learnt else ()),
-            )
-            for at, time in enumerate(step_time)
-        ]
+        by_kind = {"start": float(path.start_s[0]), "batch_copy": float(path.copy_s[0])}
+        for op, seconds in zip(graph.ops, path.op_time_s[0].tolist(), strict=True):
+            by_kind[op.kind] = by_kind.get(op.kind, 0.0) + seconds
+        by_part = {"host": path.start_s[0] + path.host_s[0].sum(), "device": path.device_s[0].sum(), "copies": path.copy_s[0]}
+        shares = {name: None if math.isnan(found[0]) else float(found[0]) for name, found in raw.shares.items()}
+        return Prediction(
+            peak_memory=memory,
+            step_time=step_time,
+            total_time=None if steps is None else step_time.scaled(steps * math.exp(overhead), log_sigma=overhead_log_sigma),
+            predictor=self.name,
+            device_id=device.id,
+            trained_on_device=trained == TARGETS,
+            trained_quantities=trained,
+            memory_parts_bytes=memory_parts(launched, device),
+            time_parts_s={name: float(seconds) for name, seconds in by_part.items()},
+            time_by_kind_s=_sorted(list(by_kind.items())),
+            gpu_util=shares.get("gpu_util"),
+            sm_active=shares.get("sm_active"),
+            energy=None if power is None else step_time.scaled(math.exp(power[0]), log_sigma=power[1]),
+            unmodelled=launched.unmodelled,
+        )
 
     @undisturbed
     def op_time_shares(self, graph: OpGraph, device: Device) -> npt.NDArray[np.float64]:
@@ -327,7 +306,7 @@ class GuardNet:
         at, y = (GPInputs(*(column[:0] for column in known.at)), known.y[:0]) if measured is None else (measured.at, measured.y)
         self._posteriors[key] = condition(known.prior, at, y, limits)
 
-    def _estimates(self, target: Target, raw: RawPrediction, skeleton: OpGraph, device: Device) -> list[Estimate]:
+    def _estimate(self, target: Target, raw: RawPrediction, graph: OpGraph, device: Device) -> Estimate:
         x, own_sigma = raw.embedding[target], PRIOR.total * raw.prior_scale[target]
         posterior = self._posteriors.get((device.id, target))
         if posterior is None:
@@ -335,7 +314,7 @@ class GuardNet:
         else:
             of_the_process = posterior.prior.total
             scale = torch.tensor([scale_of(one, of_the_process) for one in own_sigma.tolist()]).double()
-            inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(skeleton))
+            inputs = gp_inputs(x, raw.alternatives[target], regime=posterior.regime, scale=scale, setting=_setting_of(graph))
             # The process has one prior; a graph may be harder or easier than those that it was made for.
             before = torch.from_numpy(own_sigma)
             means, log_sigmas = posterior.at(inputs)
@@ -344,7 +323,7 @@ class GuardNet:
             mean, log_sigma = means.numpy(), log_sigmas.numpy()
         log_sigma = np.maximum(log_sigma, TRIALS.least_log_sigma(target))
         median = np.exp(raw.log_value[target] + self._corrections(target, [raw], device) + mean)
-        return list(map(Estimate, median.tolist(), log_sigma.tolist()))
+        return Estimate(float(median[0]), float(log_sigma[0]))
 
     def _raw(self, graph: OpGraph, device: Device) -> RawPrediction:
         """The weights' prediction for ``graph``, as a batch of one. It is cached for the life of the graph."""
@@ -352,7 +331,7 @@ class GuardNet:
         key = repr(device)
         if key not in of_graph:
             compiled = self._compiled(graph, device)
-            eager = (graph if compiled is None else compiled.eager).as_batch()
+            eager = graph if compiled is None else compiled.eager
             raw = _widened(self._weights[device.kind].predict(eager, device), eager)
             of_graph[key] = raw if compiled is None else _on_kernels(raw, compiled, device)
         return of_graph[key]
@@ -369,20 +348,19 @@ def _sorted(times_s: list[tuple[str, float]]) -> dict[str, float]:
     return dict(sorted((item for item in times_s if item[1] > 0), key=lambda item: -item[1]))
 
 
-def _widened(raw: RawPrediction, graphs: GraphBatch) -> RawPrediction:
-    """Widen the prior of ``raw`` by what its graphs assume of the data, and by the range that opaque operators allow. Move it to
+def _widened(raw: RawPrediction, graph: OpGraph) -> RawPrediction:
+    """Widen the prior of ``raw`` by what ``graph`` assumes of the data, and by the range that opaque operators allow. Move it to
     the middle of that range."""
-    assumed = {target: assumed_log_sigma(graphs.skeleton, target) for target in TARGETS}
+    assumed = {target: assumed_log_sigma(graph, target) for target in TARGETS}
     if any(assumed.values()):
-        least = PHYSICS.memory_log_sigma if has_assumed_sizes(graphs.skeleton) else 0.0
+        least = PHYSICS.memory_log_sigma if has_assumed_sizes(graph) else 0.0
         own = raw.prior_scale | {"memory": np.maximum(raw.prior_scale["memory"], least / PRIOR.total)}
         raw = raw._replace(prior_scale={target: np.hypot(own[target], assumed[target] / PRIOR.total) for target in TARGETS})
-    opaque = list(unknown_operators(graphs.skeleton))
+    opaque = list(unknown_operators(graph))
     if not opaque:
         return raw
-    memory_bytes = np.exp(raw.log_value["memory"]).tolist()
-    spans = list(map(unknown_span, graphs, raw.op_time_s.tolist(), memory_bytes))
-    half: dict[str, npt.NDArray[Any]] = {target: np.array([span[target] / 2 for span in spans]) for target in TARGETS}
+    span = unknown_span(graph, raw.op_time_s[0].tolist(), math.exp(raw.log_value["memory"][0]))
+    half = {target: np.array([span[target] / 2]) for target in TARGETS}
     op_time_s = raw.op_time_s.copy()
     op_time_s[:, opaque] += (op_time_s.sum(axis=1) * np.expm1(half["time"]) / len(opaque))[:, None]
     device_s = raw.path.device_s.copy()

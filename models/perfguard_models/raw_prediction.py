@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 
 from perfguard.devices import catalog
-from perfguard.graph import GraphBatch, OpGraph, batch_roofline_s
+from perfguard.graph import OpGraph
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Step, predict_with_spread, share_of, sums_table
 from perfguard_models.residual import GPInputs, ResidualPrior
 from perfguard_models.setting import Setting, timed_as_any
 from perfguard_models.summary import NOTHING, Summary
-from perfguard_models.trained import FittedModel, steps_of
+from perfguard_models.trained import FittedModel, step_of
 from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_models.weight_files import version_of
 
@@ -69,9 +69,6 @@ class PhysicsConfig:
     those that are used are loaded."""
     time_log_sigma: float = 0.6
     """A step takes one to four times its roofline."""
-    time_factor: float = 2.0
-    """The middle of that, as a factor on the roofline."""
-
     new_cpu_log_sigma: float = 0.2
     """What another CPU adds to the time's. A guess: the training rows are of one machine."""
 
@@ -105,7 +102,7 @@ names, are 0.1 to 2% apart, where the noise is 3 to 11%."""
 
 
 class RawPrediction(NamedTuple):
-    """The weights' prediction for C graphs with one skeleton on a device, before any run there.
+    """The weights' prediction for C graphs on a device, before any run there. :meth:`Weights.predict` gives C = 1.
 
     Targets are "memory" in log bytes and "time" in log seconds of a step.
     """
@@ -152,15 +149,15 @@ class Weights:
             return device.name in self._time.card["trained_cpus"]
         return device.id in self._time.card["trained_devices"] or device.id in self._memory.card["trained_devices"]
 
-    def predict(self, graphs: GraphBatch, device: Device) -> RawPrediction:
-        """The weights' prediction for each of ``graphs``."""
-        skeleton, number = graphs.skeleton, len(graphs)
-        setting, steps = Setting.of(skeleton, device), steps_of(self._time.learner, graphs, device)
+    def predict(self, graph: OpGraph, device: Device) -> RawPrediction:
+        """The weights' prediction for ``graph``, with C = 1."""
+        number = 1
+        setting, steps = Setting.of(graph, device), [step_of(self._time.learner, graph, device)]
         features = sums_table(steps)
-        log_step_s, op_time_s, path = self._clocks(graphs, steps, device)
-        memory = self._memory_by_trees(graphs, steps, setting, device)
+        log_step_s, op_time_s, path = self._clocks(graph, steps, device)
+        memory = self._memory_by_trees(graph, steps, setting, device)
         log_bytes, memory_sigma = (np.zeros(number), np.zeros(number)) if memory is None else memory
-        is_measured = self._has_readings(setting), not timed_as_any(skeleton, device).isdisjoint(self._time.card["timed"])
+        is_measured = self._has_readings(setting), not timed_as_any(graph, device).isdisjoint(self._time.card["timed"])
         raw = RawPrediction(
             log_value={"memory": log_bytes, "time": log_step_s[0]},
             op_time_s=op_time_s,
@@ -168,20 +165,12 @@ class Weights:
             embedding=dict.fromkeys(TARGETS, embedding_of(features)),
             alternatives={},
             prior_scale={"memory": memory_sigma, "time": self._time_sigma(log_step_s, setting, device)},
-            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" and not device.is_amd else {},
+            shares=self._shares(steps) if setting.is_perceptron and device.kind == "cuda" else {},
             known={target: np.full(number, one) for target, one in zip(TARGETS, is_measured, strict=True)},
             step_features=features,
         )
-        if device.is_amd:
-            # NVIDIA's kernels and workspaces say nothing of AMD's. Carried over, they have a transformer in half precision at
-            # 91% of an MI300X's peak, at 83% of an H100's. The host is the same: what waits for it takes as long there.
-            roofline_s = PHYSICS.time_factor * batch_roofline_s(graphs, device).sum(axis=1)
-            is_slower = np.log(np.maximum(roofline_s, 1e-12)) > log_step_s[0]
-            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_), "time": is_slower})
-            unsure = np.maximum(raw.prior_scale["time"], PHYSICS.time_log_sigma)
-            raw = raw._replace(prior_scale=raw.prior_scale | {"time": unsure})
-        elif memory is None:
-            raw = by_physics(raw, graphs, device, {"memory": np.ones(number, dtype=np.bool_)})
+        if memory is None:
+            raw = memory_by_replay(raw, graph, device)
         alternatives = {target: torch.from_numpy(physics_of(target, features, raw.log_value[target])) for target in TARGETS}
         if device.kind == "cpu":
             alternatives["memory"] = torch.zeros_like(alternatives["memory"])  # there is no allocator's cache, and no context
@@ -191,15 +180,15 @@ class Weights:
         return raw._replace(alternatives=alternatives)
 
     def _memory_by_trees(
-        self, graphs: GraphBatch, steps: Sequence[Step], setting: Setting, device: Device
+        self, graph: OpGraph, steps: Sequence[Step], setting: Setting, device: Device
     ) -> tuple[Floats, Floats] | None:
         """Log bytes and their standard deviations on a CPU, and where cuDNN's benchmark mode leaves workspaces in the cache.
 
         There, the training rows of float32 are readings, of one machine. Those of half precision say what fitted, on machines of
         which nobody knows what they had loaded. Shapes: (C,), (C,). None: it is another step, or the forests have no such ones.
         """
-        skeleton, calibration = graphs.skeleton, self._memory.calibration
-        has_workspaces = "cudnn_benchmark" in skeleton.options and not skeleton.kinds.isdisjoint(CONVOLUTION_KINDS)
+        calibration = self._memory.calibration
+        has_workspaces = "cudnn_benchmark" in graph.options and not graph.kinds.isdisjoint(CONVOLUTION_KINDS)
         if device.kind == "cuda" and not has_workspaces:
             return None
         predicted, spread = predict_with_spread(self._memory.learner, steps)
@@ -213,7 +202,7 @@ class Weights:
         loaded, loaded_sigma = PHYSICS.all_modules_bytes, PHYSICS.loaded_sigma_bytes
         if setting.precision != "fp32":
             loaded, loaded_sigma = 0.0, PHYSICS.all_modules_bytes / 2
-        num_bytes = np.maximum(there - loaded, graphs.peak_live_bytes + device.context_bytes)
+        num_bytes = np.maximum(there - loaded, graph.peak_live_bytes + device.context_bytes)
         return np.log(num_bytes), np.hypot(own * there, loaded_sigma) / num_bytes
 
     def _has_readings(self, setting: Setting) -> bool:
@@ -225,7 +214,7 @@ class Weights:
         predicted = self._memory.learner.predict(steps)
         return {name: np.array(list(map(share_of, predicted[name].tolist()))) for name in _SHARES}
 
-    def _clocks(self, graphs: GraphBatch, steps: Sequence[Step], device: Device) -> tuple[Floats, Floats, PathTimes]:
+    def _clocks(self, graph: OpGraph, steps: Sequence[Step], device: Device) -> tuple[Floats, Floats, PathTimes]:
         """Log seconds on machines as :meth:`TwoClocks.log_step_s` orders them, (5, C), the time by operator, (C, N), and the path
         that takes longest."""
         clocks = self._time.learner
@@ -233,7 +222,7 @@ class Weights:
         log_step_s, device_s, path = clocks.clocks(steps)
         card, is_part, _ = device.id.partition(":")
         if is_part and card in catalog():  # a part is never faster than the whole, but the network may say so
-            log_step_s = np.maximum(log_step_s, clocks.log_step_s(steps_of(clocks, graphs, catalog()[card])))
+            log_step_s = np.maximum(log_step_s, clocks.log_step_s([step_of(clocks, graph, catalog()[card])]))
         total_s = np.maximum(device_s.sum(axis=1, keepdims=True), 1e-12)
         return log_step_s, device_s * np.exp(log_step_s[0])[:, None] / total_s, path
 
@@ -249,7 +238,7 @@ class Weights:
 
         Compiled steps of any GPU count, and both half precisions as one.
         """
-        if device.kind == "cpu" or device.is_amd:
+        if device.kind == "cpu":
             return False
         own = Setting.of(graph, device)
         if own.precision != "fp32":
@@ -280,36 +269,19 @@ def gp_inputs(
     return GPInputs(x, alternatives, *columns)
 
 
-def by_physics(
-    raw: RawPrediction, graphs: GraphBatch, device: Device, rows: Mapping[str, npt.NDArray[np.bool_]]
-) -> RawPrediction:
-    """Replace the values of some ``rows`` (C,) of each target by replay and roofline, with their sigma."""
-    for target, chosen in rows.items():
-        if not chosen.any():
-            continue
-        op_time_s, path = raw.op_time_s, raw.path
-        if target == "memory":
-            num_bytes = graphs.peak_live_bytes if device.kind == "cpu" else graphs.reserved_bytes
-            value = np.log((np.maximum(num_bytes, 1) + device.context_bytes).astype(np.float64))
-        else:
-            bare = batch_roofline_s(graphs, device) * PHYSICS.time_factor
-            value = np.log(np.maximum(bare.sum(axis=1), 1e-12))
-            op_time_s = np.where(chosen[:, None], bare, op_time_s)
-            path = path.replaced(PathTimes.on_device(bare), chosen)
-        is_validated = target == "memory" and device.kind == "cuda" and not device.is_amd
-        is_validated = is_validated and _replay_is_validated(graphs.skeleton)
-        unsure: float | Floats = PHYSICS.log_sigma(target)
-        if is_validated:  # a relative and a constant part
-            unsure = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
-        scale = np.where(chosen, unsure, raw.prior_scale[target])
-        raw = raw._replace(
-            log_value=raw.log_value | {target: np.where(chosen, value, raw.log_value[target])},
-            op_time_s=op_time_s,
-            path=path,
-            prior_scale=raw.prior_scale | {target: scale},
-            known=raw.known | {target: np.where(chosen, is_validated, raw.known[target])},
-        )
-    return raw
+def memory_by_replay(raw: RawPrediction, graph: OpGraph, device: Device) -> RawPrediction:
+    """Replace the memory by that of the allocator's replay and the driver's context, with its sigma."""
+    num_bytes = graph.peak_live_bytes if device.kind == "cpu" else graph.reserved_bytes
+    value = np.log(np.array([max(num_bytes, 1) + device.context_bytes], dtype=np.float64))
+    is_validated = device.kind == "cuda" and _replay_is_validated(graph)
+    sigma = np.full(1, PHYSICS.memory_log_sigma)
+    if is_validated:  # a relative and a constant part
+        sigma = np.hypot(PHYSICS.replay_log_sigma, PHYSICS.loaded_sigma_bytes / np.exp(value))
+    return raw._replace(
+        log_value=raw.log_value | {"memory": value},
+        prior_scale=raw.prior_scale | {"memory": sigma},
+        known=raw.known | {"memory": np.full(1, is_validated)},
+    )
 
 
 def _replay_is_validated(graph: OpGraph) -> bool:

@@ -45,7 +45,7 @@ class Setting:
             compiled="compiled" in graph.options,
             has_convolutions="conv" in graph.kinds,
             has_recurrent_layers="rnn" in graph.kinds,
-            is_single=is_single(graph.skeleton),
+            is_single=is_single(graph),
         )
 
     @property
@@ -85,9 +85,9 @@ def timed_as_any(graph: OpGraph, device: Device) -> frozenset[str]:
     return frozenset(dataclasses.replace(own, arithmetic=one).timed_as for one in same)
 
 
-def is_single(skeleton: OpGraph) -> bool:
+def is_single(graph: OpGraph) -> bool:
     """Whether the graph is an operator of a table of single operators, and no step."""
-    return not {"operator", "kernel"}.isdisjoint(skeleton.options)
+    return not {"operator", "kernel"}.isdisjoint(graph.options)
 
 
 def arithmetic_of(precision: str, options: Collection[str], device: Device) -> str:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OP_KINDS, GraphBatch
+from perfguard.graph import OP_KINDS, OpGraph
 from perfguard_models.calibration import Calibration
 from perfguard_models.features import launches, step
 from perfguard_models.learner import Arrays, Learner, Step
@@ -35,17 +35,15 @@ class FeatureSet(NamedTuple):
 
     columns: object
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
-    compute: Callable[[GraphBatch, Device], list[Arrays]]
-    """Computes the features of each graph of a batch."""
+    compute: Callable[[OpGraph, Device], Arrays]
+    """Computes the features of a graph on a device."""
     module: str
     """Module whose source code is part of the cache key of features."""
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
     "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches, launches.__name__),
-    "sums": FeatureSet(
-        step.STEP_FEATURES, lambda graphs, device: [{"sums": row} for row in step.step_features(graphs, device)], step.__name__
-    ),
+    "sums": FeatureSet(step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}, step.__name__),
 }
 """Feature sets of GuardNet's learners by name."""
 LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, TwoClocks)}
@@ -152,13 +150,9 @@ def trained_of(
     return FittedModel(learner, card, calibration)
 
 
-def steps_of(
-    learner: Learner, graphs: GraphBatch, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS
-) -> list[Step]:
-    """Return each of ``graphs`` on ``device`` with the features that ``learner`` reads."""
-    single = is_single(graphs.skeleton)
-    views: list[Arrays] = [{} for _ in range(len(graphs))]
+def step_of(learner: Learner, graph: OpGraph, device: Device, feature_sets: Mapping[str, FeatureSet] = FEATURE_SETS) -> Step:
+    """Return ``graph`` on ``device`` with the features that ``learner`` reads."""
+    features: Arrays = {}
     for name in learner.views:
-        for view, found in zip(views, feature_sets[name].compute(graphs, device), strict=True):
-            view.update(found)
-    return [Step(device.id, single, view) for view in views]
+        features |= feature_sets[name].compute(graph, device)
+    return Step(device.id, is_single(graph), features)

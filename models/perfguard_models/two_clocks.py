@@ -89,11 +89,6 @@ class PathTimes(NamedTuple):
         number, num_ops = op_time_s.shape
         return cls(np.full(number, float(num_ops == 0)), np.zeros(number), np.zeros_like(op_time_s), op_time_s)
 
-    def replaced(self, other: Self, chosen: npt.NDArray[np.bool_]) -> Self:
-        """The same with the steps of ``other`` where ``chosen`` (C,) is true."""
-        parts = zip(self, other, strict=True)
-        return type(self)(*(np.where(chosen if own.ndim == 1 else chosen[:, None], new, own) for own, new in parts))
-
     @property
     def op_time_s(self) -> Floats:
         """Seconds that each operator adds to the path. Shape: (C, N)."""

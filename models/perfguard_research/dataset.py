@@ -123,7 +123,7 @@ _KERNELS_A_STEP = 1_000_000
 _ARITHMETIC_OF_FP32 = ("tf32", "no-tf32")
 _FEATURES_OF_PAPERS = "perfguard_research.papers.served"
 """Imported by name, because the papers' package imports this one."""
-_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "exact", "operators"))
+_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "operators"))
 
 
 def feature_sets() -> Mapping[str, FeatureSet]:
@@ -276,8 +276,8 @@ def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]
             found.append(graph)
             continue
         if previous is None or previous[0] is not graph or previous[1] != device:
-            batch, known = graph.as_batch(), feature_sets()
-            previous = graph, device, {name: known[name].compute(batch, device)[0] for name in names}
+            known = feature_sets()
+            previous = graph, device, {name: known[name].compute(graph, device) for name in names}
         found.append(previous[2])
     return found
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from perfguard.exceptions import TableError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
-from perfguard.graph._costs import convolution_attributes, product_flops
+from perfguard.graph.costs import convolution_attributes, product_flops
 from perfguard.workload import Mode, Precision
 from perfguard_research.csv_rows import Row, one_of, positive, whole
 

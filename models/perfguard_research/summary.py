@@ -89,7 +89,7 @@ def main() -> None:
     wanted = {_key_of(runs[index]) for index in chosen}
     raws: dict[tuple[object, ...], tuple[str, RawPrediction]] = {}
     for run, device, graph in graphs_of(arguments.tables, lambda run: _key_of(run) in wanted, cache=arguments.cache):
-        raws[_key_of(run)] = run.gpu, weights.predict(graph.as_batch(), device)
+        raws[_key_of(run)] = run.gpu, weights.predict(graph, device)
     command = f"python -m perfguard_research.summary {' '.join(['TABLE'] * len(arguments.tables))} --out DIR"
     print(write_summary(arguments.out / NAME, summary_of(raws.values()), memory.card["sha256"], command), end="")
 

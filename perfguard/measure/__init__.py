@@ -1,11 +1,9 @@
 """Measures the cost of trials."""
 
-from perfguard.measure._cpu import CpuProbe, PeakResidentSet
-from perfguard.measure._gpu import GpuProbe
-from perfguard.measure._measurement import NOT_A_NUMBER, Confidence, Measurement, Status
-from perfguard.measure._probe import Probe, Reading
-from perfguard.measure._run import Run, status_of
-from perfguard.measure._steps import StepTimer
+from perfguard.measure.cpu import CpuProbe, PeakResidentSet
+from perfguard.measure.gpu import GpuProbe
+from perfguard.measure.measurement import NOT_A_NUMBER, Confidence, Measurement, Probe, RanOn, Reading, Status
+from perfguard.measure.run import Run, StepTimer, status_of
 
 __all__ = [
     "NOT_A_NUMBER",
@@ -15,6 +13,7 @@ __all__ = [
     "Measurement",
     "PeakResidentSet",
     "Probe",
+    "RanOn",
     "Reading",
     "Run",
     "Status",

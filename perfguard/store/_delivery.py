@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DataError, IntegrityError
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import LogVersionError, LogWarning
-from perfguard.store import _schema as schema
+from perfguard.exceptions import LogVersionError, LogWarning, warn_user
+from perfguard.log import _schema as schema
 from perfguard.store._database import savepoint
 from perfguard.store._log import TROUBLE, Log, reason_of
 from perfguard.store._schema import Entry

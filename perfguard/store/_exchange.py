@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sqlalchemy import BigInteger, Double, LargeBinary, Table
 
-from perfguard._optional import why_not_imported
-from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError
+from perfguard.exceptions import ConfigurationError, LogError, LogVersionError, PerfGuardError, why_not_imported
+from perfguard.log import _schema as schema
 from perfguard.measure import Confidence, Status
-from perfguard.store import _schema as schema
 from perfguard.store._migrations import mend
 from perfguard.store._schema import SCHEMA_VERSION, Entry
 from perfguard.store._selection import Selection

@@ -15,9 +15,8 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, Engine, func, inspect, select, update
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
-from perfguard._warn import warn_user
-from perfguard.exceptions import LogCorruptError, LogError, LogVersionError, LogWarning
-from perfguard.store import _schema as schema
+from perfguard.exceptions import LogCorruptError, LogError, LogVersionError, LogWarning, warn_user
+from perfguard.log import _schema as schema
 from perfguard.store._database import INSERT, identity_of, is_memory, make_engine, write_ahead
 from perfguard.store._migrations import migrate
 from perfguard.store._retention import ROWS_AT_ONCE

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sqlalchemy import Connection, delete, select
 
-from perfguard.store import _schema as schema
+from perfguard.log import _schema as schema
 from perfguard.store._selection import Selection, select_ids
 
 ROWS_AT_ONCE = 5000

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, Select, false, func, or_, select
 
 from perfguard.exceptions import ConfigurationError
+from perfguard.log import _schema as schema
 from perfguard.measure import Status
-from perfguard.store import _schema as schema
 
 if TYPE_CHECKING:
     from perfguard.verdict import Action

@@ -18,9 +18,9 @@ from sqlalchemy import URL, ColumnElement, Connection, Row, Select, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from perfguard.exceptions import ConfigurationError, LogError, PredictorError, WorkloadError
+from perfguard.log import _retention as retention
+from perfguard.log import _schema as schema
 from perfguard.predictor import Observation, Prediction
-from perfguard.store import _retention as retention
-from perfguard.store import _schema as schema
 from perfguard.store._database import parse_url
 from perfguard.store._delivery import Delivery
 from perfguard.store._log import TROUBLE, Log, default_location, unusable

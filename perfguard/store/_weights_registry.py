@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Row, Select, delete, select, update
 
 from perfguard.exceptions import LogError
-from perfguard.store import _schema as schema
+from perfguard.log import _schema as schema
 from perfguard.store._log import Log
 from perfguard.store._schema import LoggedWeights, WeightsState
 

@@ -49,4 +49,4 @@ def local_ray(ray_on_this_machine: None, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process trains on its processor counts as trained on the GPU that a guard names."""
-    monkeypatch.setattr("perfguard.measure._run.GpuProbe", PretendedGpuProbe)
+    monkeypatch.setattr("perfguard.measure.run.GpuProbe", PretendedGpuProbe)

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import MeasurementStore, Workload
-from perfguard.measure import _run
+from perfguard.measure import run
 from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study, record_of
 from tests.doubles import BARE_A100, PretendedGpuProbe, ReplayPredictor
 from tests.warm import processes
@@ -64,7 +64,7 @@ def opened(place: str) -> Iterator[BaseStorage]:
 def work(storage: str, log: str, study_name: str) -> None:
     """What one process does."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    _run.GpuProbe = PretendedGpuProbe  # type: ignore[assignment, attr-defined]
+    run.GpuProbe = PretendedGpuProbe  # type: ignore[assignment, attr-defined]
     pruner = make_pruner(log)
     sampler = PerfGuardSampler(optuna.samplers.RandomSampler(), pruner)
     study = create_study(study_name=study_name, storage=storage_at(storage), load_if_exists=True, sampler=sampler)

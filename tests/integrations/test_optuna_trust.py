@@ -19,7 +19,7 @@ from torch import nn
 from perfguard import Guard, Measurement, MeasurementStore, Workload
 from perfguard.exceptions import MeasurementWarning
 from perfguard.predictor import Predictor, load_predictor
-from perfguard_optuna import OptunaGuard, PerfGuardPruner
+from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU"),
@@ -104,6 +104,24 @@ def test_laptop_smoke_test_teaches_a100_nothing(tmp_path: Path) -> None:
     assert len(logged) == 8  # what it cost is kept, as the processor's
     guard.log.close()
     assert verdicts("a100", log) == fresh
+
+
+def test_out_of_memory_trial_of_an_absent_gpu_has_a_status() -> None:
+    """It says why the trial was pruned, but is no violation of the GPU's budget: this machine's memory ran out."""
+    guard = OptunaGuard("a100", log=False, predictor=unlearnt())
+
+    def objective(trial: optuna.Trial) -> float:
+        with guard.trial(trial, build({"width": trial.suggest_int("width", 8, 8)})):
+            raise MemoryError("this machine's")
+
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1)
+    (trial,) = study.trials
+    record = record_of(trial)
+    assert (trial.state, record.status) == (TrialState.PRUNED, "oom")
+    assert "this process has no NVIDIA A100" in record.not_measured
+    assert not record.is_measured
+    assert not record.violates
 
 
 def test_laptop_pace_does_not_stop_an_a100_trial(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import perfguard_ray
 from perfguard import Device, Estimate, MeasurementStore, OpGraph, Prediction, Workload
 from perfguard.budget import Limit, Quantity, quantity_of
 from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
-from perfguard.store import LoggedDecision
+from perfguard.log import LoggedDecision
 from perfguard.verdict import Decision, Verdict
 from perfguard_ray import PerfGuardCallback, PerfGuardPopulationBasedTraining, PerfGuardVariantGenerator
 from perfguard_ray._callback import breaks_budget, status_of_failure
@@ -161,6 +161,7 @@ def test_an_error_takes_the_measurement_along() -> None:
         (OutOfMemoryError("whatever Ray says"), "oom"),
         (RuntimeError("Failure # 1\n1 worker(s) were killed due to the node running low on memory."), "oom"),
         (ValueError("labels are wrong"), "failed"),
+        (TimeoutError("timed out"), "failed"),
         (None, "failed"),
     ],
 )

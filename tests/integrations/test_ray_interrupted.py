@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perfguard import MeasurementStore
-from perfguard.store import LoggedDecision
+from perfguard.log import LoggedDecision
 from tests import warm
 
 pytest.importorskip("ray")

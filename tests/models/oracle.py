@@ -1,7 +1,6 @@
 """The features, the roofline and live bytes of one graph as plain loops: slow, and easy to read.
 
-The code under test computes the same for a batch of graphs with arrays. The weights were fitted to these numbers, so it is held
-to them to the last bit.
+The code under test computes the same with arrays. The weights were fitted to these numbers.
 """
 
 from __future__ import annotations

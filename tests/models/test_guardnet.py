@@ -22,7 +22,7 @@ from torch import nn
 
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PredictorError
-from perfguard.graph import OpGraph, roofline_s, trace
+from perfguard.graph import OpGraph, trace
 from perfguard.measure import Measurement
 from perfguard.predictor import Observation, Prediction, Predictor
 from perfguard.workload import TensorSpec, Workload
@@ -254,44 +254,6 @@ def test_inference_on_a_faster_card_is_left_to_physics(net: GuardNet) -> None:
     assert times[1].log_sigma < 0.7
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
-@pytest.mark.parametrize("gpu", ["mi210", "mi250x", "mi300x", "mi355x"])
-def test_on_amd_it_is_physics_and_says_so(net: GuardNet, gpu: str, benchmark: bool) -> None:
-    device, graph = resolve_device(gpu), on_a_gpu("fp32", "train", benchmark=benchmark)
-    prediction = net.predict(graph, device)
-    assert not prediction.trained_on_device
-    assert "AMD GPUs: no prediction for them was ever compared with a measurement" in prediction.unmodelled
-    assert prediction.peak_memory.median == pytest.approx(graph.reserved_bytes + device.context_bytes)
-    assert prediction.peak_memory.log_sigma >= 0.2
-    assert prediction.step_time.log_sigma >= 0.6
-
-
-@pytest.mark.parametrize("gpu", ["mi210", "mi300x"])
-def test_step_on_amd_waits_for_the_host_or_takes_twice_the_roofline(net: GuardNet, gpu: str) -> None:
-    device = resolve_device(gpu)
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 8192))
-    graph = trace(Workload(model, (8192, 8192), loss=lambda y: y.sum(), precision="amp-bf16", batch_on="device"))
-    large, roofline = net.predict(graph, device), roofline_s(graph, device).sum()
-    assert large.step_time.median == pytest.approx(2 * roofline)
-    assert large.time_parts_s["device"] == pytest.approx(2 * roofline)
-    assert large.gpu_util is None  # NVML's figure
-    small = net.predict(perceptron(64), device)
-    assert small.time_parts_s["host"] > 0.9 * small.step_time.median
-    assert small.step_time.median > 3 * roofline_s(perceptron(64), device).sum()
-
-
-def test_own_runs_on_amd_teach_it(net: GuardNet) -> None:
-    device = resolve_device("mi300x")
-    before = net.predict(NINTH, device)
-    net.fine_tune(half_as_much_again(net, EIGHT, device))
-    after = net.predict(NINTH, device)
-    assert after.trained_on_device
-    assert not any("AMD" in text for text in after.unmodelled)
-    assert after.step_time.log_sigma < before.step_time.log_sigma
-    assert 1.2 < after.step_time.median / before.step_time.median < 1.8
-
-
 def test_of_a_perceptron_it_says_how_busy_the_gpu_is(net: GuardNet) -> None:
     device = resolve_device("a100")
     small, large = (net.predict(perceptron(width, width, batch=batch), device) for width, batch in ((64, 16), (4096, 4096)))
@@ -381,7 +343,7 @@ print(under, predict(Workload(nn.Linear(8, 8), (4, 8), mode="infer"), gpu="a100"
 
 
 def test_a_device_is_trained_for_the_quantities_that_were_learnt(net: GuardNet) -> None:
-    device = resolve_device("mi300x")
+    device = replace(resolve_device("k80"), id="unknown-card")
     assert net.predict(NINTH, device).trained_quantities == ()
     net.fine_tune([Observation(NINTH, device, replace(measured(2**30, 1.0, num_steps=0), step_time_s=None))])
     assert net.predict(NINTH, device).trained_quantities == ("memory",)

@@ -10,7 +10,7 @@ from torch import nn
 
 from perfguard.devices import Device, resolve_device
 from perfguard.graph import OpGraph, trace
-from perfguard.graph._unknown import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
+from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.predictor import Prediction
 from perfguard.workload import Workload
 from perfguard_models import guardnet

@@ -102,7 +102,7 @@ def test_other_weights_have_no_summary() -> None:
 
 def test_summary_round_trips_and_refuses_damage(tmp_path: Path) -> None:
     backend = without_summary()
-    summary = summary_of((A100.id, backend.predict(graph.as_batch(), A100)) for graph in convnets())
+    summary = summary_of((A100.id, backend.predict(graph, A100)) for graph in convnets())
     write_summary(tmp_path / NAME, summary, "some weights", "a test")
     tensors, card = tmp_path / f"{NAME}.safetensors", tmp_path / f"{NAME}.json"
     again = read_summary(tensors, card, "some weights")

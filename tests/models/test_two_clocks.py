@@ -16,8 +16,9 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard.graph import TraceCache
+from perfguard_models import trained
 from perfguard_models.learner import Step
-from perfguard_models.trained import read_trained, steps_of
+from perfguard_models.trained import read_trained
 from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks, batches_of
 from perfguard_research.tables import parser_of
 from tests.models.oracle import step_s_by_simulation
@@ -58,7 +59,7 @@ def graph_of(network: str, *, batch: int = 32, width: int = 128, depth: int = 2,
 
 
 def step_of(graph: OpGraph, card: str) -> Step:
-    return steps_of(shipped(), graph.as_batch(), resolve_device(card))[0]
+    return trained.step_of(shipped(), graph, resolve_device(card))
 
 
 def log_step_s(graph: OpGraph, card: str) -> npt.NDArray[np.float64]:
@@ -124,8 +125,8 @@ def test_batch_on_the_device_is_not_slower(network: str, card: str, batch: int) 
 def test_a_higher_clock_never_means_a_slower_host(network: str) -> None:
     card = resolve_device("a100")
     faster = dataclasses.replace(card, boost_clock_hz=1.3 * card.boost_clock_hz)
-    graphs = graph_of(network, batch=2).as_batch()
-    packed = [shipped().pack(steps_of(shipped(), graphs, one)) for one in (card, faster)]
+    graph = graph_of(network, batch=2)
+    packed = [shipped().pack([trained.step_of(shipped(), graph, one)]) for one in (card, faster)]
     for one in shipped().networks:
         with torch.inference_mode():
             slow, fast = (one(some) for some in packed)

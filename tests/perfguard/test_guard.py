@@ -25,9 +25,9 @@ from perfguard.exceptions import (
 )
 from perfguard.graph import OpGraph
 from perfguard.guard import Guard
+from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
-from perfguard.store import MeasurementStore
 from perfguard.verdict import Verdict
 from perfguard.workload import Workload
 
@@ -97,10 +97,11 @@ def test_the_double_is_a_predictor() -> None:
 @pytest.mark.parametrize(
     ("median_gib", "risk", "action"),
     [
-        (8.0, 0.05, "launch"),  # 0.013; a first trial may use ten trials' risk, up to one half
+        (8.0, 0.05, "launch"),  # 0.013
         (8.0, 0.001, "prune"),
         (9.0, 0.01, "prune"),  # 0.146
-        (9.0, 0.02, "launch"),
+        (9.0, 0.05, "prune"),  # STRANGERS.md A12: nothing is granted in advance
+        (9.0, 0.15, "launch"),
         (12.0, 0.05, "prune"),  # 0.966
         (12.0, 0.97, "launch"),
     ],
@@ -126,7 +127,7 @@ def test_guard_prunes_above_the_risk_threshold(median_gib: float, risk: float, a
     ],
 )
 def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities: list[str], log: MeasurementStore) -> None:
-    guard = Guard(DEVICE, predictor=Oracle(), log=log, risk=0.005, **budget)
+    guard = Guard(DEVICE, predictor=Oracle(), log=log, **budget)
     verdict = guard.check(WORKLOAD)
     assert verdict.action == action
     assert [limit.quantity for limit in verdict.limits] == list(verdict.margins) == quantities
@@ -145,7 +146,7 @@ def test_each_limit_of_the_budget_can_prune(budget: Any, action: str, quantities
     ],
 )
 def test_the_reason_names_the_worst_limit_in_words(options: Any, sentence: str, log: MeasurementStore) -> None:
-    assert check(Oracle(), log, **options).reason == sentence
+    assert check(Oracle(), log, **options).reason.startswith(f"{sentence}, exceeded with a chance of ")
 
 
 @pytest.mark.parametrize("budget", [{"time_budget": "1s"}, {"cost_budget": 1, "price_per_hour": 360}])
@@ -193,12 +194,14 @@ def test_margin_is_positive_iff_guard_prunes(
 
 
 def test_guard_spends_spare_risk_on_doubtful_trial(log: MeasurementStore) -> None:
-    """Clear trials leave it over."""
+    """Clear trials leave it over; nothing is granted in advance."""
     oracle = Oracle(memory=9.8 * GIB)  # 0.42 to break 10 GiB
     guard = Guard(DEVICE, predictor=oracle, log=log, risk=0.05)
-    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(3)] == ["launch", "prune", "prune"]
+    assert guard.threshold == 0.05
+    assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["prune", "prune"]
     oracle.memory = GIB
     assert all(guard.decide(lambda: WORKLOAD).verdict.action == "launch" for _ in range(8))
+    assert guard.threshold == pytest.approx(0.45)
     oracle.memory = 9.8 * GIB
     assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["launch", "prune"]
 
@@ -215,12 +218,8 @@ def test_the_expected_violations_stay_within_the_risk(
         oracle.memory = median
         verdict = guard.decide(lambda: WORKLOAD).verdict
         accepted += [verdict.p_violation] if verdict.action == "launch" else []
-    assert sum(accepted) <= risk * (len(accepted) + 10) + 1e-9
+    assert sum(accepted) <= risk * max(1, len(accepted)) + 1e-9
     assert max(accepted, default=0.0) <= 0.5
-
-
-def test_verdict_without_prediction_violates_nothing() -> None:
-    assert Verdict("launch", "not judged").p_violation == 0
 
 
 @pytest.fixture
@@ -233,10 +232,12 @@ def test_a_decision_is_logged_with_its_numbers(own_log: MeasurementStore) -> Non
     guard = Guard(DEVICE, predictor=Oracle(), log=own_log, memory_budget="4GiB")
     decision = guard.decide(lambda: WORKLOAD, study="tuning", trial=3, params={"width": 4})
     assert decision.verdict == guard.check(WORKLOAD)
-    (logged,) = own_log.decisions("tuning")
-    assert (logged.decision_id, logged.trial, logged.action, logged.params) == (decision.id, 3, "prune", {"width": 4})
+    (logged,) = own_log.records("tuning")
+    assert logged.verdict is not None
+    assert (logged.decision_id, logged.number, logged.verdict.action, logged.params) == (decision.id, 3, "prune", {"width": 4})
     assert (logged.reason, logged.predictor, logged.device_id) == (decision.verdict.reason, "oracle-1", "toy")
-    assert logged.predicted_peak_memory_bytes == 8 * GIB
+    assert logged.predicted["memory"].median == 8 * GIB
+    assert logged.limits == {"memory": 4 * GIB}
 
 
 def test_predictor_failure_launches_with_one_warning(own_log: MeasurementStore) -> None:
@@ -246,7 +247,7 @@ def test_predictor_failure_launches_with_one_warning(own_log: MeasurementStore) 
     assert len(caught) == 1
     assert [verdict.action for verdict in verdicts] == ["launch"] * 3
     assert all(verdict.prediction is None for verdict in verdicts)
-    assert [logged.reason for logged in own_log.decisions("tuning")] == ["not judged: RuntimeError: weights on fire"] * 3
+    assert [logged.reason for logged in own_log.records("tuning")] == ["not judged: RuntimeError: weights on fire"] * 3
 
 
 @pytest.mark.parametrize("failure", ["build", "trace"])
@@ -288,7 +289,7 @@ def test_an_untrained_device_is_told_once(log: MeasurementStore) -> None:
         ({"memory_budget": 0.025}, r"memory budget of 256 MiB is too small for any trial"),
         ({"time_budget": 0}, "time_budget must be positive"),
         ({"step_time_budget": -1}, "step_time_budget must be positive"),
-        ({"cost_budget": "$2"}, "cost_budget needs the price of an hour on Toy 10G, and no price of toy is known"),
+        ({"cost_budget": "$2"}, "cost_budget needs price_per_hour, the price of an hour on the device"),
         ({"gpu": "a1000000"}, "gpu must be a name from the catalog, 'auto' or 'cpu', but got 'a1000000'"),
     ],
 )
@@ -304,7 +305,7 @@ def test_a_pickled_guard_judges_the_same(own_log: MeasurementStore) -> None:
     twin = pickle.loads(pickle.dumps(guard))
     assert twin.check(WORKLOAD) == verdict
     twin.decide(lambda: WORKLOAD, study="from the twin")
-    assert len(own_log.decisions("from the twin")) == 1
+    assert len(own_log.records("from the twin")) == 1
 
 
 def test_guard_without_log_writes_nothing_but_learns() -> None:
@@ -356,7 +357,7 @@ def test_guard_does_not_learn_from_another_device(own_log: MeasurementStore) -> 
         guard.learn(guard.decide(lambda: WORKLOAD), elsewhere)
     assert len(oracle.taught) == 1  # at the start, of nothing
     assert own_log.observations("toy") == own_log.observations("cpu") == []
-    assert [decision.status for decision in own_log.decisions()] == ["ok"] * 3
+    assert [found.status for found in own_log.records()] == ["ok"] * 3
 
 
 def test_median_is_never_below_what_the_step_holds(log: MeasurementStore) -> None:
@@ -390,4 +391,4 @@ def test_predictor_that_cannot_learn_warns_once(own_log: MeasurementStore) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guard.learn(guard.decide(lambda: WORKLOAD), MEASUREMENT)
-    assert own_log.decisions()[0].measured_step_time_s == 0.3
+    assert own_log.records()[0].measured["step_time"] == 0.3

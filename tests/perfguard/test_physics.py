@@ -240,16 +240,6 @@ def test_only_a_size_is_hopeless(make: Callable[[], object], error: type[Excepti
         build_workload(build, {})
 
 
-def test_absurd_batch_does_not_slow_down_others() -> None:
-    """A graph between one of 2^62 FLOPs and a small one keeps its numbers in 64 bits, which arrays are quick with."""
-    cache = TraceCache()
-    for batch in (2, 3, 4 * 10**13 + 2, 10**13 + 2):
-        cache.trace(workload(PERCEPTRON, batch, 64), target=A100)
-    computed = cache.trace(workload(PERCEPTRON, 34, 64), target=A100)
-    assert computed.sizes.dtype == "int64"
-    assert computed.content_hash == trace(workload(PERCEPTRON, 34, 64), target=A100).content_hash
-
-
 def test_verdict_without_predictor_is_logged() -> None:
     judge = guard()
     decision = judge.decide(lambda: workload(PERCEPTRON, 10**13, 64), study="absurd", params={"batch_size": 10**13})

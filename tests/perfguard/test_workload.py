@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,6 +98,15 @@ def test_products_are_faster_in_tf32() -> None:
 def test_a_shape_holds_sizes(shape: tuple[Any, ...]) -> None:
     with pytest.raises(WorkloadError, match=r"TensorSpec\.shape must hold integers of at least 0"):
         TensorSpec(shape)
+
+
+def test_sizes_of_numpy_are_sizes() -> None:
+    # A search space may draw them; they must not be taken for several inputs.
+    assert TensorSpec((np.int64(4),)) == TensorSpec((4,))  # type: ignore[arg-type]
+    workload = Workload(nn.Linear(8, 2), (np.int64(4), 8), mode="infer")
+    assert trace(workload).content_hash == trace(Workload(nn.Linear(8, 2), (4, 8), mode="infer")).content_hash
+    with pytest.raises(WorkloadError, match=r"A shape has whole numbers, but got \(32\.0, 8\)\. Use int"):
+        trace(Workload(nn.Linear(8, 2), (32.0, 8), mode="infer"))
 
 
 def test_build_runs_on_the_meta_device() -> None:

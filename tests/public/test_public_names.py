@@ -48,21 +48,6 @@ def test_unknown_name_is_an_attribute_error() -> None:
         perfguard.Guards  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("perfguard.evidence.weigh", "perfguard.learning.assess_log"),
-        ("perfguard.online.LearnerProcess", "perfguard.learning.FineTuneProcess"),
-        ("perfguard.online.OnlineTrainer", "perfguard.learning.OnlineTrainer"),
-    ],
-)
-def test_deprecated_name(old: str, new: str) -> None:
-    (old_module, _, old_name), (new_module, _, new_name) = old.rpartition("."), new.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated .* Import {new_name} from {new_module}"):
-        found = getattr(importlib.import_module(old_module), old_name)
-    assert found is getattr(importlib.import_module(new_module), new_name)
-
-
 def test_the_version_is_that_of_the_distribution() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1] == perfguard.__version__  # type: ignore[index]

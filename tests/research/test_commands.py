@@ -11,7 +11,7 @@ import pytest
 
 from perfguard.cli import main
 from perfguard.devices import resolve_device
-from perfguard.graph import TraceCache, batch_work_s
+from perfguard.graph import TraceCache, work_s
 from perfguard_models import guardnet
 from perfguard_research.dataset import Fold, Run
 from perfguard_research.leaderboard import as_markdown, entries, fit_scores
@@ -60,8 +60,8 @@ def table_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for at, batch in enumerate((4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 768, 1024)):
                 raw = RUN | {"config": config, "family": f"mpt-{layers}", "gpu": gpu, "batch_size": str(batch)}
                 row, device = parser_of(list(raw), "runs.csv")(raw), resolve_device(gpu)
-                graphs = row.graph(row.make_model(), cache, device).as_batch()
-                seconds = max(30e-6 * len(graphs.skeleton.ops), 2 * float(np.maximum(*batch_work_s(graphs, device)).sum()))
+                graph = row.graph(row.make_model(), cache, device)
+                seconds = max(30e-6 * len(graph.ops), 2 * float(np.maximum(*work_s(graph, device)).sum()))
                 rows.append(raw | {"source": f"lab/{at % 2}", "step_time_ms": f"{1e3 * seconds:.6f}"})
     rows.append(rows[0] | {"step_time_ms": "-1"})
     rows.append(rows[0] | {"step_time_ms": "", "peak_memory_mib": "900", "memory_kind": "driver", "gpu": "a100"})

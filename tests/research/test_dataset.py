@@ -147,7 +147,7 @@ def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", 
         "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
     }[network]
     graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
-    features = feature_sets()[view].compute(graph.as_batch(), device)[0]
+    features = feature_sets()[view].compute(graph, device)
     arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
     run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
     setting = Setting.of(graph, device)

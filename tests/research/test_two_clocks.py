@@ -57,8 +57,7 @@ def views() -> list[tuple[str, int, Arrays]]:
 
 
 def view_of(graph: OpGraph, device: Device) -> Arrays:
-    graphs = graph.as_batch()
-    return launches(graphs, device)[0] | {"sums": step_features(graphs, device)[0]}
+    return launches(graph, device) | {"sums": step_features(graph, device)}
 
 
 def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0, folder: str = "") -> Run:

@@ -1,4 +1,4 @@
-"""Features of a batch of graphs on a device: one module for each set of features.
+"""Features of a graph on a device: one module for each set of features.
 
 step            one row for a step. Trees read it.
 operators       one row for each different operator of a step. Launches and the papers' kernels read them.

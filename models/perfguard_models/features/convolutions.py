@@ -1,6 +1,6 @@
-"""The sizes of the convolutions in a batch of graphs.
+"""The sizes of the convolutions in a graph.
 
-Shapes: C graphs, V convolutions, d spatial dimensions.
+Shapes: V convolutions, d spatial dimensions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import GraphBatch, OpGraph
+from perfguard.graph import OpGraph
 
 CONVOLUTION_KINDS = ("conv", "conv_backward")
 HALF_DTYPES = ("float16", "bfloat16")
@@ -21,31 +21,31 @@ Ints = npt.NDArray[Any]
 """int64, or Python's integers where these would not fit."""
 
 
-def convolutions_in(skeleton: OpGraph) -> npt.NDArray[np.int64]:
+def convolutions_in(graph: OpGraph) -> npt.NDArray[np.int64]:
     """Return the operators that have the attributes of a convolution: indices. Shape: (V,)."""
-    return np.array([index for index, op in enumerate(skeleton.ops) if "weight_shape" in op.attributes], dtype=np.int64)
+    return np.array([index for index, op in enumerate(graph.ops) if "weight_shape" in op.attributes], dtype=np.int64)
 
 
 class Convolutions:
-    """The sizes of convolutions, forwards or backwards. Shapes: (C, V), and (C, V, d) along the spatial dimensions.
+    """The sizes of convolutions, forwards or backwards. Shapes: (V,), and (V, d) along the spatial dimensions.
 
     A convolution of fewer dimensions than others is filled up with dimensions of one element.
 
     Args:
-        graphs: of a batch.
-        index: the convolutions among their operators. Shape: (V,).
+        graph: a step.
+        index: the convolutions among its operators. Shape: (V,).
     """
 
-    def __init__(self, graphs: GraphBatch, index: npt.NDArray[np.int64]) -> None:
-        ops = [graphs.skeleton.ops[at] for at in index]
+    def __init__(self, graph: OpGraph, index: npt.NDArray[np.int64]) -> None:
+        ops = [graph.ops[at] for at in index]
         self.rank = np.array([len(op.attributes["stride"]) for op in ops], dtype=np.int64)  # shape: (V,)
         self.transposed = np.array([bool(op.attributes["transposed"]) for op in ops], dtype=np.bool_)  # shape: (V,)
         self.element_bytes = np.array([2 if op.dtype in HALF_DTYPES else 4 for op in ops], dtype=np.int64)  # shape: (V,)
         num_dimensions = int(self.rank.max(initial=1))
-        fits = bool((graphs.peak_live_bytes < _FEWER_BYTES).all())
+        fits = graph.peak_live_bytes < _FEWER_BYTES
 
         def sizes(name: str, first: int = 0, default: int = 1) -> Ints:
-            found = graphs.attribute(name, ops=index, length=first + num_dimensions, default=default)
+            found = graph.attribute(name, ops=index, length=first + num_dimensions, default=default)
             return found if fits else found.astype(object)
 
         in_shape, weight_shape = sizes("in_shape", 2), sizes("weight_shape", 2)

@@ -2,18 +2,17 @@
 
 Equal operators are one row. `order` has the row of each launch, because the time of a step depends on the order of its launches.
 
-Shapes: C graphs of a batch, N operators, d different operators of one graph.
+Shapes: N operators, d different operators.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_work_s, kinds_in_tf32
+from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, kinds_in_tf32, work_s
 from perfguard_models.features import operators
 from perfguard_models.features.convolutions import HALF_DTYPES
 
@@ -45,35 +44,10 @@ _TIMED: dict[str, tuple[bool, bool]] = {"operator": (True, False), "kernel": (Fa
 """Options of graphs that are no steps, with what their clock holds: the host's launches, and the start of the step."""
 
 
-class _Fixed:
-    """What is the same for all graphs with one skeleton."""
+def launches(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+    """Return the launches of ``graph`` on ``device``.
 
-    def __init__(self, skeleton: OpGraph) -> None:
-        ops, in_tf32 = skeleton.ops, kinds_in_tf32(skeleton)
-        self.host = np.array([KIND_INDEX[op.kind] * len(Phase) + op.phase for op in ops], dtype=np.int16)
-        tried = "cudnn_benchmark" in skeleton.options
-        flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in ops]
-        self.flags = np.array(flags, dtype=np.float16).reshape(len(ops), 3)
-        timed = [found for option, found in _TIMED.items() if option in skeleton.options]
-        self.timed = np.array(timed[0] if timed else (True, True), dtype=np.float32)
-        copied = not timed and "batch-on-device" not in skeleton.options
-        inputs = [at for at, storage in enumerate(skeleton.storages) if storage.kind is StorageKind.INPUT and copied]
-        self.inputs = np.array(inputs, dtype=np.int64)
-        known = {name: at for at, name in enumerate(NAMES)}
-        names = [known.get(_SAME_KERNEL.get(op.name, op.name), len(NAMES) + KIND_INDEX[op.kind]) for op in ops]
-        self.name = np.array(names, dtype=np.int16)  # shape: (N,)
-        self.products = np.array([at for at, op in enumerate(ops) if "product" in op.attributes], dtype=np.int64)
-        self.recurrent = np.array([at for at, op in enumerate(ops) if "steps" in op.attributes], dtype=np.int64)
-        self.has_views = np.array([at for at, op in enumerate(ops) if "views" in op.attributes], dtype=np.int64)
-
-
-_known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
-
-
-def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the launches of each of ``graphs`` on ``device``.
-
-    Returns: For each graph a dictionary.
+    Returns:
         ``x`` (d, len(COLUMNS)).
         ``name`` (d,): indices into NAMES, or len(NAMES) + the index of the operator's kind.
         ``host`` (d,): classes of host cost, below HOST_KINDS.
@@ -86,47 +60,42 @@ def launches(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[A
         ``is_cpu`` (1,): 1 for a CPU, 0 for a GPU.
         ``timed`` (2,): 1 if the time holds the host's launches; 1 if it holds the start of the step. 0 if not.
     """
-    skeleton, number = graphs.skeleton, len(graphs)
-    fixed = _known_fixed.get(skeleton)
-    if fixed is None:
-        fixed = _known_fixed[skeleton] = _Fixed(skeleton)
-    compute_s, traffic_s = batch_work_s(graphs, device)
+    ops, in_tf32, on_cpu = graph.ops, kinds_in_tf32(graph), device.kind == "cpu"
+    compute_s, traffic_s = work_s(graph, device)
     roofline = np.maximum(np.maximum(compute_s, traffic_s), _SHORTEST_S)
-    steps = np.zeros(roofline.shape, dtype=np.float32)
-    steps[:, fixed.recurrent] = graphs.attribute("steps", ops=fixed.recurrent, length=1)[..., 0]
-    idle_waves = np.zeros(roofline.shape, dtype=np.float16)
-    idle_waves[:, fixed.products] = _idle_waves(graphs.attribute("product", ops=fixed.products, length=4), device)
-    columns, group = operators.columns_in_order(graphs, device, compute_s, roofline)
-    views = np.zeros((number, len(skeleton.ops)), dtype=np.int16)
-    views[:, fixed.has_views] = graphs.attribute("views", ops=fixed.has_views, length=1, default=0)[..., 0]
-    copied = fixed.inputs if device.kind == "cuda" else fixed.inputs[:0]
-    input_bytes = graphs.storage_bytes[:, copied].astype(np.float64).sum(axis=1)
-    on_cpu = device.kind == "cpu"
-    of_device = np.zeros(len(DEVICE_COLUMNS), dtype=np.float32) if on_cpu else device_features(device)
-    is_cpu = np.array([on_cpu], dtype=np.float32)
-    flags = fixed.flags * _differs(device)
-    found = []
-    for at in range(number):
-        _, first, order = np.unique(group[at], return_index=True, return_inverse=True)
-        x = np.concatenate([columns(at, first), flags[first], idle_waves[at, first, None]], axis=1)
-        if on_cpu:
-            x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
-        found.append(
-            {
-                "x": x,
-                "name": fixed.name[first],
-                "host": fixed.host[first],
-                "roofline": roofline[at, first].astype(np.float32),
-                "steps": steps[at, first],
-                "order": order.astype(np.int32),
-                "views": views[at],
-                "device": of_device,
-                "copied": input_bytes[at : at + 1],
-                "is_cpu": is_cpu,
-                "timed": fixed.timed,
-            }
-        )
-    return found
+    columns, group = operators.columns_in_order(graph, device, compute_s, roofline)
+    _, first, order = np.unique(group, return_index=True, return_inverse=True)
+    known = {name: at for at, name in enumerate(NAMES)}
+    of_rows = [ops[at] for at in first]
+    tried = "cudnn_benchmark" in graph.options
+    flags = [(op.dtype not in HALF_DTYPES and op.kind in in_tf32, op.dtype == "bfloat16", tried) for op in of_rows]
+    flags_of_rows = np.array(flags, dtype=np.float16).reshape(len(of_rows), 3) * _differs(device)
+    products = np.array([at for at, op in enumerate(of_rows) if "product" in op.attributes], dtype=np.int64)
+    idle_waves = np.zeros(len(of_rows), dtype=np.float16)
+    idle_waves[products] = _idle_waves(graph.attribute("product", ops=first[products], length=4), device)
+    x = np.concatenate([columns(first), flags_of_rows, idle_waves[:, None]], axis=1)
+    if on_cpu:
+        x[:, _COMPILED] = 0  # no compiled step was measured on a CPU: it is predicted as eager
+    timed = [found for option, found in _TIMED.items() if option in graph.options]
+    copied = [
+        storage.num_bytes
+        for storage in graph.storages
+        if storage.kind is StorageKind.INPUT and not (on_cpu or timed or "batch-on-device" in graph.options)
+    ]
+    names = [known.get(_SAME_KERNEL.get(op.name, op.name), len(NAMES) + KIND_INDEX[op.kind]) for op in of_rows]
+    return {
+        "x": x,
+        "name": np.array(names, dtype=np.int16),
+        "host": np.array([KIND_INDEX[op.kind] * len(Phase) + op.phase for op in of_rows], dtype=np.int16),
+        "roofline": roofline[first].astype(np.float32),
+        "steps": np.array([op.attributes.get("steps", 0) for op in of_rows], dtype=np.float32),
+        "order": order.astype(np.int32),
+        "views": np.array([op.attributes.get("views", 0) for op in ops], dtype=np.int16),
+        "device": np.zeros(len(DEVICE_COLUMNS), dtype=np.float32) if on_cpu else device_features(device),
+        "copied": np.array([sum(copied)], dtype=np.float64),
+        "is_cpu": np.array([on_cpu], dtype=np.float32),
+        "timed": np.array(timed[0] if timed else (True, True), dtype=np.float32),
+    }
 
 
 def _differs(device: Device) -> npt.NDArray[np.float16]:
@@ -137,8 +106,8 @@ def _differs(device: Device) -> npt.NDArray[np.float16]:
 
 
 def _idle_waves(products: npt.NDArray[np.int64], device: Device) -> npt.NDArray[np.float64]:
-    """Log of the waves of tiles, rounded up, over the waves. Shapes: (C, n, 4), as batch, m, n, k → (C, n)."""
-    batch, rows, columns, _ = np.moveaxis(np.maximum(products.astype(np.float64), 1), -1, 0)
+    """Log of the waves of tiles, rounded up, over the waves. Shapes: (n, 4), as batch, m, n, k → (n,)."""
+    batch, rows, columns, _ = np.maximum(products.astype(np.float64), 1).T
     waves = batch * np.ceil(rows / _TILE) * np.ceil(columns / _TILE) / max(device.num_sms, 1)
     return np.asarray(np.log(np.ceil(waves) / waves))
 

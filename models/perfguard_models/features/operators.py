@@ -4,21 +4,20 @@ Equal operators are one row with a count. A network repeats its blocks, so a ste
 and learning is five times as fast. An operator's neighbours are not features, because they do not reduce the error
 (docs/decisions/two-clocks.md).
 
-Shapes: C graphs of a batch, N operators, R rows of all graphs together.
+Shapes: N operators, d different operators.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_roofline_s
+from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
 from perfguard_models.features.convolutions import HALF_DTYPES, Convolutions, convolutions_in
-from perfguard_models.features.exact import Floats, log
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -48,73 +47,64 @@ FLAGS = (
 COLUMNS = (*SIZES, *FLAGS)
 """Columns of ``x``: natural logarithms, then flags within 0 and 1."""
 DEVICE_COLUMNS = ("log_flops", "log_matrix_flops", "log_bandwidth", "log_sms", "log_clock", "log_l2", "log_launch")
+Floats = npt.NDArray[np.float64]
 THREADS = 2048
 """Threads that a multiprocessor holds: one wave of a kernel."""
 _NUM_SIZES = len(SIZES)
 _PLACE = {name: at for at, name in enumerate(COLUMNS)}
 _VARYING = ("launch_bound", "depthwise", "pointwise", "strided", "dilated", "few_channels", "odd_in", "odd_out", "odd_product")
-"""Flags that depend on sizes; all others are the skeleton's."""
+"""Flags that depend on sizes; all others follow from its kind, name and setting."""
 
 
-def operator_features(graphs: GraphBatch, device: Device) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the rows of each of ``graphs`` on ``device``, in the order of the bytes of their columns.
+def operator_features(graph: OpGraph, device: Device) -> dict[str, npt.NDArray[Any]]:
+    """Return the rows of ``graph`` on ``device``, in the order of the bytes of their columns.
 
-    Returns: For each graph of d different operators: ``x`` (d, len(COLUMNS)), ``name`` (d,), ``count`` (d,), ``roofline`` (d,),
-        ``live`` (d,), ``device`` (len(DEVICE_COLUMNS),), ``reserved`` (1,). Entries of ``name`` are indices into NAMES, or
-        len(NAMES). Those of ``roofline`` are seconds of one such operator. Those of ``live`` are the most bytes alive at one of
-        them over the replay's reserved bytes. The number in ``reserved`` is log bytes of the replay, with the context.
+    Returns:
+        ``x`` (d, len(COLUMNS)), ``name`` (d,), ``count`` (d,), ``roofline`` (d,), ``live`` (d,),
+        ``device`` (len(DEVICE_COLUMNS),), ``reserved`` (1,). Entries of ``name`` are indices into NAMES, or len(NAMES). Those of
+        ``roofline`` are seconds of one such operator. Those of ``live`` are the most bytes alive at one of them over the replay's
+        reserved bytes. The number in ``reserved`` is log bytes of the replay, with the context.
     """
-    number, num_ops = len(graphs), len(graphs.skeleton.ops)
-    roofline, fixed = batch_roofline_s(graphs, device), _fixed_of(graphs.skeleton)
-    base = graphs.reserved_bytes + device.context_bytes
-    compute_s = graphs.costs[0].astype(np.float64) / device.flops_per_s("fp16")
-    sizes, flags = _varying(graphs, compute_s, roofline, device, fixed)
-    order, starts, count = _grouped(_hashed(sizes, flags, fixed.group))
-    of_graph = starts // max(num_ops, 1)
-    first = order.ravel()[starts] + of_graph * num_ops  # of each row, its first operator among all operators of all graphs
-    live = (graphs.live_bytes[:, 1:] / base[:, None]).ravel()[(order + num_ops * np.arange(number)[:, None]).ravel()]
-    most_live = np.maximum.reduceat(live, starts) if len(starts) else live
-    op = first % max(num_ops, 1)
-    x = fixed.columns[op]
-    x[:, :_NUM_SIZES] = sizes.reshape(-1, _NUM_SIZES)[first]
-    for at, name in enumerate(_VARYING):
-        x[:, _PLACE[name]] = (flags.ravel()[first] >> at) & 1
-    rows = {
-        "x": x,
-        "name": fixed.name[op],
-        "count": count.astype(np.float32),
-        "roofline": roofline.ravel()[first].astype(np.float32),
-        "live": most_live.astype(np.float32),
+    roofline, fixed = roofline_s(graph, device), _Fixed(graph)
+    base = graph.reserved_bytes + device.context_bytes
+    compute_s = graph.costs[0].astype(np.float64) / device.flops_per_s("fp16")
+    sizes, flags = _varying(graph, compute_s, roofline, device, fixed)
+    _, first, row, count = np.unique(
+        _hashed(sizes, flags, fixed.group), return_index=True, return_inverse=True, return_counts=True
+    )
+    most_live = np.zeros(len(first))
+    np.maximum.at(most_live, row, graph.live_bytes[1:] / base)
+    x, name = _columns_of(first, fixed, sizes, flags), fixed.name[first]
+    order = np.argsort(_as_bytes(np.concatenate([x.view(np.int16), name[:, None]], axis=1)))
+    return {
+        "x": x[order],
+        "name": name[order],
+        "count": count[order].astype(np.float32),
+        "roofline": roofline[first[order]].astype(np.float32),
+        "live": most_live[order].astype(np.float32),
+        "device": _device_features(device),
+        "reserved": np.array([math.log(base)]),
     }
-    ends = np.searchsorted(of_graph, np.arange(number), side="right").tolist()
-    keys = _as_bytes(np.concatenate([x.view(np.int16), rows["name"][:, None]], axis=1))
-    by_key = [begin + np.argsort(keys[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
-    rows = {key: values[np.concatenate(by_key)] for key, values in rows.items()}
-    of_device, reserved = _device_features(device), log(base)[:, None]
-    return [
-        {key: values[begin:end] for key, values in rows.items()} | {"device": of_device, "reserved": reserved[at]}
-        for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
 
 
 class _Fixed:
-    """Values that all graphs with one skeleton share."""
+    """Values that do not depend on sizes."""
 
-    def __init__(self, skeleton: OpGraph) -> None:
-        ops, number = skeleton.ops, len(skeleton.ops)
-        self.convolutions = convolutions_in(skeleton)
+    def __init__(self, graph: OpGraph) -> None:
+        ops, number = graph.ops, len(graph.ops)
+        self.convolutions = convolutions_in(graph)
         self.products = np.array([at for at, op in enumerate(ops) if "product" in op.attributes], dtype=np.int64)
         kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
         self.kind = kinds.astype(np.uint64)  # shape: (N,)
         phases = np.array([op.phase for op in ops], dtype=np.int64)
-        is_weight = [storage.kind is StorageKind.PARAMETER for storage in skeleton.storages]
+        is_weight = [storage.kind is StorageKind.PARAMETER for storage in graph.storages]
         x = np.zeros((number, len(COLUMNS)))
         for phase in Phase:
             x[:, _PLACE[phase.name.lower()]] = phases == phase
         x[:, _PLACE["half"]] = [op.dtype in HALF_DTYPES for op in ops]
-        x[:, _PLACE["train"]] = skeleton.mode == "train"
-        x[:, _PLACE["nhwc"]] = skeleton.layout == "nhwc"
-        x[:, _PLACE["compiled"]] = "compiled" in skeleton.options
+        x[:, _PLACE["train"]] = graph.mode == "train"
+        x[:, _PLACE["nhwc"]] = graph.layout == "nhwc"
+        x[:, _PLACE["compiled"]] = "compiled" in graph.options
         x[:, _PLACE["transposed"]] = [bool(op.attributes.get("transposed")) for op in ops]
         x[:, _PLACE["has_weights"]] = [any(is_weight[storage] for storage in op.inputs) for op in ops]
         x[:, _PLACE["num_inputs"]] = [min(len(op.inputs), 8) / 8 for op in ops]
@@ -131,53 +121,48 @@ def _as_bytes(rows: npt.NDArray[np.int16]) -> npt.NDArray[np.void]:
     return np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
 
 
-_known_fixed: WeakKeyDictionary[OpGraph, _Fixed] = WeakKeyDictionary()
-
-
-def _fixed_of(skeleton: OpGraph) -> _Fixed:
-    if skeleton not in _known_fixed:
-        _known_fixed[skeleton] = _Fixed(skeleton)
-    return _known_fixed[skeleton]
-
-
 def columns_in_order(
-    graphs: GraphBatch, device: Device, compute_s: Floats, roofline: Floats
-) -> tuple[Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.float16]], npt.NDArray[np.uint64]]:
-    """Return the columns of every operator in launch order, with times of ``compute_s`` and ``roofline``, both (C, N).
+    graph: OpGraph, device: Device, compute_s: Floats, roofline: Floats
+) -> tuple[Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float16]], npt.NDArray[np.uint64]]:
+    """Return the columns of every operator in launch order, with times of ``compute_s`` and ``roofline``, both (N,).
 
-    Returns: A function that gives the columns of some operators of one graph, shape (n, len(COLUMNS)). A number for each
-        operator that is equal where the columns, the name and the kind are equal. Shape: (C, N).
+    Returns: A function that gives the columns of some operators, shape (n, len(COLUMNS)). A number for each operator that is
+        equal where the columns, the name and the kind are equal. Shape: (N,).
     """
-    fixed = _fixed_of(graphs.skeleton)
-    sizes, flags = _varying(graphs, compute_s, roofline, device, fixed)
+    fixed = _Fixed(graph)
+    sizes, flags = _varying(graph, compute_s, roofline, device, fixed)
+    group = _hashed(sizes, flags, fixed.group * np.uint64(len(OP_KINDS)) + fixed.kind)
+    return lambda ops: _columns_of(ops, fixed, sizes, flags), group
 
-    def columns(graph: int, ops: npt.NDArray[np.int64]) -> npt.NDArray[np.float16]:
-        x = fixed.columns[ops]
-        x[:, :_NUM_SIZES] = sizes[graph, ops]
-        for at, name in enumerate(_VARYING):
-            x[:, _PLACE[name]] = (flags[graph, ops] >> at) & 1
-        return x
 
-    return columns, _hashed(sizes, flags, fixed.group * np.uint64(len(OP_KINDS)) + fixed.kind)
+def _columns_of(
+    ops: npt.NDArray[np.int64], fixed: _Fixed, sizes: npt.NDArray[np.float16], flags: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float16]:
+    """The columns of some operators. Shape: (n, len(COLUMNS))."""
+    x = fixed.columns[ops]
+    x[:, :_NUM_SIZES] = sizes[ops]
+    for at, name in enumerate(_VARYING):
+        x[:, _PLACE[name]] = (flags[ops] >> np.uint64(at)) & np.uint64(1)
+    return x
 
 
 def _varying(
-    graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device, fixed: _Fixed
+    graph: OpGraph, compute_s: Floats, roofline: Floats, device: Device, fixed: _Fixed
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.uint64]]:
-    """The columns SIZES, and the flags _VARYING as bits from the lowest on. Shapes: (C, N, len(SIZES)), (C, N)."""
-    c, some = Convolutions(graphs, fixed.convolutions), fixed.convolutions
-    products = graphs.attribute("product", ops=fixed.products, length=4)
-    x = np.zeros((*roofline.shape, _NUM_SIZES), dtype=np.float16)
-    for name, values in _logs(graphs, compute_s, roofline, device).items():
-        x[..., _PLACE[name]] = values
+    """The columns SIZES, and the flags _VARYING as bits from the lowest on. Shapes: (N, len(SIZES)), (N,)."""
+    c, some = Convolutions(graph, fixed.convolutions), fixed.convolutions
+    products = graph.attribute("product", ops=fixed.products, length=4)
+    x = np.zeros((len(roofline), _NUM_SIZES), dtype=np.float16)
+    for name, values in _logs(graph, compute_s, roofline, device).items():
+        x[:, _PLACE[name]] = values
     of_convolutions = np.stack([c.taps, c.narrow_in, c.narrow_out, c.groups, c.positions_in], axis=-1)
-    x[..., _PLACE["log_groups"]] = np.log1p(1.0)
-    x[:, some, _PLACE["log_kernel"] : _PLACE["log_positions"] + 1] = np.log1p(of_convolutions.astype(np.float64))
+    x[:, _PLACE["log_groups"]] = np.log1p(1.0)
+    x[some, _PLACE["log_kernel"] : _PLACE["log_positions"] + 1] = np.log1p(of_convolutions.astype(np.float64))
     of_products = np.roll(products, -1, axis=-1)  # m, n, k and how many
-    x[:, fixed.products, _PLACE["log_m"] : _PLACE["log_products"] + 1] = np.log1p(of_products.astype(np.float64))
-    flags = np.zeros((len(_VARYING), *roofline.shape), dtype=np.bool_)
+    x[fixed.products, _PLACE["log_m"] : _PLACE["log_products"] + 1] = np.log1p(of_products.astype(np.float64))
+    flags = np.zeros((len(_VARYING), len(roofline)), dtype=np.bool_)
     flags[0] = roofline <= device.launch_overhead_s
-    flags[1:8, :, some] = [
+    flags[1:8, some] = [
         (c.groups > 1) & (c.groups == c.channels_in),
         c.taps == 1,
         c.stride > 1,
@@ -186,17 +171,17 @@ def _varying(
         c.narrow_in % 8 > 0,
         c.narrow_out % 8 > 0,
     ]
-    flags[8, :, fixed.products] = (products[..., 1:] % 8 > 0).any(axis=-1).T
-    bits = np.zeros(roofline.shape, dtype=np.uint64)
+    flags[8, fixed.products] = (products[:, 1:] % 8 > 0).any(axis=-1)
+    bits = np.zeros(len(roofline), dtype=np.uint64)
     for at, flag in enumerate(flags):
         bits |= flag.astype(np.uint64) << np.uint64(at)
     return x, bits
 
 
-def _logs(graphs: GraphBatch, compute_s: Floats, roofline: Floats, device: Device) -> dict[str, Floats]:
-    """The SIZES that every operator has. Shapes: (C, N)."""
-    shape = graphs.attribute("shape", length=3)
-    flops, read, written = graphs.costs.astype(np.float64)
+def _logs(graph: OpGraph, compute_s: Floats, roofline: Floats, device: Device) -> dict[str, Floats]:
+    """The SIZES that every operator has. Shapes: (N,)."""
+    shape = graph.attribute("shape", length=3)
+    flops, read, written = graph.costs.astype(np.float64)
     batch, channels = shape[..., 0].astype(np.float64), shape[..., 1].astype(np.float64)
     rest, moved = shape[..., 2:].prod(axis=-1).astype(np.float64), read + written
     derived = {
@@ -230,7 +215,7 @@ def _device_features(device: Device) -> npt.NDArray[np.float32]:
 def _hashed(
     sizes: npt.NDArray[np.float16], flags: npt.NDArray[np.uint64], group: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """A number for each operator, equal where its whole row is, and elsewhere only by a chance of about 2^-60. Shape: (C, N)."""
+    """A number for each operator, equal where its whole row is, and elsewhere only by a chance of about 2^-60. Shape: (N,)."""
     hashed = group << np.uint64(len(_VARYING)) | flags
     columns = sizes.view(np.uint64)  # four at once
     for at in range(columns.shape[-1] + 1):  # the finalizer of MurmurHash3 (Appleby 2008)
@@ -239,19 +224,3 @@ def _hashed(
         if at < columns.shape[-1]:
             hashed = hashed ^ columns[..., at]
     return hashed
-
-
-def _grouped(
-    hashed: npt.NDArray[np.uint64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The operators of each graph in an order in which equal ones stand together, earlier ones first. Shape: (C, N).
-
-    Then where each group begins in that order of all graphs one after the other, and how many it has. Shapes: (R,), (R,).
-    """
-    number, num_ops = hashed.shape
-    order = np.argsort(hashed, axis=1, kind="stable")
-    ordered = np.take_along_axis(hashed, order, axis=1)
-    begins = np.ones((number, num_ops), dtype=bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    starts = np.flatnonzero(begins)
-    return order, starts, np.diff(np.append(starts, number * num_ops))

@@ -4,22 +4,20 @@ The first are sums of the operators' roofline times, by kind and by causes of sl
 kind of storage. The last are the replay's peaks if each convolution took the workspace of one of cuDNN's algorithms. Each
 feature is a logarithm or a share.
 
-Shapes: C graphs of a batch, N operators, V convolutions.
+Shapes: N operators, V convolutions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from perfguard.graph import KIND_INDEX, OP_KINDS, GraphBatch, OpGraph, Phase, StorageKind, batch_roofline_s
+from perfguard.graph import KIND_INDEX, OP_KINDS, OpGraph, Phase, StorageKind, roofline_s
 from perfguard_models.features.convolutions import CONVOLUTION_KINDS, Convolutions
-from perfguard_models.features.exact import Floats, log, log1p, sum_of, sum_where
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -67,33 +65,31 @@ STEP_FEATURES = (
 """The names of the columns, the same for every graph. Weights depend on their order."""
 _CPU_BYTES = 2**34
 """Stands for the memory of any machine: how much there is does not change what a process takes."""
-Columns = Mapping[str, Floats | float]
-"""Columns by name. A single number holds for all graphs. Shapes: (C,)"""
+Floats = npt.NDArray[np.float64]
+Columns = Mapping[str, float]
+"""Columns by name."""
 
 
-def step_features(graphs: GraphBatch, device: Device) -> npt.NDArray[np.float32]:
-    """Return the features of each of ``graphs`` on ``device``, in the order of STEP_FEATURES. Shape: (C, len(STEP_FEATURES))."""
-    parts = _parts_of(graphs.skeleton)
-    convolutions = Convolutions(graphs, parts.convolutions)
-    roofline = batch_roofline_s(graphs, device)
+def step_features(graph: OpGraph, device: Device) -> npt.NDArray[np.float32]:
+    """Return the features of ``graph`` on ``device``, in the order of STEP_FEATURES. Shape: (len(STEP_FEATURES),)."""
+    parts = _Parts(graph)
+    convolutions = Convolutions(graph, parts.convolutions)
+    roofline = roofline_s(graph, device)
     columns: Columns = {
-        **_memory(graphs, device, parts),
-        **_workspaces(graphs, parts, convolutions),
-        **_time(graphs, device, parts, roofline),
-        **_traits(graphs, parts, roofline, convolutions),
-        **_setting(graphs, device, parts),
+        **_memory(graph, device, parts),
+        **_workspaces(graph, parts, convolutions),
+        **_time(graph, device, parts, roofline),
+        **_traits(graph, parts, roofline, convolutions),
+        **_setting(graph, device, parts),
     }
-    found = np.empty((len(graphs), len(STEP_FEATURES)), dtype=np.float32)
-    for at, name in enumerate(STEP_FEATURES):
-        found[:, at] = columns[name]
-    return found
+    return np.array([columns[name] for name in STEP_FEATURES], dtype=np.float32)
 
 
 class _Parts:
-    """Indices of a skeleton's operators by kind, phase and name."""
+    """Indices of a graph's operators by kind, phase and name."""
 
-    def __init__(self, skeleton: OpGraph) -> None:
-        ops = skeleton.ops
+    def __init__(self, graph: OpGraph) -> None:
+        ops = graph.ops
         self.number = len(ops)
         kinds = np.array([KIND_INDEX[op.kind] for op in ops], dtype=np.int64)
         self.of_kind = [np.flatnonzero(kinds == index) for index in range(len(OP_KINDS))]
@@ -110,53 +106,42 @@ class _Parts:
         """The first operator whose output has a batch dimension."""
 
 
-_known_parts: WeakKeyDictionary[OpGraph, _Parts] = WeakKeyDictionary()
-
-
-def _parts_of(skeleton: OpGraph) -> _Parts:
-    if skeleton not in _known_parts:
-        _known_parts[skeleton] = _Parts(skeleton)
-    return _known_parts[skeleton]
-
-
-def _memory(graphs: GraphBatch, device: Device, parts: _Parts) -> Columns:
-    peak = np.maximum(graphs.peak_live_bytes, 1)
+def _memory(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
+    peak = max(graph.peak_live_bytes, 1)
     on_cpu = device.kind == "cpu"
-    reserved = peak if on_cpu else graphs.reserved_bytes  # a CPU has no caching allocator
-    num_bytes = graphs.storage_bytes
-    by_kind = dict(zip(StorageKind, graphs.bytes_by_kind().T, strict=True))
-    _, births, deaths = graphs.skeleton.lifetimes
-    passing = num_bytes[:, (births >= 0) & (deaths < parts.number)]
-    missing = max(0, STORAGE_RANKS[-1] + 1 - num_bytes.shape[1])
-    places = [-1 - rank for rank in STORAGE_RANKS]
-    largest = np.partition(np.pad(num_bytes, ((0, 0), (missing, 0))), places, axis=1)[:, places]
+    reserved = peak if on_cpu else graph.reserved_bytes  # a CPU has no caching allocator
+    num_bytes = graph.storage_bytes
+    by_kind = graph.bytes_by_kind()
+    _, births, deaths = graph.lifetimes
+    passing = num_bytes[(births >= 0) & (deaths < parts.number)]
+    largest = np.sort(num_bytes)[::-1]
     return {
-        "log_reserved": log(reserved + device.context_bytes),
-        "log_live": log(peak),
-        "log_slack": log(reserved / peak),
+        "log_reserved": math.log(reserved + device.context_bytes),
+        "log_live": math.log(peak),
+        "log_slack": math.log(reserved / peak),
         **{f"share_{kind.name.lower()}": of_kind / peak for kind, of_kind in by_kind.items()},
-        "log_parameters": log1p(by_kind[StorageKind.PARAMETER]),
-        "log_activations": log1p(by_kind[StorageKind.ACTIVATION]),
-        **{f"storage_{rank}": largest[:, at] / peak for at, rank in enumerate(STORAGE_RANKS)},
-        "largest_passing": passing.max(axis=1, initial=0) / peak,
-        "peak_position": graphs.peak_index / max(parts.number, 1),
-        "peak_phase": parts.phases[graphs.peak_index],
-        "live_at_start": graphs.live_bytes[:, 0] / peak,
-        "live_at_end": graphs.live_bytes[:, -1] / peak,
-        "log_capacity_share": log((reserved + device.context_bytes) / (_CPU_BYTES if on_cpu else device.memory_bytes)),
+        "log_parameters": math.log1p(by_kind[StorageKind.PARAMETER]),
+        "log_activations": math.log1p(by_kind[StorageKind.ACTIVATION]),
+        **{f"storage_{rank}": largest[rank] / peak if rank < len(largest) else 0.0 for rank in STORAGE_RANKS},
+        "largest_passing": passing.max(initial=0) / peak,
+        "peak_position": graph.peak_index / max(parts.number, 1),
+        "peak_phase": parts.phases[graph.peak_index],
+        "live_at_start": graph.live_bytes[0] / peak,
+        "live_at_end": graph.live_bytes[-1] / peak,
+        "log_capacity_share": math.log((reserved + device.context_bytes) / (_CPU_BYTES if on_cpu else device.memory_bytes)),
     }
 
 
-def _workspaces(graphs: GraphBatch, parts: _Parts, convolutions: Convolutions) -> Columns:
+def _workspaces(graph: OpGraph, parts: _Parts, convolutions: Convolutions) -> Columns:
     """The peak if each convolution ran by one algorithm, and the largest workspace, both over the replay's peak."""
-    peak = np.maximum(graphs.peak_live_bytes, 1)
-    live = graphs.live_bytes[:, 1:][:, parts.convolutions].astype(np.float64)
-    found: dict[str, Floats] = {}
+    peak = max(graph.peak_live_bytes, 1)
+    live = graph.live_bytes[1:][parts.convolutions].astype(np.float64)
+    found: dict[str, float] = {}
     for name, (num_bytes, holds) in workspace_bytes(convolutions).items():
-        highest = np.where(holds, live + num_bytes, 0.0).max(axis=1, initial=0.0)
-        largest = np.where(holds, num_bytes, 0).max(axis=1, initial=0)
-        found[f"peak_{name}"] = log(np.maximum(highest / peak, 1.0))
-        found[f"workspace_{name}"] = np.where(largest > 0, log(np.maximum(largest, 1) / peak), ABSENT)
+        highest = np.where(holds, live + num_bytes, 0.0).max(initial=0.0)
+        largest = np.where(holds, num_bytes, 0).max(initial=0)
+        found[f"peak_{name}"] = math.log(max(highest / peak, 1.0))
+        found[f"workspace_{name}"] = math.log(largest / peak) if largest > 0 else ABSENT
     return found
 
 
@@ -169,7 +154,7 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
     channels at 32 x 32 pixels took 19 GiB on an A100. It handles groups as if they were dense.
 
     Returns:
-        By the names of CONVOLUTION_ALGORITHMS. Shapes: (C, V), (C, V).
+        By the names of CONVOLUTION_ALGORITHMS. Shapes: (V,), (V,).
     """
     gemm = c.narrow_in * c.taps * c.positions_out * 4
     lowers = (c.taps > 1) | (c.stride > 1)
@@ -202,37 +187,35 @@ def workspace_bytes(c: Convolutions) -> dict[str, tuple[npt.NDArray[Any], npt.ND
     }
 
 
-def _time(graphs: GraphBatch, device: Device, parts: _Parts, roofline: Floats) -> Columns:
+def _time(graph: OpGraph, device: Device, parts: _Parts, roofline: Floats) -> Columns:
     """Sums of the roofline by kind of operator and by phase, and what they are made of."""
-    number, total = parts.number, np.maximum(roofline.sum(axis=1), 1e-9)
-    num_bytes = (graphs.costs[1] + graphs.costs[2]).astype(np.float64)
+    number, total = parts.number, max(float(roofline.sum()), 1e-9)
+    num_bytes = (graph.costs[1] + graph.costs[2]).astype(np.float64)
     traffic = num_bytes / device.bandwidth_bytes_per_s
     launch_bound = roofline <= device.launch_overhead_s
-    num_names = len(NAMED_OPERATORS) + 1
-    bins = parts.named + num_names * np.arange(len(graphs))[:, None]
-    by_name = np.bincount(bins.ravel(), weights=roofline.ravel(), minlength=num_names * len(graphs)).reshape(-1, num_names)
-    log_flops, log_bytes = log1p(graphs.flops), log1p(num_bytes.sum(axis=1))
+    by_name = np.bincount(parts.named, weights=roofline, minlength=len(NAMED_OPERATORS) + 1)
+    log_flops, log_bytes = math.log1p(graph.flops), math.log1p(num_bytes.sum())
     return {
-        "log_roofline": log(total),
+        "log_roofline": math.log(total),
         "log_operators": math.log(max(number, 1)),
-        "log_mean_operator": log(total / max(number, 1)),
-        "launch_share": sum_where(roofline, launch_bound) / total,
-        "launch_count": launch_bound.mean(axis=1) if number else 0.0,
-        **{f"time_{kind}": sum_of(roofline, some) / total for kind, some in zip(OP_KINDS, parts.of_kind, strict=True)},
+        "log_mean_operator": math.log(total / max(number, 1)),
+        "launch_share": roofline[launch_bound].sum() / total,
+        "launch_count": launch_bound.mean() if number else 0.0,
+        **{f"time_{kind}": roofline[some].sum() / total for kind, some in zip(OP_KINDS, parts.of_kind, strict=True)},
         **{f"count_{kind}": math.log1p(len(some)) for kind, some in zip(_COUNTED_KINDS, parts.of_kind, strict=False)},
-        **{f"phase_{phase.name.lower()}": sum_of(roofline, parts.of_phase[phase]) / total for phase in Phase},
-        **{f"name_{name}": by_name[:, at] / total for at, name in enumerate(NAMED_OPERATORS)},
-        "traffic_share": traffic.sum(axis=1) / total,
-        "matrix_traffic_share": sum_of(traffic, parts.matrix) / total,
+        **{f"phase_{phase.name.lower()}": roofline[parts.of_phase[phase]].sum() / total for phase in Phase},
+        **{f"name_{name}": by_name[at] / total for at, name in enumerate(NAMED_OPERATORS)},
+        "traffic_share": traffic.sum() / total,
+        "matrix_traffic_share": traffic[parts.matrix].sum() / total,
         "log_flops": log_flops,
         "log_bytes": log_bytes,
         "log_intensity": log_flops - log_bytes,
     }
 
 
-def _traits(graphs: GraphBatch, parts: _Parts, roofline: Floats, c: Convolutions) -> Columns:
+def _traits(graph: OpGraph, parts: _Parts, roofline: Floats, c: Convolutions) -> Columns:
     """Shares of the roofline in kernels that are known to be slow for their size."""
-    total = np.maximum(roofline.sum(axis=1), 1e-9)
+    total = max(float(roofline.sum()), 1e-9)
     single = c.groups == 1
     of_convolutions = {
         "depthwise": (c.groups > 1) & (c.groups == c.channels_in),
@@ -245,43 +228,32 @@ def _traits(graphs: GraphBatch, parts: _Parts, roofline: Floats, c: Convolutions
         "strided": c.stride > 1,
         "narrow": c.narrow_in < 64,
     }
-    logs = [log(np.maximum(sizes, 1)) for sizes in (c.narrow_in, c.narrow_out, c.positions_out)]
-    seconds = roofline[:, parts.convolutions]
-    *shares, weight, first, second, third = _weighted_sums(seconds, [*of_convolutions.values(), np.ones(seconds.shape), *logs])
-    means = [np.where(weight > 0, sizes / np.where(weight > 0, weight, 1.0), -1.0) for sizes in (first, second, third)]
-    products, m, n, k = np.moveaxis(graphs.attribute("product", ops=parts.products, length=4), -1, 0)
+    seconds = roofline[parts.convolutions]
+    weight = seconds.sum()
+    sizes = (np.log(np.maximum(one, 1).astype(np.float64)) for one in (c.narrow_in, c.narrow_out, c.positions_out))
+    means = [(seconds * logs).sum() / weight if weight > 0 else -1.0 for logs in sizes]
+    products, m, n, k = graph.attribute("product", ops=parts.products, length=4).T
     of_products = {
         "batched": products > 1,
         "odd": (m % 8 > 0) | (n % 8 > 0) | (k % 8 > 0),
         "narrow": np.minimum(n, k) < 64,
         "short": m < 256,
     }
-    shares_of_products = _weighted_sums(roofline[:, parts.products], list(of_products.values()))
     return {
-        **{f"conv_{name}": share / total for name, share in zip(of_convolutions, shares, strict=True)},
-        **{f"product_{name}": share / total for name, share in zip(of_products, shares_of_products, strict=True)},
+        **{f"conv_{name}": seconds[chosen].sum() / total for name, chosen in of_convolutions.items()},
+        **{f"product_{name}": roofline[parts.products][chosen].sum() / total for name, chosen in of_products.items()},
         **dict(zip(_MEANS, means, strict=True)),
     }
 
 
-def _weighted_sums(seconds: Floats, factors: Sequence[npt.NDArray[Any]]) -> list[Floats]:
-    """The seconds times each of ``factors``, added up one after the other, as a loop would. Shapes: (C, n) → (C,)."""
-    if not seconds.shape[1]:
-        return [np.zeros(len(seconds)) for _ in factors]
-    return list(np.cumsum(seconds * np.stack(factors), axis=2)[:, :, -1])
-
-
-def _setting(graphs: GraphBatch, device: Device, parts: _Parts) -> Columns:
-    skeleton = graphs.skeleton
-    batch = np.ones(len(graphs), dtype=np.int64)
-    if parts.first_batch is not None:
-        batch = graphs.attribute("shape", ops=np.array([parts.first_batch]))[:, 0, 0]
+def _setting(graph: OpGraph, device: Device, parts: _Parts) -> Columns:
+    batch = 1 if parts.first_batch is None else graph.ops[parts.first_batch].shape[0]
     return {
-        "log_batch": log(np.maximum(batch, 1)),
-        "train": float(skeleton.mode == "train"),
-        "half": float(skeleton.precision != "fp32"),
-        "nhwc": float(skeleton.layout == "nhwc"),
-        "compiled": float("compiled" in skeleton.options),
+        "log_batch": math.log(max(batch, 1)),
+        "train": float(graph.mode == "train"),
+        "half": float(graph.precision != "fp32"),
+        "nhwc": float(graph.layout == "nhwc"),
+        "compiled": float("compiled" in graph.options),
         "log_bandwidth": math.log(device.bandwidth_bytes_per_s),
         "log_device_flops": math.log(device.flops_per_s("fp32")),
         "log_matrix_flops": math.log(device.flops_per_s("fp16")),

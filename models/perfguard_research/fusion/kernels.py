@@ -151,7 +151,7 @@ def _seen(row: MeasuredRow) -> KernelRow:
     assert row.step_time_s is not None
     assert isinstance(row.network, Operator)
     device, operator = resolve_device(row.gpu), row.network
-    (view,) = operator_features(operator.graph(row.mode).as_batch(), device)
+    view = operator_features(operator.graph(row.mode), device)
     x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
     family, name, roofline_s = kernel_family(operator.kernel), int(view["name"][0]), float(view["roofline"][0])
     return KernelRow(operator.name, row.gpu, operator.sizes, family, row.step_time_s, x, name, roofline_s)
@@ -188,7 +188,7 @@ class KernelModel:
 
     def of_operator(self, graph: OpGraph, device: Device, *, most: int = 5) -> list[str]:
         """The families of kernels that a graph of one operator most likely runs, the likeliest first."""
-        (view,) = operator_features(graph.as_batch(), device)
+        view = operator_features(graph, device)
         x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
         row = KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
         return [self.families[at] for at in self.answers([row])[1][0, :most]]

@@ -18,7 +18,7 @@ from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import FeatureSet, FittedModel, read_trained, steps_of
+from perfguard_models.trained import FeatureSet, FittedModel, read_trained, step_of
 from perfguard_research.learners import learner_class
 from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, layers_of
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LAYERS = FeatureSet(
     (NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS),
-    lambda graphs, device: [layers_of(graph, device)._asdict() for graph in graphs],
+    lambda graph, device: layers_of(graph, device)._asdict(),
     layers_of.__module__,
 )
 FEATURE_SETS: Mapping[str, FeatureSet] = {**trained.FEATURE_SETS, "layers": _LAYERS}
@@ -69,7 +69,7 @@ class Served:
             predictor=self.name,
             device_id=device.id,
             trained_on_device=device.id in self._trained.card["trained_devices"],
-            memory_parts_bytes=memory_parts((graph if compiled is None else compiled.graph).as_batch(), device)[0],
+            memory_parts_bytes=memory_parts(graph if compiled is None else compiled.graph, device),
             gpu_util=self._share("gpu_util", graph, device),
             sm_active=self._share("sm_active", graph, device),
             unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
@@ -94,7 +94,7 @@ class Served:
         key = repr(device)
         if key not in of_graph:
             learner = self._trained.learner
-            of_graph[key] = predict_with_spread(learner, steps_of(learner, graph.as_batch(), device, FEATURE_SETS))
+            of_graph[key] = predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
         return of_graph[key]
 
     def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:

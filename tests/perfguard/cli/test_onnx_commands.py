@@ -26,11 +26,6 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "model.onnx")
 
 
-@pytest.fixture
-def prices(tmp_path: Path) -> Path:
-    return tmp_path / "prices.csv"
-
-
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -107,22 +102,20 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str], model: str) -> N
     ("more", "match"),
     [
         ([], "leaves sizes open: 'side'"),
-        (["--dim", "side"], "--dim must look like NAME=8"),
         (["--dim", "side=64", "--set", "width=3"], "--set is for FILE.py:BUILD"),
         (["--dim", "side=64", "--mode", "train"], "has only the forward pass"),
         (["--dim", "side=64", "--precision", "amp-fp16"], "runs in fp32, fp16 or bf16"),
         (["--dim", "side=64", "--mig", "9g.1gb"], "has no MIG profile '9g.1gb'. It has: 1g.5gb"),
         (["--dim", "side=64", "--mig", "auto", "--mps", "0.5"], "exclude each other"),
-        (["--dim", "side=64", "--batch-size", "0"], "must be at least 1"),
     ],
 )
 def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], model: str, more: list[str], match: str) -> None:
-    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == 1
+    assert main(["predict", model, "--batch-size", "8", "--gpu", "a100", *more]) == (1 if "leaves sizes" in match else 2)
     assert match in capsys.readouterr().err
 
 
 def test_a_card_that_cannot_be_split_has_no_profiles(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 1
+    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 2
     assert "has no MIG profiles" in capsys.readouterr().err
 
 
@@ -138,38 +131,8 @@ def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str]
     assert set(fits) == {True, False}
 
 
-def test_prices_give_throughput_for_money(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
-    prices.write_text("gpu,price_per_hour,seller\nA100, 2.0 ,me\n\nTesla T4,0.5,you\n")
-    rows = {row["gpu"]: row for row in rank(capsys, model, "--gpus", "a100,t4", "--price-table", str(prices))}
-    for gpu, price in (("a100-pcie-40gb", 2.0), ("t4", 0.5)):
-        assert rows[gpu]["throughput_per_price"] == pytest.approx(3600 * rows[gpu]["throughput_per_s"] / price)
-    assert rank(capsys, model, "--price-table", str(prices))[0]["gpu"]
-
-
-def test_rank_by_cost_puts_the_cheapest_trial_first(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    rows = rank(capsys, model, "--gpus", "rtx3090,a100,t4,h100,l4", "--by", "cost", "--steps", "1000")
-    costs = [row["cost"]["median"] for row in rows if row["cost"]]
-    assert len(costs) == 4
-    assert costs == sorted(costs)
-    assert (rows[-1]["gpu"], rows[-1]["price_per_hour"]) == ("rtx3090", None)  # it has no list price
-    assert "as of 20" in rows[0]["price_source"]
-    assert main(["rank", model, "--batch-size", "8", "--dim", "side=64", "--gpus", "rtx3090", "--by", "cost"]) == 1
-    assert "No price of these GPUs is known" in capsys.readouterr().err
-
-
-def test_people_get_the_fastest_and_the_cheapest(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
-    prices.write_text("gpu,price_per_hour\na100,1000\nt4,0.001\n")
-    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--price-table", str(prices)]) == 0
-    out, err = capsys.readouterr()
-    assert "fastest: " in out
-    assert "cheapest per sample: t4" in out
-    assert "no price in your table" in err
-
-
-def test_a_missing_price_or_table_is_named(capsys: pytest.CaptureFixture[str], model: str, prices: Path) -> None:
-    prices.write_text("gpu,price_per_hour\na100,1\n")
-    words = ["rank", model, "--batch-size", "8", "--dim", "side=64", "--gpus", "a100,t4"]
-    assert main([*words, "--price-table", str(prices)]) == 1
-    assert "has no row for t4" in capsys.readouterr().err
-    assert main([*words, "--price-table", str(prices.with_name("absent.csv"))]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+def test_people_get_the_fastest(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--gpus", "h100,t4"]) == 0
+    out = capsys.readouterr().out
+    assert "samples/s" in out
+    assert "fastest: h100-sxm-80gb" in out

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from perfguard.cli._gpus import show_gpus
-from perfguard.devices import Device, catalog, cpu, resolve_device
-from perfguard.devices._catalog import aliases, find, is_short_for, look_up
+from perfguard.cli.gpus import gpus
+from perfguard.devices import Device, catalog, resolve_device
+from perfguard.devices.catalog import aliases, find, is_short_for, look_up
 from perfguard.exceptions import ConfigurationError, UnknownDeviceError
 
 CATALOG = json.loads(resources.files("perfguard.devices").joinpath("catalog.json").read_text(encoding="utf-8"))
@@ -72,9 +72,6 @@ def check_tensor_rates_exceed_fp32_and_halve_by_width(device: Device) -> None:
         assert set(rates) == {"fp32", "fp16"}
         return
     assert rates["bf16"] == rates["fp16"]
-    if device.architecture in {"CDNA 2", "CDNA 4"}:
-        assert "tf32" not in rates
-        return
     assert rates["tf32"] == pytest.approx(rates["fp16"] / 2, rel=0.015)
     assert rates["tf32"] >= rates["fp32"]
 
@@ -91,14 +88,6 @@ def test_a_card_obeys_the_laws(id_: str) -> None:
         check_tensor_rates_exceed_fp32_and_halve_by_width(device)
 
 
-def test_amd_cards_are_told_by_their_architecture() -> None:
-    """PyTorch calls them "cuda", too."""
-    ids = [id_ for id_, device in catalog().items() if device.is_amd]
-    assert ids == ["mi210", "mi250", "mi250x", "mi300a", "mi300x", "mi325x", "mi350x", "mi355x"]
-    assert all(catalog()[id_].name.startswith("AMD ") for id_ in ids)
-    assert not cpu().is_amd
-
-
 def test_pascal_has_no_tensor_cores() -> None:
     assert set(catalog()["k80"].peak_flops) == set(catalog()["p4"].peak_flops) == {"fp32"}
     assert set(catalog()["p100-pcie-16gb"].peak_flops) == {"fp32", "fp16"}
@@ -113,7 +102,6 @@ def test_pascal_has_no_tensor_cores() -> None:
         ("h100-sxm-80gb", 79.11, 3352, 66.9, 494.7, 989.4, 132, 1980, 50, 700),
         ("rtx3090", 23.69, 936, 35.6, 35.6, 71, 82, 1695, 6, 350),
         ("rtx4090", 23.64, 1008, 82.6, 82.6, 165.2, 128, 2520, 72, 450),
-        ("mi300x", 187.2, 5300, 163.4, 653.7, 1307.4, 304, 2100, 256, 750),
     ],
 )
 def test_figures_agree_with_the_data_sheet(
@@ -161,8 +149,6 @@ def test_aliases_stand_for_cards_and_shadow_none() -> None:
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
         ("A100-SXM4-80GB", "a100-sxm-80gb"),
         ("RTX PRO 6000 Max-Q", "rtxpro6000maxq"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("amd instinct mi250x", "mi250x"),
     ],
 )
 def test_a_card_goes_by_many_names(name: str, id_: str) -> None:
@@ -189,7 +175,6 @@ def test_a_mig_slice_goes_by_its_card_and_profile(name: str, id_: str, gib: floa
     ("name", "message"),
     [
         ("a100-sxm-80gb/3g.20gb", "no MIG profile '3g.20gb'. It has: 1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb, 1g.20gb, 4g.40gb"),
-        ("mi300x/1g.5gb", "AMD Instinct MI300X has no MIG profile '1g.5gb'. It has: none"),
         ("t4/1g.5gb", "Tesla T4 has no MIG profile '1g.5gb'. It has: none"),
         ("z80/1g.5gb", "gpu must be a name from the catalog"),
     ],
@@ -239,14 +224,14 @@ def test_catalog_is_immutable_and_devices_pickle() -> None:
 
 
 def test_gpus_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(Namespace(json=True))
+    gpus(Namespace(json=True))
     shown = json.loads(capsys.readouterr().out)
     assert [Device(**row) for row in shown["devices"]] == list(catalog().values())
     assert shown["aliases"] == dict(aliases())
 
 
 def test_gpus_as_a_table_has_one_line_for_each_card(capsys: pytest.CaptureFixture[str]) -> None:
-    show_gpus(Namespace(json=False))
+    gpus(Namespace(json=False))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     cells = {line[0]: line[1:] for line in lines if line and line[0]}
     assert list(cells) == list(catalog())
@@ -257,7 +242,7 @@ def test_gpus_on_narrow_terminal_drops_names(capsys: pytest.CaptureFixture[str],
     """Names are left out rather than figures cut."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    show_gpus(Namespace(json=False))
+    gpus(Namespace(json=False))
     table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.partition("Short names")[0])
     assert re.search("a100-pcie-40gb .* 1555 ", table)
     assert not re.search("data sheet|…", table)

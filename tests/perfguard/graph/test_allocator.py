@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +21,6 @@ from perfguard.graph import (
     replay_allocator,
     trace,
 )
-from perfguard.graph._quick_replay import reserved_bytes_of
 from perfguard.workload import Workload
 from tests.models import oracle
 
@@ -297,59 +294,3 @@ def test_no_size_is_too_large_for_the_replay(graph: OpGraph, exponents: list[int
     replay = replay_allocator(large)
     assert large.reserved_bytes == replay.reserved_bytes >= replay.allocated_bytes
     assert large.live_bytes.tolist() == pytest.approx(exact, rel=1e-15)
-    small = OpGraph(graph.ops, tuple(s._replace(num_bytes=s.num_bytes % 2**20) for s in storages), "train", "fp32", "nchw")
-    rows = [[storage.num_bytes for storage in some.storages] for some in (small, large)] * 70
-    expected = [replay_allocator(some).reserved_bytes for some in (small, large)] * 70
-    assert reserved_bytes_of(large.skeleton, np.array(rows, dtype=object)).tolist() == pytest.approx(expected, rel=1e-15)
-
-
-def test_computed_graph_reserves_as_traced_graph() -> None:
-    graph = step(300, 3, 64)
-    larger = graph.with_sizes(graph.sizes * 7)
-    alone = OpGraph(larger.ops, larger.storages, graph.mode, graph.precision, graph.layout)
-    assert larger.reserved_bytes == alone.reserved_bytes == replay_allocator(alone).reserved_bytes > graph.reserved_bytes
-
-
-def random_step(rng: random.Random) -> OpGraph:
-    """Operators that make and free storages as they like, none of which has a size yet."""
-    num_ops = rng.randint(3, 25)
-    kinds = [rng.choice(("conv", "matmul", "elementwise")) for _ in range(num_ops)]
-    update = rng.randint(num_ops // 2, num_ops)
-    ops = [
-        Op(kind, kind, Phase.OPTIMIZER if at >= update else Phase.FORWARD, 0, 0, 0, (), (), "", (), "float32", {})
-        for at, kind in enumerate(kinds)
-    ]
-    storages = [
-        Storage(0, rng.choice((StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.OPTIMIZER_STATE)), -1, num_ops, "")
-        for _ in range(rng.randint(1, 12))
-    ]
-    for _ in range(rng.randint(5, 60)):
-        birth = rng.randint(0, num_ops)
-        death = rng.choice((birth, birth - 1, num_ops, rng.randint(birth, num_ops), rng.randint(num_ops, 2 * num_ops)))
-        storages.append(Storage(0, StorageKind.TEMPORARY, birth, max(death, 0), ""))
-    return OpGraph(tuple(ops), tuple(storages), "train", "fp32", "nchw")
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_batch_replay_equals_single_replays(seed: int) -> None:
-    rng = random.Random(seed)
-    form = random_step(rng)
-    never = [rng.random() < 0.1 for _ in form.storages]
-    largest = rng.choice((4e3, 3e6, 3e7, 1e9))
-    sizes = [[0 if empty else round(largest ** rng.uniform(0.3, 1)) for empty in never] for _ in range(140)]
-    if seed % 4 == 3:
-        sizes[1][-1] = 0  # of one alone
-    expected = []
-    for row in sizes:
-        storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(row, form.storages, strict=True))
-        graph = OpGraph(form.ops, storages, form.mode, form.precision, form.layout)
-        expected.append(replay_allocator(graph).reserved_bytes)
-    assert reserved_bytes_of(form.skeleton, np.array(sizes)).tolist() == expected
-
-
-def test_replay_of_sizes_beyond_arrays_is_exact() -> None:
-    form = random_step(random.Random(0))
-    sizes = [2**39 + at for at in range(len(form.storages))]
-    storages = tuple(Storage(num_bytes, *storage[1:]) for num_bytes, storage in zip(sizes, form.storages, strict=True))
-    expected = replay_allocator(OpGraph(form.ops, storages, form.mode, form.precision, form.layout)).reserved_bytes
-    assert reserved_bytes_of(form.skeleton, np.array([sizes] * 130)).tolist() == [expected] * 130

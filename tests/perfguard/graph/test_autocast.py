@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from perfguard.graph._device_paths import DevicePaths
-from perfguard.graph._device_semantics import device_semantics
-from perfguard.graph._target import Target
+from perfguard.graph.kernels import DevicePaths, Target, device_semantics
 
 Tensor = torch.Tensor
 

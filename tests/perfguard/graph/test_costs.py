@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perfguard.devices import resolve_device
 from perfguard.graph import OP_KINDS, OpGraph, Phase, roofline_s, trace
-from perfguard.graph._costs import kind_of, launches_kernel
+from perfguard.graph.costs import kind_of, launches_kernel
 from perfguard.workload import Workload
 
 MATRIX_KINDS = ("conv", "conv_backward", "matmul", "attention")

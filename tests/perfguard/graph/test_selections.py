@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from perfguard.exceptions import TraceError
-from perfguard.graph import OpGraph, ParametricGraph, Phase, TraceCache, has_assumed_sizes, trace
-from perfguard.graph._unknown import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
+from perfguard.graph import OpGraph, Phase, has_assumed_sizes, trace
+from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.workload import TensorSpec, Workload
 
 EXPERTS, WIDTH, TOKENS = 8, 32, 64
@@ -288,42 +288,3 @@ def test_loop_over_experts_has_flops_of_grouped_products() -> None:
     assert graphs[0].unmodelled == (EVEN_CHOICES,)
     assert graphs[1].unmodelled == (GROUPED_PRODUCTS,)
     assert [graph.has_all_bytes for graph in graphs] == [False, True]
-
-
-@pytest.mark.parametrize("dispatch", [by_mask, by_row, by_hit])
-def test_cached_mixture_of_experts_equals_trace(dispatch: Dispatch) -> None:
-    """Sizes are rounded, so that they are polynomials of some batches only."""
-    cache, model = TraceCache(), Experts(dispatch)
-    for batch in (8, 16, 24, 32, 1, 3, 5, 7, 11, 20, 28, 30):
-        workload = Workload(model, (batch, 3, WIDTH), loss=total)
-        assert cache.trace(workload).content_hash == trace(workload).content_hash, batch
-
-
-def test_cached_selection_equals_trace_where_rounding_looks_quadratic() -> None:
-    """At batches 1, 2, 16 and 17, the rounded half lies on a parabola that is wrong at 7."""
-    cache, model = TraceCache(), Selects(lambda x: x[x.sum(1) > 0])
-    for batch in (1, 2, 16, 17, 7, 11):
-        workload = Workload(model, (batch, 8), loss=total)
-        assert cache.trace(workload).content_hash == trace(workload).content_hash, batch
-
-
-def test_batches_of_mixture_of_experts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from perfguard.graph import _cache
-
-    cache, model = TraceCache(), Experts(by_row)
-    for batch in (8, 16, 32):
-        cache.trace(Workload(model, (batch, 4, WIDTH), loss=total))
-    monkeypatch.setattr(_cache, "trace", lambda *_, **__: pytest.fail("traced again"))
-    assert has_assumed_sizes(cache.trace(Workload(model, (24, 4, WIDTH), loss=total)))
-
-
-def test_widths_of_mixture_of_experts_are_computed() -> None:
-    def traced(widths: tuple[int, ...]) -> OpGraph:
-        return trace(Workload(Experts(by_row, widths[0]), (widths[1], 5, widths[0]), loss=total))
-
-    parametric = ParametricGraph([range(8, 40), [4, 8, 12, 16, 20]], traced)
-    points = torch.randint(0, 5, (24, 2), generator=torch.Generator().manual_seed(0)).mul(torch.tensor([7, 4]))
-    points += torch.tensor([8, 4])
-    computed, rows, others = parametric.at(points.numpy(), lambda graph: graph.content_hash)
-    hashes = others | {row: graph.content_hash for row, graph in zip(rows.tolist(), computed or (), strict=True)}
-    assert hashes == {row: traced(tuple(point)).content_hash for row, point in enumerate(points.tolist())}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from perfguard.graph._shape_rules import SHAPE_RULES
+from perfguard.graph.shape_rules import SHAPE_RULES
 
 aten = torch.ops.aten
 sizes = st.integers(1, 5)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -421,6 +423,86 @@ def test_data_dependence_error_names_its_module(look: Callable[[torch.Tensor], A
     model.add_module("head", nn.Linear(16, 4))
     with pytest.raises(TraceError, match=rf"in module 'stem\.picky' \(test_trace\.py:\d+\): .*{advice}"):
         trace(Workload(model, (32, 8), loss=total))
+
+
+class Calls(nn.Module):
+    """A linear layer, and any function of its input before it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 4), function
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.linear(self.function(*inputs))  # type: ignore[no-any-return]
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (Calls(fails), r"AssertionError\. Run one step on real tensors"),
+        (Calls(lambda x: x.no_such_name), "Run one step on real tensors"),
+        (Calls(lambda x, y: x), "one argument for each item of a tuple"),
+        (nn.Embedding(10, 8, sparse=True), r"PyTorch cannot trace sparse gradients.*sparse=False"),
+    ],
+)
+def test_advice_names_shapes_only_where_they_are_the_cause(model: nn.Module, advice: str) -> None:
+    inputs = TensorSpec((4, 2), "int64") if isinstance(model, nn.Embedding) else (4, 8)
+    with pytest.raises(TraceError, match=advice) as caught:
+        trace(Workload(model, inputs, loss=total))
+    assert "Check the shapes" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [(torch.optim.LBFGS, "as often as its line search needs"), (torch.optim.SparseAdam, "cannot trace sparse gradients")],
+)
+def test_optimizer_without_a_trace_is_explained(optimizer: Any, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        trace(Workload(mlp(), (4, 8), loss=total, optimizer=optimizer))
+
+
+def test_loss_given_as_a_class_is_explained() -> None:
+    with pytest.raises(WorkloadError, match=r"the class CrossEntropyLoss\. Give CrossEntropyLoss\(\)"):
+        trace(Workload(mlp(), (4, 8), TensorSpec((4,), "int64"), loss=nn.CrossEntropyLoss))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_lazy_modules_equal_modules_with_shapes(device: str) -> None:
+    with torch.device(device):
+        lazy = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+        plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    options: dict[str, Any] = {"inputs": (4, 3, 8, 8), "loss": total, "optimizer": torch.optim.Adam}
+    assert trace(Workload(lazy, **options)).content_hash == trace(Workload(plain, **options)).content_hash
+    assert all(map(is_lazy, lazy[0].parameters()))  # the user's own model is left as it was
+
+
+@pytest.mark.parametrize("form", [lambda packed: packed, lambda packed: [packed]])
+def test_packed_sequences_are_inputs(form: Callable[[Any], Any]) -> None:
+    packed = pack_sequence([torch.zeros(5, 16), torch.zeros(3, 16)])
+    graph = trace(Workload(nn.LSTM(16, 32), form(packed), mode="infer"))
+    (layer,) = [op for op in graph.ops if op.kind == "rnn"]
+    assert layer.shape == (8, 32)
+
+
+def test_lengths_of_packed_sequences_have_no_values() -> None:
+    class Packs(nn.Module):
+        def __init__(self, full: bool) -> None:
+            super().__init__()
+            self.rnn, self.full = nn.LSTM(8, 4, batch_first=True), full
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            lengths = torch.full((len(x),), x.shape[1], device="cpu") if self.full and x.is_meta else lengths.cpu()
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.rnn(packed)[1][0]  # type: ignore[no-any-return]
+
+    inputs = [(4, 9, 8), TensorSpec((4,), "int64")]
+    with pytest.raises(TraceError, match=r"the lengths of sequences to pack, take `torch\.full"):
+        trace(Workload(Packs(full=False), inputs, loss=total))
+    assert "fused_rnn" in names(trace(Workload(Packs(full=True), inputs, loss=total)), Phase.FORWARD)
 
 
 def test_shape_mismatch_error_names_its_module() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from torch import nn
 
 from perfguard import Device, Measurement, Run, TensorSpec, Workload, resolve_device, trace
 from perfguard.exceptions import ConfigurationError
-from perfguard.measure import Status, _cpu, _run, _steps, status_of
+from perfguard.measure import Status, StepTimer, status_of
+from perfguard.measure import cpu as cpu_module
+from perfguard.measure import run as run_module
 
 MB = 10**6
 
@@ -30,9 +33,9 @@ def device() -> Device:
 def _nothing_else_runs() -> Iterator[None]:
     """Runs that other tests left unfinished would overlap with these."""
     gc.collect()
-    _run._active.clear()
+    run_module._active.clear()
     yield
-    _run._active.clear()
+    run_module._active.clear()
 
 
 def make_optimizer() -> torch.optim.Optimizer:
@@ -108,8 +111,7 @@ def test_a_parameter_group_may_be_empty(device: Device) -> None:
 
 def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 11.0, 13.0, 14.0, 30.0, 40.0])
-    for module in (_run, _steps):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run = Run(device).start()
     for _ in range(5):
         run.step()
@@ -121,8 +123,7 @@ def test_times_by_hand(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_finish_at_last_step_ends_total_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose end nobody told ends with its last step."""
     clock = iter([5.0, 10.0, 11.0])
-    for module in (_run, _steps):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run = Run(device).start()
     run.step()
     run.step()
@@ -142,8 +143,8 @@ def test_a_step_time_takes_two_steps(device: Device, num_steps: int) -> None:
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """Both ways to take the peak; the second where the kernel forbids to reset its own."""
     if request.param == "rss-sampled":
-        monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
-    elif not _cpu._reset_peak():
+        monkeypatch.setattr(cpu_module, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
+    elif not cpu_module._reset_peak():
         pytest.skip("this system does not let a process reset its peak resident set")
     return str(request.param)
 
@@ -192,7 +193,7 @@ def test_garbage_before_a_run_is_not_subtracted(device: Device) -> None:
 
 
 def test_the_sampling_thread_ends_with_the_run(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_cpu, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
+    monkeypatch.setattr(cpu_module, "_CLEAR_REFS", tmp_path / "forbidden" / "clear_refs")
     with Run(device):
         assert "perfguard-rss" in {thread.name for thread in threading.enumerate()}
         with Run(device):
@@ -251,7 +252,7 @@ def test_an_error_is_noted_and_passed_on(device: Device) -> None:
 
 
 def test_run_start_keeps_random_state_and_grad_mode(device: Device) -> None:
-    _run._load_kernels.cache_clear()
+    run_module._load_kernels.cache_clear()
     state = torch.random.get_rng_state()
     with torch.no_grad(), Run(device):
         assert not torch.is_grad_enabled()
@@ -267,7 +268,7 @@ def test_run_start_keeps_random_state_and_grad_mode(device: Device) -> None:
         (torch.OutOfMemoryError("CUDA out of memory."), "oom"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried ..."), "oom"),
         (RuntimeError("std::bad_alloc"), "oom"),
-        (TimeoutError("took too long"), "timeout"),
+        (TimeoutError("timed out"), "failed"),  # a socket's, as a rule: no time limit of the trial
         (ValueError("a mistake"), "failed"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "failed"),
         (KeyboardInterrupt(), "interrupted"),  # says nothing about the trial
@@ -289,3 +290,101 @@ def test_a_real_allocation_that_fails_is_out_of_memory() -> None:
 def test_measurement_refuses_unknown_status() -> None:
     with pytest.raises(ConfigurationError, match="must be one of ok, oom, timeout, failed, interrupted, but got 'fine'"):
         Measurement("fine", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch")  # type: ignore[arg-type]
+
+
+def test_measurement_refuses_unknown_confidence() -> None:
+    with pytest.raises(ConfigurationError, match="must be one of high, medium, low or None, but got 'sure'"):
+        Measurement("ok", "cpu", "CPU", None, None, 1.0, 0, "vmhwm", "torch", confidence="sure")  # type: ignore[arg-type]
+
+
+# --- the time of a step, by hand
+
+
+class Clock:
+    """A processor's clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    return clock
+
+
+def run_steps(clock: Clock, seconds: list[float]) -> StepTimer:
+    timer = StepTimer(lambda: None)
+    for step_s in seconds:
+        clock.now_s += step_s
+        timer.step()
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step_time_s"),
+    [
+        ([], None),
+        ([9.0], None),
+        ([9.0, 1.0], 1.0),
+        ([9.0, 1.0, 2.0, 1.0, 16.0], 1.5),
+        ([9.0, *[8.0] * 1, *[1.0] * 4, *[2.0] * 5], 2.0),  # of ten, one is warm-up; the median of 1 1 1 1 2 2 2 2 2
+        ([9.0, *[8.0] * 10, *[1.0] * 11, *[2.0] * 179], 2.0),  # of two hundred, ten
+        ([9.0, *[8.0] * 10, *[1.0] * 60, *[3.0] * 50], 1.0),
+    ],
+)
+def test_warm_up_is_first_step_and_tenth_of_others(clock: Clock, seconds: list[float], step_time_s: float | None) -> None:
+    timer = run_steps(clock, seconds)
+    assert timer.step_time_s() == step_time_s
+    assert timer.num_steps == len(seconds)
+    assert timer.durations_s == seconds[1:]
+
+
+def test_marked_waits_are_no_part_of_a_step(clock: Clock) -> None:
+    timer = StepTimer(lambda: None)
+    for wait_s in (7.0, 1.0, 0.0, 2.0):
+        with timer.waiting():
+            clock.now_s += wait_s
+        clock.now_s += 3.0
+        timer.step()
+    assert timer.step_time_s() == 3.0
+    assert timer.data_wait_s() == 1.0
+    assert timer.durations_s == [4.0, 3.0, 5.0]
+
+
+def test_a_wait_that_was_not_marked_is_not_known(clock: Clock) -> None:
+    assert run_steps(clock, [1.0] * 5).data_wait_s() is None
+
+
+def test_a_run_tells_its_loaders_wait(clock: Clock) -> None:
+    def loader() -> itertools.chain[int]:
+        def slow() -> int:
+            clock.now_s += 5.0
+            return 1
+
+        return itertools.chain(slow() for _ in range(6))
+
+    run = Run(resolve_device("cpu")).start()
+    seen = []
+    for batch in run.batches(loader()):
+        seen.append(batch)
+        clock.now_s += 2.0
+        run.step()
+    measurement = run.finish()
+    assert seen == [1] * 6
+    assert (measurement.step_time_s, measurement.data_wait_s, measurement.num_steps) == (2.0, 5.0, 6)
+
+
+def test_a_wait_that_raises_is_closed(clock: Clock) -> None:
+    timer = run_steps(clock, [1.0])
+
+    def fail() -> None:
+        clock.now_s += 4.0
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), timer.waiting():
+        fail()
+    clock.now_s += 1.0
+    timer.step()
+    assert (timer.step_time_s(), timer.data_wait_s()) == (1.0, 4.0)

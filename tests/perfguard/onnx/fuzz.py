@@ -2,8 +2,8 @@
 
     python fuzz.py NUMBER SEED FOLDER
 
-Prints how many files were read and refused, the longest time and the peak memory. A file that takes more than five seconds ends
-the process by SIGALRM; the file is left in FOLDER.
+Prints how many files were read and refused, and the peak memory. A file that takes more than thirty seconds, on a busy machine,
+ends the process by SIGALRM; the file is left in FOLDER.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from perfguard import OpGraph
 from perfguard.exceptions import PerfGuardError
 from perfguard.onnx import graph_from_onnx
 
-LONGEST_S = 5.0
+LONGEST_S = 30.0
 _MOST_BYTES = 20_000
 _ODD_SIZES = (-1, 0, 1, 2, 7, 2**15, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
 _ODD_VARINTS = (b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x80\x80\x80\x80\x10", b"\xff\xff\xff\xff\x07", b"\x00", b"\x80")
@@ -102,15 +101,12 @@ def run(number: int, seed_: int, folder: Path) -> Counter[str]:
     """Read ``number`` damaged files; what happened, by kind."""
     outcomes: Counter[str] = Counter()
     path = folder / "damaged.onnx"
-    longest = 0.0
 
     @seed(seed_)
     @settings(max_examples=number, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(damaged())
     def read(data: bytes) -> None:
-        nonlocal longest
         path.write_bytes(data)
-        start = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, LONGEST_S)  # nobody handles SIGALRM, so it ends the process, C++ or not
         try:
             graph = graph_from_onnx(path)
@@ -120,21 +116,11 @@ def run(number: int, seed_: int, folder: Path) -> Counter[str]:
             outcomes["refused" if str(path) in str(error) else "refused without a name"] += 1
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        longest = max(longest, time.perf_counter() - start)
 
     read()
-    outcomes["longest_ms"] = round(1000 * longest)
-    outcomes["peak_mib"] = _peak_mib()
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    outcomes["peak_mib"] = max(peaks) // 1024
     return outcomes
-
-
-def _peak_mib() -> int:
-    """Of this process alone; `ru_maxrss` keeps what the process had that forked it."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) // 1024
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) // 1024
 
 
 if __name__ == "__main__":

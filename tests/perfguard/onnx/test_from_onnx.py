@@ -396,9 +396,3 @@ def test_a_keras_model_comes_in_through_tf2onnx() -> None:
     assert sum(op.flops for op in graph.ops if op.kind == "conv") == convolutions
     assert graph.bytes_by_kind()[StorageKind.PARAMETER] == 4 * (16 * 27 + 16 * 9 + 32 * 144 + 32 * 64 + 64 * 10)
     assert not graph.unmodelled
-
-
-def test_deprecated_alias_reads_the_same_graph(convolution: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"perfguard\.onnx\.graph_from_onnx"):
-        graph = OpGraph.from_onnx(convolution, batch_size=2)
-    assert graph.content_hash == read(convolution, batch_size=2).content_hash

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from perfguard.cli import main
 from perfguard.exceptions import OnnxError
-from perfguard.onnx import _measure, measure_onnx
+from perfguard.onnx import measure, measure_onnx
 
 KERAS = Path(__file__).resolve().parents[3] / "examples" / "keras_cnn.onnx"
 
@@ -52,7 +52,7 @@ def test_a_batch_that_does_not_fit_is_said(step: str, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(_measure, step, full)
+    monkeypatch.setattr(measure, step, full)
     with pytest.raises(OnnxError, match=r"keras_cnn\.onnx cannot be run by ONNX Runtime: MemoryError"):
         measure_onnx(KERAS, batch_size=2)
 

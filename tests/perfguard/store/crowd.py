@@ -25,8 +25,8 @@ from pathlib import Path
 import alembic.migration
 import alembic.operations  # noqa: F401  so that a child is killed while it migrates, and not while it imports
 
+from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
-from perfguard.store import MeasurementStore
 
 MEASUREMENT = Measurement("ok", "toy", "Toy", 1100, 0.3, 30.0, 100, "double", "torch", note="x" * 500)
 

@@ -18,8 +18,8 @@ from sqlalchemy import create_engine, event, text
 
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, Selection, export_log, import_log
-from perfguard.store import _retention as retention
+from perfguard.log import MeasurementStore, Selection, export_log, import_log
+from perfguard.log import _retention as retention
 from tests.perfguard.store.rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, PREDICTION, make_graph, record
 
 

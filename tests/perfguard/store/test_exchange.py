@@ -20,7 +20,7 @@ from torch import nn
 from perfguard import TensorSpec, Workload, trace
 from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, Selection, export_log, import_log
+from perfguard.log import MeasurementStore, Selection, export_log, import_log
 from perfguard.store._exchange import _from_field, _to_field, anonymous_graph
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 

@@ -19,7 +19,7 @@ import pytest
 
 from perfguard.exceptions import LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, make_graph, make_log_of_schema_1, record
 from tests.postgres import Postgres
 
@@ -157,7 +157,7 @@ def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder
     with away(postgres):
         code = (
             "import os, sys, warnings; warnings.simplefilter('ignore')\n"
-            "from perfguard.store import MeasurementStore; from tests.perfguard.store.crowd import write\n"
+            "from perfguard.log import MeasurementStore; from tests.perfguard.store.crowd import write\n"
             f"store = MeasurementStore({url!r})\n"
             "print(write(store, 1), write(store, 2), flush=True); os.kill(os.getpid(), 9)"
         )

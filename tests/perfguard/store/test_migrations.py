@@ -17,8 +17,8 @@ from sqlalchemy import create_engine, text
 
 from perfguard.exceptions import LogError, LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore, _migrations, export_log, import_log
-from perfguard.store import _schema as schema
+from perfguard.log import MeasurementStore, _migrations, export_log, import_log
+from perfguard.log import _schema as schema
 from perfguard.store._schema import SCHEMA_VERSION, metadata
 from tests.perfguard.store.rows import CPU, DEVICE, LOGS_OF_OLD, MEASUREMENT, make_graph, make_spool_of_schema_1, record
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
 from perfguard.graph import OpGraph
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
@@ -421,7 +421,7 @@ def test_threads_share_a_store(location: str, tmp_path: Path, monkeypatch: pytes
 SCRIPT = """
 import sys, warnings
 from pathlib import Path
-from perfguard.store import MeasurementStore
+from perfguard.log import MeasurementStore
 path = Path(sys.argv[1])
 def record(store, trial):
     store.record_decision(

@@ -1,0 +1,128 @@
+"""``perfguard check``: whether a workload fits its limits, as an exit status for scripts and CI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
+from perfguard.cli.subject import Subject, add_subject_arguments, check_subject, subject_of
+from perfguard.devices import resolve_device
+from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
+from perfguard.verdict import DEFAULT_RISK, check_risk
+
+if TYPE_CHECKING:
+    from perfguard.budget import Budget
+    from perfguard.devices import Device
+    from perfguard.graph import OpGraph
+    from perfguard.verdict import Verdict
+
+Result = Literal["fits", "does not fit", "cannot tell"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard check`` takes."""
+    parser.description = "Exit status: 0 it fits, 1 it does not, 3 cannot tell, 2 wrong usage."
+    add_subject_arguments(parser)
+    parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
+    parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory, or a share of the device's (default: all of it)")
+    parser.add_argument("--max-step-time", metavar="250ms", help="time of one step, or of one batch of inference")
+    parser.add_argument("--max-trial-time", metavar="2h", help="time of all steps; needs --steps or Workload(steps=...)")
+    parser.add_argument("--max-cost", metavar="$2", help="cost of all steps; needs their number and --price-per-hour")
+    parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device, for --max-cost")
+    parser.add_argument(
+        "--risk",
+        type=float,
+        default=DEFAULT_RISK,
+        help=f"largest accepted chance to exceed a limit; does not fit from 1 - RISK on (default: {DEFAULT_RISK})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Predict, compare with the limits, print the result, and return the exit status: 0, 1 or 3.
+
+    Raises:
+        ConfigurationError: for words that cannot be right; `perfguard` ends with 2.
+    """
+    check_subject(arguments)
+    risk = check_risk(arguments.risk)
+    if arguments.max_cost is not None and arguments.price_per_hour is None:
+        raise ConfigurationError("--max-cost needs the price of an hour on the device: give --price-per-hour.")
+    budget = budget_of(
+        memory=arguments.max_memory,
+        step_time=arguments.max_step_time,
+        time=arguments.max_trial_time,
+        cost=arguments.max_cost,
+        price_per_hour=arguments.price_per_hour,
+    )
+    device = resolve_device(arguments.gpu)
+    budget.check_device(device)
+    document: dict[str, Any] = {}
+    try:
+        verdict, notes = _judged(arguments, device, budget, risk)
+        result, reason = _result_of(verdict, risk)
+        document = {"gpu": device.id, "notes": alias_notes(arguments.gpu, device) + notes} | _numbers_of(verdict)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # Python's own exit status would be 1, which means that it does not fit
+        result, reason = "cannot tell", str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
+    status = {"fits": 0, "does not fit": 1, "cannot tell": 3}[result]
+    if arguments.json:
+        print(json.dumps({"result": result, "exit_status": status, "reason": reason} | document, indent=2))
+    else:
+        print(" ".join(f"{result}: {device.name}: {reason}".split()))
+        for note in document.get("notes", ()):
+            print(note, file=sys.stderr)
+    return status
+
+
+def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, list[str]]:
+    """The guard's verdict, without a log and without a risk budget, and notes on what was judged."""
+    from perfguard.guard import Guard
+    from perfguard.physics import LeastMemory
+
+    guard = Guard(device, risk=risk, log=False)
+    guard.budget = budget
+    subject: Subject | None = None
+    graph: OpGraph | LeastMemory
+    try:
+        subject = subject_of(arguments)
+        limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
+        if limit is not None and subject.steps is None:
+            raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
+        graph = subject.graph_on(device)
+    except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
+        graph = LeastMemory.behind(error, device)
+    steps = None if subject is None else subject.steps
+    verdict = guard.judge(graph, lambda prediction: budget.limits(prediction, device), threshold=risk, steps=steps)
+    return verdict, [] if subject is None else subject.notes()
+
+
+def _result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:
+    """The result, and why."""
+    if verdict.action == "launch":
+        return "fits", "; ".join(limit.sentence for limit in verdict.limits)
+    if verdict.bound or verdict.p_violation >= 1 - risk:
+        return "does not fit", verdict.reason
+    return "cannot tell", verdict.reason
+
+
+def _numbers_of(verdict: Verdict) -> dict[str, Any]:
+    """The verdict's numbers, in bytes, seconds and dollars."""
+    prediction = verdict.prediction
+    limits = [
+        {"quantity": limit.quantity, "limit": limit.limit}
+        | (estimate_as_json(limit.estimate) or {})
+        | {"p_exceeded": limit.p_violation}
+        for limit in verdict.limits
+    ]
+    return {
+        "p_exceeded": max((limit.p_violation for limit in verdict.limits), default=None),
+        "limits": limits,
+        "predictor": None if prediction is None else prediction.predictor,
+        "trained_on_device": None if prediction is None else prediction.trained_on_device,
+        "unmodelled": [] if prediction is None else list(prediction.unmodelled),
+    }

@@ -1,0 +1,361 @@
+"""``perfguard log``, ``learn``, ``weights`` and ``report``: what the measurement log holds, and what is made of it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from perfguard.exceptions import ConfigurationError, LogError
+from perfguard.measure import Status
+from perfguard.predictor import DEFAULT_PREDICTOR
+from perfguard.quantities import format_quantity, parse_seconds
+
+if TYPE_CHECKING:
+    from perfguard.budget import Quantity
+    from perfguard.log import MeasurementStore, Selection
+    from perfguard.record import TrialRecord
+
+
+def add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard log`` takes."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, help: str, *, selects: bool = True) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=help)
+        _add_log(added)
+        if selects:
+            group = added.add_argument_group("selection", "only decisions that match all of these options")
+            group.add_argument("--study", help="the study's name")
+            group.add_argument("--device", help='for instance "a100" or "cpu"')
+            group.add_argument("--host", help="the name of the machine")
+            group.add_argument("--status", choices=get_args(Status), help="how the run ended")
+            group.add_argument("--verdict", choices=("launch", "prune", "repair"), help="what the guard decided")
+            group.add_argument("--since", metavar="TIME", help='"2026-11-20", "2026-11-20 14:30" (UTC), or an age: "2h", "90d"')
+            group.add_argument("--before", metavar="TIME", help="the same")
+        return added
+
+    show = verb("show", "show the newest decisions and the measured costs")
+    show.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    export = verb("export", "write the decisions with their measurements as a table")
+    export.add_argument("file", metavar="FILE.csv|FILE.parquet", help="the file to write; Parquet needs pyarrow")
+    quarantine = verb("quarantine", "show the readings that PerfGuard does not learn from, and why", selects=False)
+    quarantine.add_argument("--json", action="store_true", help="print JSON")
+    forget = verb("forget", "set measurements aside: they stay in the log, but PerfGuard does not learn from them")
+    forget.add_argument("--undo", action="store_true", help="use the selected measurements again")
+    forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    prune = verb("prune", "delete decisions with their measurements")
+    prune.add_argument("--keep", type=int, metavar="N", help="also keep at most the newest N of the other decisions")
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", metavar="FILE|URL", help="default: PERFGUARD_LOG, else your own log")
+
+
+def log(arguments: argparse.Namespace) -> None:
+    """Run the verb with these arguments.
+
+    Raises:
+        PerfGuardError: for a log, a file or an argument that cannot be used.
+    """
+    verbs: dict[str, Callable[[MeasurementStore, argparse.Namespace], None]] = {
+        "show": _show, "export": _export, "quarantine": _quarantine, "forget": _forget, "prune": _prune
+    }  # fmt: skip
+    with open_log(arguments.log) as store:
+        verbs[arguments.verb](store, arguments)
+
+
+def open_log(location: str | None) -> MeasurementStore:
+    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own.
+
+    Raises:
+        ConfigurationError: if a file was named that is not there: a typo makes no new log.
+        LogError: if the log cannot be opened.
+    """
+    location = location or os.environ.get("PERFGUARD_LOG")
+    if location is not None and "://" not in location and not Path(location).exists():
+        raise ConfigurationError(f"There is no measurement log at {location}.")
+    from perfguard.log import MeasurementStore
+
+    return MeasurementStore.default() if location is None else MeasurementStore(location)
+
+
+def _selection(arguments: argparse.Namespace) -> Selection:
+    from perfguard.log import Selection
+
+    return Selection(
+        study=arguments.study,
+        device=None if arguments.device is None else _devices(arguments.device),
+        host=arguments.host,
+        status=arguments.status,
+        verdict=arguments.verdict,
+        since=_time(arguments.since, "--since"),
+        before=_time(arguments.before, "--before"),
+    )
+
+
+def _devices(name: str) -> str | tuple[str, ...]:
+    """The id that was named; of an alias all that it may have meant, since "a100" is an A100 SXM on a machine that has one."""
+    from perfguard.devices.catalog import catalog, is_alias, is_short_for, look_up
+
+    known = look_up(name)
+    if known is None or not is_alias(name):
+        return name if known is None else known.id
+    fitting = [id_ for id_, device in catalog().items() if id_ == known.id or is_short_for(name, device)]
+    return tuple(part for id_ in fitting for part in (id_, f"{id_}:"))
+
+
+def _time(text: str | None, what: str) -> datetime.datetime | None:
+    """The moment that a date, a time or an age means; without a time zone it is in UTC, as `perfguard log show` prints it."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+    except ValueError:
+        pass
+    with suppress(ConfigurationError, OverflowError):
+        if text.strip()[-1:].isalpha():  # a bare number may be meant as a year
+            return datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=parse_seconds(text, what=what))
+    raise ConfigurationError(
+        f'{what} must look like "2026-11-20", "2026-11-20 14:30" (UTC) or an age such as "90d", but got {text!r}.'
+    )
+
+
+def _show(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    records, counts = store.records(_selection(arguments), newest=max(1, arguments.last)), store.counts()
+    if arguments.json:
+        rows = [_as_json(record) for record in records]
+        print(json.dumps({"log": repr(store), "counts": counts, "decisions": rows}, indent=2, default=str))
+        return
+
+    def text(quantity: Quantity, value: float | None) -> str:
+        return "" if value is None else format_quantity(quantity, value)
+
+    headings = ["when (UTC)", "study", "trial", "verdict", "device", "memory predicted", "measured", "step predicted", "measured"]
+    table = [
+        [
+            f"{record.created_at:%Y-%m-%d %H:%M:%S}",
+            record.study,
+            "" if record.number is None else f"{record.number}",
+            "" if record.verdict is None else record.verdict.action,
+            record.device_id or "",
+            text("memory", record.predicted["memory"].median if "memory" in record.predicted else None),
+            text("memory", record.measured.get("memory")),
+            text("step_time", record.predicted["step_time"].median if "step_time" in record.predicted else None),
+            text("step_time", record.measured.get("step_time")),
+            ", ".join(filter(None, [record.status, "set aside" if record.set_aside else None])),
+        ]
+        for record in records
+    ]
+    _print_table([*headings, "status"], table)
+    print(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+
+
+def _as_json(record: TrialRecord) -> dict[str, Any]:
+    """One decision with its measurement, in the columns of the log."""
+    from perfguard.record import column, columns_of
+
+    names = ("decision_id", "created_at", "study", "number", "trial_id", "host", "device_id", "params", "status", "set_aside")
+    measured = {column(quantity, "measured"): value for quantity, value in record.measured.items()}
+    verdict = {} if record.verdict is None else columns_of(record.verdict)
+    return (
+        {name: getattr(record, name) for name in names}
+        | {"predictor": record.predictor, "reason": record.reason}
+        | verdict
+        | measured
+    )
+
+
+def _print_table(headings: list[str], rows: list[list[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from perfguard.cli.gpus import wide_console
+
+    table = Table()
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))  # not as markup: a study may be named "s[1]"
+    wide_console(200).print(table)
+
+
+def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    number = store.export(arguments.file, _selection(arguments))
+    print(f"{arguments.file}: {number:,} decisions")
+
+
+def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    from perfguard.learning import assess
+
+    def row(decision_id: str, when: datetime.datetime, device: str | None, reading: str, reason: str) -> dict[str, Any]:
+        when_text = when.isoformat()
+        return {"decision_id": decision_id, "when": when_text, "device": device, "reading": reading, "reason": reason}
+
+    rows = []
+    for device_id in store.device_ids():
+        for doubt in assess(store.observations(device_id)).doubts:
+            seen = doubt.observation
+            when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
+            rows.append(row(seen.decision_id, when, seen.device.id, doubt.target, doubt.reason))
+    num_quarantined = len(rows)
+    for aside in store.records():
+        if aside.set_aside and aside.created_at is not None:
+            rows.append(row(aside.decision_id, aside.created_at, aside.device_id, "all", aside.set_aside))
+    rows.sort(key=lambda found: str(found["when"]))
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for found in rows:
+        print(f"{found['when'][:19]}  {found['decision_id'][:12]}  {found['device']}  {found['reading']}: {found['reason']}")
+    print(f"{num_quarantined} readings are quarantined, {len(rows) - num_quarantined} measurements are set aside")
+
+
+def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    """Set measurements aside, or with --undo use them again, after a question."""
+    selection = _selection(arguments)
+    if selection.is_everything:
+        raise ConfigurationError("Say which measurements to forget: --study NAME, --device NAME, --host NAME, --since TIME, ...")
+    found = [row for row in store.records(selection) if row.status and bool(row.set_aside) == arguments.undo]
+    if not found:
+        state = "set aside" if arguments.undo else "in use"
+        raise LogError(f"No measurement that is {state} matches. See `perfguard log show` with the same selection.")
+    devices, studies = sorted({row.device_id or "unknown" for row in found}), {row.study for row in found}
+    print(
+        f"{len(found):,} measurements of {len(studies)} {'study' if len(studies) == 1 else 'studies'} on {', '.join(devices)}, "
+        f"{found[0].created_at:%Y-%m-%d %H:%M:%S} to {found[-1].created_at:%Y-%m-%d %H:%M:%S} (UTC)"
+    )
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise LogError("Nothing was changed: add --yes where there is no terminal.")
+        question = "Use them again?" if arguments.undo else "Set them aside, so that nothing learns from them?"
+        if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+            raise LogError("Nothing was changed.")
+    if arguments.undo:
+        print(f"{store.take_back(selection):,} measurements are used again")
+        return
+    today = datetime.datetime.now(datetime.timezone.utc)
+    count = store.set_aside(selection, f"forgotten on {today:%Y-%m-%d} by `perfguard log forget`")
+    print(f"{count:,} measurements are set aside; the same selection with --undo takes them back")
+    promoted = [known for known in store.weights() if known.state == "promoted" and known.created_at >= found[0].created_at]
+    if promoted:
+        print("Fine-tuned weights that may have learnt from these runs are in use. To take them out of use:")
+        print("    perfguard weights rollback")
+
+
+def _prune(store: MeasurementStore, arguments: argparse.Namespace) -> None:
+    selection = _selection(arguments)
+    if selection.is_everything and arguments.keep is None:
+        raise ConfigurationError("Say what to remove: --before TIME, --study NAME, --device NAME, --keep N, ...")
+    print(f"{store.prune(selection, keep_newest=arguments.keep):,} decisions removed")
+
+
+def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard learn`` takes."""
+    _add_log(parser)
+    parser.add_argument("--min-new", type=int, default=20, metavar="N", help="fewest new runs for an update (default: 20)")
+    parser.add_argument("--max-rows", type=int, default=1000, metavar="N", help="most runs to learn from (default: 1000)")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
+
+
+def learn(arguments: argparse.Namespace) -> None:
+    """Update the log's weights once. A cron job or a timer makes it a watch.
+
+    Raises:
+        PerfGuardError: for a log or a predictor that cannot be used.
+    """
+    if arguments.own_process:  # beside a study or on a cluster's head: it must not be noticed
+        with suppress(OSError, AttributeError):  # Windows has no niceness
+            os.nice(15)
+        os.environ["OMP_NUM_THREADS"] = "1"  # PyTorch and scikit-learn are not imported yet
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as after Ctrl-C
+    with open_log(arguments.log) as store:
+        from perfguard.learning import tune_weights
+
+        generation = tune_weights(store, predictor=arguments.predictor, min_new=arguments.min_new, max_rows=arguments.max_rows)
+        print(generation or f"Nothing to learn: fewer than {arguments.min_new} new runs, or too few in all.")
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard weights`` takes."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    show = verbs.add_parser("list", help="list every generation, its errors, and whether it is in use")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    back = verbs.add_parser("rollback", help="go back to the generation before the one in use")
+    back.add_argument("predictor", nargs="?", metavar="OF", help="as `list` names it (default: the newest in use)")
+    for verb in (show, back):
+        _add_log(verb)
+
+
+def weights(arguments: argparse.Namespace) -> None:
+    """List the generations of fine-tuned weights, or go back to the one before.
+
+    Raises:
+        PerfGuardError: for a log or an id that cannot be used.
+    """
+    with open_log(arguments.log) as store:
+        if arguments.verb == "rollback":
+            in_use = [known.predictor for known in store.weights() if known.state == "promoted"]
+            if not in_use:
+                raise LogError("No fine-tuned weights are in use: the shipped ones are.")
+            back = store.roll_back(arguments.predictor or in_use[-1])
+            now = "the shipped weights are in use again" if back is None else f"{back[:12]} is in use again"
+            print(f"Rolled back; {now}. Guards take them after their next run.")
+            return
+        generations = store.weights()
+    if arguments.json:
+        print(json.dumps([asdict(generation) for generation in generations], indent=2, default=str))
+    elif not generations:
+        print("No weights were fine-tuned yet; the shipped ones are in use.")
+    else:
+        rows = [
+            [
+                generation.weights_id[:12],
+                generation.predictor,
+                f"{generation.created_at:%Y-%m-%d %H:%M:%S}",
+                generation.state,
+                ", ".join(f"{name} {value:.4g}" for name, value in generation.metrics.items()),
+            ]
+            for generation in generations
+        ]
+        _print_table(["id", "of", "made (UTC)", "state", "runs, and errors before and after"], rows)
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard report`` takes."""
+    parser.add_argument(
+        "source",
+        nargs="?",
+        metavar="STUDY|LOG",
+        help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
+    )
+    parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
+    parser.add_argument(
+        "--log", metavar="FILE|URL", help="the log of an Optuna study (default: PERFGUARD_LOG, else your own log)"
+    )
+    parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the report and print its path.
+
+    Raises:
+        PerfGuardError: for a source that cannot be read, or a file that cannot be written.
+    """
+    from perfguard.log import default_location
+    from perfguard.report import write_report
+
+    source = arguments.source or default_location()
+    if arguments.source is None and "://" not in source and not Path(source).exists():
+        raise ConfigurationError(f"There is no measurement log at {source}. Name a log, or the storage of an Optuna study.")
+    print(write_report(source, arguments.out, study=arguments.study, log=arguments.log))

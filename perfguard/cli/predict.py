@@ -1,0 +1,406 @@
+"""``perfguard predict``: what one workload costs on a device, with an account of its memory and time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfguard.budget import NOUNS, Budget
+from perfguard.cli.subject import add_subject_arguments, check_subject, is_onnx, subject_of
+from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
+from perfguard.exceptions import ConfigurationError
+from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
+from perfguard.quantities import format_bytes, format_dollars, format_joules, format_seconds, parse_dollars
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from rich.console import Console
+
+    from perfguard.budget import Limit
+    from perfguard.graph import OpGraph
+
+    OperatorSeconds = npt.NDArray[np.float64]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that ``perfguard predict`` takes."""
+    add_subject_arguments(parser)
+    parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
+    parser.add_argument("--mig", metavar="auto|PROFILE", help="predict for the smallest MIG profile that fits, or for this one")
+    parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
+    parser.add_argument("--max-memory", metavar="38GiB|0.9", help="a budget to compare with and to draw")
+    parser.add_argument("--max-step-time", metavar="250ms", help="a budget to compare with")
+    parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
+    parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
+    parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
+    parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    """Build or read, predict and print.
+
+    Raises:
+        PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
+    """
+    check_subject(arguments)
+    budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
+    price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
+    if arguments.plot and Path(arguments.plot).suffix != ".html":
+        raise ConfigurationError(f"--plot writes a page, so its name ends in .html, but got {arguments.plot!r}.")
+    whole = resolve_device(arguments.gpu)
+    device = _part_of(whole, arguments)
+    budget.check_device(device)
+    if arguments.measure and (whole.kind != "cpu" or not is_onnx(arguments)):
+        raise ConfigurationError(
+            "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
+            "Modules are measured where they run, see perfguard.measure.Run."
+        )
+    subject, predictor = subject_of(arguments), load_predictor()
+    graph = subject.graph_on(device)
+    prediction = predictor.predict(graph, device, steps=subject.steps)
+    limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]
+    op_time_s = operator_times_s(predictor, prediction, graph, device)
+
+    document = _as_json(prediction, device, graph, arguments.batch_size, price)
+    document["notes"] = alias_notes(arguments.gpu, whole) + subject.notes()
+    if arguments.mig == "auto":
+        document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
+    if arguments.measure:
+        from perfguard.onnx import measure_onnx
+
+        measured = measure_onnx(arguments.source, batch_size=arguments.batch_size, dims=dict(arguments.dim))
+        document["measured"] = {"step_time_s": measured.step_time_s, "peak_memory_bytes": measured.peak_memory_bytes}
+    if limits:
+        document["limits"] = [
+            {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
+        ]
+    if arguments.explain:
+        document["explain"] = explanation(prediction, op_time_s, graph, device)
+    if arguments.json:
+        print(json.dumps(document, indent=2))
+    else:
+        _print(document, prediction, device, graph, limits)
+    if arguments.plot:
+        draw_timeline(arguments.plot, graph, device, prediction, op_time_s, limits)
+        print(f"memory over the step: {arguments.plot}", file=sys.stderr)
+
+
+def budget_of(*, memory: str | None, **others: str | None) -> Budget:
+    """Return the budget that ``--max-memory`` and the other options of its kind give.
+
+    Raises:
+        ConfigurationError: naming the option that cannot be right.
+    """
+    share: str | float | None = memory
+    try:
+        share = None if memory is None else float(memory)  # a share of the device
+    except ValueError:
+        pass  # it has a unit
+    try:
+        return Budget.parse(memory=share, **others)
+    except ConfigurationError as error:
+        message = str(error)
+        for name, option in (  # the names of the budgets in Python, and the options that set them here
+            ("step_time_budget", "--max-step-time"), ("time_budget", "--max-trial-time"), ("memory_budget", "--max-memory"),
+            ("cost_budget", "--max-cost"), ("price_per_hour", "--price-per-hour"),
+        ):  # fmt: skip
+            message = message.replace(name, option)
+        raise ConfigurationError(message) from error
+
+
+def alias_notes(name: str, device: Device) -> list[str]:
+    """Return a sentence on the card that a short name means, if other cards go by it too: "a100" fits four."""
+    from perfguard.devices.catalog import catalog, is_alias, is_short_for
+
+    if not is_alias(name):
+        return []
+    others = [id_ for id_, other in catalog().items() if is_short_for(name, other) and id_ != device.id]
+    return others and [f"{name} is taken for {device.name} ({device.id}). Other cards of this name: {', '.join(others)}."]
+
+
+def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
+    """Return the median and the 90% interval."""
+    if value is None:
+        return None
+    low, high = value.interval()
+    return {"median": value.median, "low": low, "high": high}
+
+
+def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
+    """The requested MIG instance or MPS share."""
+    if arguments.mps is not None:
+        if arguments.mig is not None:
+            raise ConfigurationError("--mig and --mps exclude each other.")
+        return mps_share(device, arguments.mps)
+    if arguments.mig in (None, "auto"):
+        return device
+    return mig_instance(device, mig_profile(device, arguments.mig))
+
+
+def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, predictor: Predictor) -> dict[str, Any]:
+    """The smallest MIG profile whose memory holds the 95% quantile of the peak, and how fast the network runs there."""
+    needed = prediction.peak_memory.quantile(0.95)
+    profile = smallest_profile(device, needed)
+    if profile is None:
+        return {"profile": None, "needed_bytes": needed}
+    there = predictor.predict(graph, mig_instance(device, profile)).step_time
+    return {
+        "profile": profile.name,
+        "needed_bytes": needed,
+        "memory_bytes": profile.memory_bytes,
+        "instances": profile.num_instances,
+        "step_time_s": estimate_as_json(there),
+    }
+
+
+def _as_json(
+    prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None, price: float | None
+) -> dict[str, Any]:
+    from perfguard._predict import most_energy
+
+    return {
+        "gpu": device.id,
+        "predictor": prediction.predictor,
+        "trained_on_device": prediction.trained_on_device,
+        "trained_quantities": prediction.trained_quantities,
+        "peak_memory_bytes": estimate_as_json(prediction.peak_memory),
+        "step_time_s": estimate_as_json(prediction.step_time),
+        "total_time_s": estimate_as_json(prediction.total_time),
+        "cost": estimate_as_json(None if price is None else prediction.cost(price)),
+        "price_per_hour": price,
+        "capacity_bytes": device.memory_bytes,
+        "p_oom": prediction.p_oom(device.memory_bytes),
+        "throughput_per_s": None if batch_size is None else batch_size / prediction.step_time.median,
+        "gpu_util": prediction.gpu_util,
+        "sm_active": prediction.sm_active,
+        "energy_j": estimate_as_json(prediction.energy),
+        "most_energy_j": estimate_as_json(most_energy(prediction, device)),
+        "flops": graph.flops,
+        "memory_parts_bytes": dict(prediction.memory_parts_bytes),
+        "time_parts_s": dict(prediction.time_parts_s),
+        "time_by_kind_s": dict(prediction.time_by_kind_s),
+        "unmodelled": list(prediction.unmodelled),
+    }
+
+
+def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, graph: OpGraph, limits: list[Limit]) -> None:
+    """Print ``document`` for people: what it predicts, then where the memory and the time are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def words(estimate: Mapping[str, float], form: Callable[[float], str]) -> str:
+        return f"{form(estimate['median'])}  (90%: {form(estimate['low'])} to {form(estimate['high'])})"
+
+    console = Console()
+    table = Table(title=f"{device.name} ({device.id}), {format_bytes(device.memory_bytes)}", show_header=False)
+    table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
+    table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
+    table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
+    if "measured" in document and document["measured"]["step_time_s"] is not None:
+        latency = format_seconds(document["measured"]["step_time_s"])
+        table.add_row("latency, measured", f"{latency}  (ONNX Runtime on {device.num_sms} threads)")
+    if document["total_time_s"]:
+        table.add_row("trial time", format_seconds(document["total_time_s"]["median"]))
+    if document["cost"]:
+        table.add_row(
+            "trial cost", f"{words(document['cost'], format_dollars)} at {format_dollars(document['price_per_hour'])} an hour"
+        )
+    if document["throughput_per_s"]:
+        table.add_row("throughput", f"{document['throughput_per_s']:,.0f} samples/s")
+    for title, share in (("GPU busy", prediction.gpu_util), ("multiprocessors active", prediction.sm_active)):
+        if share is not None:
+            table.add_row(title, f"{share:.0%}")
+    if document["most_energy_j"]:
+        most = "" if prediction.energy is not None else f"at most, at the power limit of {device.tdp_w:.0f} W: "
+        table.add_row("energy", most + format_joules(document["most_energy_j"]["median"]))
+    for limit in limits:
+        table.add_row(f"P({NOUNS[limit.quantity]} over {limit.format(limit.limit)})", f"{limit.p_violation:.1%}")
+    if "mig" in document:
+        table.add_row("smallest MIG profile", _mig_in_words(document["mig"]))
+    table.add_row("work", f"{graph.flops / 1e9:,.1f} GFLOP in {len(graph.ops)} operators")
+    console.print(table)
+
+    if prediction.memory_parts_bytes:
+        _print_parts(console, "peak memory", _in_words(prediction.memory_parts_bytes), format_bytes)
+    if sum(seconds > 0 for seconds in prediction.time_parts_s.values()) > 1:
+        _print_parts(console, "step time", _in_words(prediction.time_parts_s), format_seconds)
+    if prediction.time_by_kind_s:
+        by_kind = _in_words(prediction.time_by_kind_s)
+        _print_parts(console, "step time by kind of operator", by_kind, format_seconds, most=6)
+    notes = list(document["notes"]) + [f"not modelled: {text}" for text in prediction.unmodelled]
+    if not prediction.trained_on_device:
+        missing = [target for target in TARGETS if target not in (prediction.trained_quantities or ())]
+        the = f"the {missing[0]} of " if len(missing) == 1 else ""  # the other quantity was measured
+        notes.append(
+            f"{prediction.predictor} was not trained on {the}such steps on {device.name}. "
+            f"Read {'its' if the else 'the'} interval and not the median."
+        )
+    for note in notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
+    if "explain" in document:
+        _print_explanation(console, document["explain"], graph, device)
+
+
+def _mig_in_words(mig: Mapping[str, Any]) -> str:
+    needed = format_bytes(mig["needed_bytes"])
+    if mig["profile"] is None:
+        return f"none: {needed} are needed (95% quantile)"
+    return (
+        f"{mig['profile']} ({format_bytes(mig['memory_bytes'])} for {needed}, the 95% quantile); "
+        f"{format_seconds(mig['step_time_s']['median'])} there, {mig['instances']} of them on one GPU"
+    )
+
+
+def _in_words(parts: Mapping[str, float]) -> dict[str, float]:
+    """``parts`` under clearer names than those in the data."""
+    clearer = {
+        "cache": "allocator's cache", "correction": "learnt correction",
+        "start": "before the first launch", "batch_copy": "copy of the batch",
+    }  # fmt: skip
+    return {clearer.get(name, name.replace("_", " ")): value for name, value in parts.items()}
+
+
+def _print_parts(
+    console: Console, title: str, parts: Mapping[str, float], form: Callable[[float], str], *, most: int = 15
+) -> None:
+    """Print ``parts`` that are not 0, largest first, with their sum. All but the ``most`` largest are one row."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    for _ in range(2):
+        table.add_column(justify="right")
+    total = sum(parts.values())
+    rows = sorted(((name, value) for name, value in parts.items() if abs(value) > 1e-6 * total), key=lambda row: -abs(row[1]))
+    if len(rows) > most:
+        rows[most:] = [(f"({len(rows) - most} others)", sum(value for _, value in rows[most:]))]
+    for name, value in rows:
+        table.add_row(name, form(value), f"{value / total:.0%}")
+    table.add_section()
+    table.add_row("together", form(total), "100%")
+    console.print(table)
+
+
+def operator_times_s(predictor: Predictor, prediction: Prediction, graph: OpGraph, device: Device) -> OperatorSeconds:
+    """Return the predicted seconds that each operator adds to the step; the rest is before the first. Shape: (len(ops),).
+
+    They are in proportion to the roofline if the predictor knows no operators.
+    """
+    if isinstance(predictor, OperatorTimes):
+        shares = predictor.op_time_shares(graph, device)
+    else:
+        from perfguard.graph import roofline_s
+
+        shares = roofline_s(graph, device)
+        shares = shares / max(float(shares.sum()), 1e-12)
+    return shares * prediction.step_time.median
+
+
+def explanation(prediction: Prediction, op_time_s: OperatorSeconds, graph: OpGraph, device: Device) -> dict[str, Any]:
+    """Return the peak memory by module and the step time by operator. Each adds up to the prediction.
+
+    ``least_seconds`` of an operator is its time at the device's peak rates. An operator far above it is slow in the prediction's
+    opinion, not by its traffic: the split over operators is less certain than their sum.
+    """
+    from perfguard.graph import bytes_by_module, cost_by_operator
+
+    by_module: dict[str, float] = {path or "(outside any module)": size for path, size in bytes_by_module(graph).items()}
+    by_module["(beside tensors: cache, context, correction)"] = prediction.peak_memory.median - sum(by_module.values())
+    least_s = {cost.name: cost.seconds for cost in cost_by_operator(graph, device)}
+    operators = [
+        cost._asdict() | {"least_seconds": least_s[cost.name]} for cost in cost_by_operator(graph, device, op_time_s=op_time_s)
+    ]
+    before_s = prediction.step_time.median - float(op_time_s.sum())
+    before = {"name": "(before the first launch, batch copy)", "calls": 0, "flops": 0, "num_bytes": 0, "seconds": before_s}
+    return {"memory_by_module_bytes": by_module, "operators": [*operators, before | {"least_seconds": 0.0}]}
+
+
+def _print_explanation(console: Console, explained: Mapping[str, Any], graph: OpGraph, device: Device) -> None:
+    from rich.table import Table
+
+    if graph.peak_index >= 0:
+        op = graph.ops[graph.peak_index]
+        where = f"{op.name}, {op.phase.name.lower()}, {op.module or 'model'}"
+        console.print(f"the peak is at operator {graph.peak_index + 1} of {len(graph.ops)}: {where}")
+    _print_parts(console, "peak memory by module", explained["memory_by_module_bytes"], format_bytes)
+
+    def together(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"name": name} | {key: sum(row[key] for row in rows) for key in ("calls", "num_bytes", "least_seconds", "seconds")}
+
+    *operators, before = explained["operators"]
+    shown, rest = operators[:15], operators[15:]
+    total = together("together", explained["operators"])
+    table = Table(title=f"step time by operator on {device.name}")
+    table.add_column("operator", overflow="fold")
+    for heading in ("calls", "traffic", "at peak rates", "time", "share"):
+        table.add_column(heading, justify="right")
+    for row in [*shown, *([together(f"({len(rest)} others)", rest)] if rest else []), before, total]:
+        seconds = format_seconds(row["least_seconds"]), format_seconds(row["seconds"])
+        if row is total:
+            table.add_section()
+        share = f"{row['seconds'] / total['seconds']:.0%}"
+        table.add_row(row["name"], str(row["calls"]), format_bytes(row["num_bytes"]), *seconds, share)
+    console.print(table)
+    console.print("The split over operators is less certain than their sum.", highlight=False)
+
+
+def draw_timeline(
+    path: str, graph: OpGraph, device: Device, prediction: Prediction, op_time_s: OperatorSeconds, limits: list[Limit]
+) -> None:
+    """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind.
+
+    Raises:
+        ConfigurationError: if Plotly is missing, or the file cannot be written.
+    """
+    import numpy as np
+
+    from perfguard.graph import timeline
+
+    try:
+        from plotly import graph_objects
+    except ImportError as error:
+        raise ConfigurationError(f"--plot needs Plotly: pip install 'perfguard[plot]' ({error}).") from error
+    colors = {  # from the bottom to the top
+        "context": "#5b5b5b", "parameters": "#4878a8", "buffers": "#9ab4cc", "optimizer_states": "#8a6fb0",
+        "gradients": "#d98032", "inputs": "#b8b8b8", "activations": "#5a9a5a", "temporaries": "#c95f5f",
+    }  # fmt: skip
+    start_s = max(prediction.step_time.median - float(op_time_s.sum()), 0.0)
+    ends_ms = 1e3 * np.concatenate([[0.0], start_s + np.concatenate([[0.0], np.cumsum(op_time_s)])])
+    bands = {"context": np.full(len(graph.ops) + 1, device.context_bytes)} | timeline(graph)
+    figure = graph_objects.Figure()
+    for name, color in colors.items():
+        if name in bands and bands[name].any():
+            gib = np.concatenate([bands[name], bands[name][-1:]]) / 2**30
+            figure.add_scatter(
+                x=ends_ms, y=gib, name=name.replace("_", " "), stackgroup="memory", fillcolor=color,
+                line={"width": 0, "color": color, "shape": "hv"}, hovertemplate="%{y:.3f} GiB",
+            )  # fmt: skip
+    low, high = (end / 2**30 for end in prediction.peak_memory.interval())
+    peak = prediction.peak_memory.median
+    figure.add_hrect(low, high, fillcolor="black", opacity=0.08, line_width=0)
+    lines = [("predicted peak (band: 90%)", peak, "black"), ("capacity", device.memory_bytes, "#b00020")]
+    lines += [("budget", limit.limit, "#c77700") for limit in limits if limit.quantity == "memory"]
+    for text, num_bytes, color in lines:
+        label = f"{text}, {format_bytes(num_bytes)}"
+        figure.add_hline(num_bytes / 2**30, line={"color": color, "dash": "dash"}, annotation_text=label)
+    # A limit far above the curve would press it flat; it is in the title, and in view after a double click.
+    top = max(num_bytes for _, num_bytes, _ in lines if num_bytes <= 2.5 * peak)
+    of = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}, {format_seconds(prediction.step_time.median)}"
+    figure.update_layout(
+        title=f"One step on {device.name}: {of}",
+        xaxis_title="predicted time in the step (ms)",
+        yaxis={"title": "memory (GiB)", "range": [0, 1.05 * max(top / 2**30, high)]},
+        hovermode="x unified",
+        template="plotly_white",
+    )
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.write_html(path)
+    except OSError as error:
+        raise ConfigurationError(f"The picture cannot be written to {path!r}: {error}") from error

@@ -1,0 +1,291 @@
+"""The subject of a command: an ONNX file, or the workload that a function of the user's file builds from hyperparameters.
+
+The words are checked before anything is imported that takes long, so that a slip is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
+from perfguard.workload import Build, Mode, Precision, Tf32, Workload, build_workload, is_missing_parameter
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.graph import OpGraph
+
+
+def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words that name a network and how it is run."""
+    parser.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="function build(params) -> Workload, or an ONNX file")
+    parser.add_argument(
+        "--batch-size", type=whole_number, metavar="N", help="batch of an ONNX file; build gets it as params['batch_size']"
+    )
+    parser.add_argument(
+        "--set", type=parameter, action="append", default=[], metavar="NAME=VALUE", help="another hyperparameter; repeatable"
+    )
+    parser.add_argument(
+        "--dim", type=dimension, action="append", default=[], metavar="NAME=8", help="another size of an ONNX file; repeatable"
+    )
+    parser.add_argument("--mode", choices=get_args(Mode), help="replaces the workload's own mode; an ONNX file has only infer")
+    parser.add_argument(
+        "--precision", type=_precision, choices=get_args(Precision), help="replaces the precision of the workload or the file"
+    )
+    parser.add_argument(
+        "--tf32",
+        choices=get_args(Tf32),
+        help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
+    )
+    parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
+
+
+def whole_number(text: str) -> int:
+    """Parse "32", or "32.0" as a table writes it.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything that is no whole number of at least 1.
+    """
+    value = _literal(text)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, but got {text!r}")
+    return number
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    """Parse "width=32" of --set: a name, and a literal of Python or a plain word.
+
+    Raises:
+        argparse.ArgumentTypeError: if it has another form.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"must look like NAME=VALUE, but got {text!r}")
+    return name, whole_number(value) if name == "batch_size" else _literal(value)  # as --batch-size reads it
+
+
+def dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
+    """Parse "batch=8" or "input=8x3x224x224" of --dim.
+
+    Raises:
+        argparse.ArgumentTypeError: if it has another form.
+    """
+    name, separator, value = text.rpartition("=")
+    parts = value.lower().split("x")
+    if not separator or not name or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must look like NAME=8 or INPUT=8x3x224x224, but got {text!r}")
+    sizes = tuple(map(int, parts))
+    return name, sizes[0] if len(sizes) == 1 else sizes
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _precision(text: str) -> str:
+    if text == "tf32":
+        raise argparse.ArgumentTypeError("TF32 is a way to compute fp32: give --precision fp32 --tf32 on.")
+    return text
+
+
+def is_onnx(arguments: argparse.Namespace) -> bool:
+    """Whether the network is an ONNX file."""
+    return bool(arguments.source.lower().endswith(".onnx"))
+
+
+def check_subject(arguments: argparse.Namespace) -> None:
+    """Check the words of :func:`add_subject_arguments` together, without importing torch.
+
+    Raises:
+        ConfigurationError: for a file that is not there, or words that do not go together.
+    """
+    if is_onnx(arguments):
+        path = arguments.source
+        if arguments.set:
+            raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
+        if arguments.mode == "train":
+            raise ConfigurationError("--mode train is for FILE.py:BUILD: an ONNX file has only the forward pass.")
+    else:
+        path, separator, _ = arguments.source.rpartition(":")
+        if arguments.dim:
+            raise ConfigurationError("--dim is for ONNX files; give hyperparameters with --set.")
+        if not separator or Path(path).suffix != ".py":
+            raise ConfigurationError(
+                f"Expected FILE.py:BUILD, for instance examples/models.py:resnet, or FILE.onnx, but got {arguments.source!r}."
+            )
+    if not Path(path).is_file():
+        raise ConfigurationError(f"There is no file {path!r}.")
+
+
+class Subject(NamedTuple):
+    """An ONNX file, or the workload that the user's function builds."""
+
+    network: str | Workload
+    steps: int | None
+    """Steps of the whole trial. None: unknown."""
+    options: dict[str, Any]
+    """How an ONNX file is read. A workload has none."""
+    params: ReadParams
+
+    def graph_on(self, device: Device) -> OpGraph:
+        """Return the operators of the network as ``device`` runs them.
+
+        Raises:
+            ConfigurationError: if a hyperparameter was given that neither ``build`` nor the step reads.
+        """
+        from perfguard._predict import graph_of
+
+        graph = graph_of(self.network, device, **self.options)
+        self.params.refuse_unread()
+        return graph
+
+    def notes(self) -> list[str]:
+        """Return what the prediction takes for granted, a sentence each."""
+        from torch import nn
+
+        workload, notes = self.network, []
+        if not isinstance(workload, Workload):
+            return []
+        if workload.mode == "train" and workload.optimizer is None and workload.step is None:
+            notes.append(
+                "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
+            )
+        if any(isinstance(module, nn.DataParallel) for module in workload.model.modules()):
+            notes.append("DataParallel is judged as one module, with the whole batch on one GPU. Several GPUs are not modelled.")
+        return notes
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """Return the network or workload that a command's words name. Call :func:`check_subject` before.
+
+    Raises:
+        PerfGuardError: for a file or a function that cannot be right.
+    """
+    if is_onnx(arguments):
+        options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
+        return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, ReadParams())
+    params = ReadParams(arguments.set)
+    if arguments.batch_size is not None:
+        params["batch_size"] = arguments.batch_size
+    workload = _built(load_build(arguments.source), params)
+    changes = {name: value for name in ("mode", "precision", "tf32", "steps") if (value := getattr(arguments, name)) is not None}
+    workload = dataclasses.replace(workload, **changes)
+    return Subject(workload, workload.steps, {}, params)
+
+
+def load_build(source: str) -> Build:
+    """Import the file of "FILE.py:BUILD", and return its function.
+
+    Raises:
+        BuildError: if the file cannot be imported.
+        ConfigurationError: if it has no such function.
+    """
+    path, _, name = source.rpartition(":")
+    module_name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BuildError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    build = getattr(module, name, None)
+    if not callable(build):
+        own = [
+            key
+            for key, value in sorted(vars(module).items())
+            if callable(value) and not isinstance(value, type) and getattr(value, "__module__", None) == module_name
+        ]
+        raise ConfigurationError(
+            f"{path} has no function {name!r}{_did_you_mean(name, own)}. Its functions: {', '.join(own) or 'none'}."
+        )
+    return build  # type: ignore[no-any-return]
+
+
+def _built(build: Build, params: ReadParams) -> Workload:
+    try:
+        return build_workload(build, params)
+    except KeyError as error:
+        if not is_missing_parameter(error, params):
+            raise
+        name = error.args[0]
+        near = difflib.get_close_matches(name, params.unread(), n=1)
+        instead = f" instead of --set {near[0]}, which build never reads" if near else ""
+        raise ConfigurationError(f"build needs the hyperparameter {name!r}: add --set {name}=VALUE{instead}.") from error
+    except WorkloadError as error:
+        # A word where a number is meant is wrong usage, and not a step that cannot be predicted: a script must not go on.
+        words = [f"--set {name}={value}" for name, value in dict.items(params) if isinstance(value, str) and name in params.read]
+        if words and (type(error) is WorkloadError or isinstance(error.__cause__, (TypeError, ValueError))):
+            raise ConfigurationError(f"{error} Is {' and '.join(words)} right?") from error
+        raise
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _reads_one(method: Callable[..., Any]) -> Any:
+    def read(self: ReadParams, name: str, *default: Any) -> Any:
+        self.read.add(name)
+        return method(self, name, *default)
+
+    return read
+
+
+def _reads_all(method: Callable[..., Any]) -> Any:
+    def read(self: ReadParams, *arguments: Any) -> Any:
+        self.read.update(dict.keys(self))
+        return method(self, *arguments)
+
+    return read
+
+
+class ReadParams(dict[str, Any]):
+    """Hyperparameters that note which of them are read. Whoever copies or unpacks them may read all of them."""
+
+    __getitem__, __contains__ = _reads_one(dict.__getitem__), _reads_one(dict.__contains__)
+    get, pop, setdefault = _reads_one(dict.get), _reads_one(dict.pop), _reads_one(dict.setdefault)
+    __iter__, keys, values, items = (_reads_all(method) for method in (dict.__iter__, dict.keys, dict.values, dict.items))
+    copy, __or__, __ror__ = _reads_all(dict.copy), _reads_all(dict.__or__), _reads_all(dict.__ror__)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.read: set[str] = set()
+        """Names that were asked for, whether they are there or not."""
+
+    def unread(self) -> list[str]:
+        """Return the names that nothing has read."""
+        return [name for name in dict.keys(self) if name not in self.read]
+
+    def refuse_unread(self) -> None:
+        """Raise for a name that nothing has read, so that a typo cannot give the answer for another network.
+
+        Raises:
+            ConfigurationError: with the nearest name that was read.
+        """
+        for name in self.unread():
+            reads = sorted(self.read)
+            word = "--batch-size" if name == "batch_size" else f"--set {name}"
+            known = f"It reads: {', '.join(reads)}." if reads else "It reads none."
+            near = _did_you_mean(name, reads)
+            raise ConfigurationError(f"{word} has no effect: build never reads params[{name!r}]{near}. {known}")

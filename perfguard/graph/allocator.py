@@ -1,0 +1,282 @@
+"""Computes what CUDA's caching allocator reserves for a step: a model of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13.
+
+A tensor often takes more memory than it needs. The allocator rounds requests to 512 bytes. It cuts them from segments of 2 MiB
+(small requests) or at least 20 MiB (large ones). Freed blocks are kept, merged with their neighbours and used again. What the
+driver sees is the segments. One stream is assumed, as in ordinary training.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
+
+if TYPE_CHECKING:
+    from perfguard.graph.opgraph import OpGraph
+
+MIN_BLOCK = 512
+SMALL_REQUEST = 2**20
+"""kSmallSize: up to here a request is served from the small pool."""
+SMALL_SEGMENT = 2 * 2**20
+"""kSmallBuffer."""
+LARGE_SEGMENT = 20 * 2**20
+"""kLargeBuffer: the segment of a large request below 10 MiB."""
+MIN_LARGE_REQUEST = 10 * 2**20
+"""kMinLargeAlloc: from here a segment is as large as its request, rounded up to 2 MiB."""
+ROUND_LARGE = 2 * 2**20
+_ADDRESS_BITS = 96
+"""Enough for any number of requests of 2^63 bytes, so that no size is too large."""
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+_LARGE_POOL = 1 << _ADDRESS_BITS - 1
+"""The first address of the large pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """The settings of `PYTORCH_CUDA_ALLOC_CONF`, and cuBLAS's workspaces."""
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    """`max_split_size_mb` in bytes: larger blocks are not split, and not given to smaller requests."""
+    cublas_workspace_bytes: int = 8_519_680
+    """Workspace that PyTorch allocates at the first matrix product: ":4096:2:16:8" before Hopper, 32 MiB since."""
+
+
+class AllocatorReplay(NamedTuple):
+    """Result of a replay, in bytes."""
+
+    reserved_bytes: int
+    """Most bytes in segments at once, `torch.cuda.max_memory_reserved()`."""
+    allocated_bytes: int
+    """Most bytes in blocks at once, `torch.cuda.max_memory_allocated()`."""
+
+
+class CachingAllocator:
+    """One device's allocator.
+
+    A free block is one integer, its size and then its address, so that sorted integers are in the order of the best fit. Between
+    two segments an address is left out, so that only neighbours in one segment are merged.
+    """
+
+    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
+        self._expands = settings.expandable_segments
+        self._limit = settings.max_split_bytes
+        self._is_default = not self._expands and self._limit is None
+        self._kept_whole = 0, 0 if self._expands else SMALL_REQUEST
+        """A rest of up to so many bytes is not split off, by pool."""
+        self._split_below = math.inf, math.inf if self._expands or self._limit is None else self._limit
+        self._free: tuple[list[int], list[int]] = [], []
+        """The small and the large pool."""
+        self._size_from: dict[int, int] = {}
+        """Size of the free block that begins at an address."""
+        self._size_to: dict[int, int] = {}
+        """Size of the free block that ends at an address."""
+        self._ends = [1, _LARGE_POOL]
+        """Behind the last segment of each pool."""
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self.peak_allocated_bytes = 0
+
+    def malloc(self, num_bytes: int) -> int | None:
+        """A block of at least ``num_bytes``, to be handed to :meth:`free`; None for none."""
+        blocks = [0]
+        self.run([0], [rounded(max(num_bytes, 0))], blocks)
+        return blocks[0] or None
+
+    def free(self, block: int | None) -> None:
+        """Give ``block`` back; it is merged with free neighbours."""
+        self.run([~0], [0], [block or 0])
+
+    def run(self, events: Iterable[int], sizes: Sequence[int], blocks: list[int]) -> None:
+        """Allocate and free in the order of ``events``, all in one loop: a step has thousands.
+
+        Args:
+            events: i allocates block i, ~i frees it if it is there.
+            sizes: of the blocks, from :func:`rounded`.
+            blocks: those that are there; 0: not there. They are changed in place.
+        """
+        both, size_from, size_to, is_default = self._free, self._size_from, self._size_to, self._is_default
+        kept_whole, split_below = self._kept_whole, self._split_below
+        allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
+        for event in events:
+            if event < 0:
+                block = blocks[~event]
+                if not block:
+                    continue
+                blocks[~event] = 0
+                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                allocated -= has
+                free = both[address >= _LARGE_POOL]
+                if left := size_to.pop(address, 0):
+                    address -= left
+                    del free[bisect_left(free, left << _ADDRESS_BITS | address)], size_from[address]
+                    has += left
+                if right := size_from.pop(address + has, 0):
+                    del free[bisect_left(free, right << _ADDRESS_BITS | address + has)], size_to[address + has + right]
+                    has += right
+                insort(free, has << _ADDRESS_BITS | address)
+                size_from[address] = size_to[address + has] = has
+                continue
+            size = sizes[event]
+            if not size:
+                continue
+            pool = size > SMALL_REQUEST
+            free = both[pool]
+            at = bisect_left(free, size << _ADDRESS_BITS)
+            if not is_default:
+                at = self._fitting(at, size, pool)
+            if at < len(free):
+                block = free.pop(at)
+                has, address = block >> _ADDRESS_BITS, block & _ADDRESS
+                del size_from[address], size_to[address + has]
+            else:
+                has, address = self._new_block(size, pool)
+            rest = has - size
+            if rest > kept_whole[pool] and size < split_below[pool]:
+                start = address + size
+                insort(free, rest << _ADDRESS_BITS | start)
+                size_from[start] = size_to[start + rest] = rest
+                has = size
+            blocks[event] = has << _ADDRESS_BITS | address
+            allocated += has
+            if allocated > peak:
+                peak = allocated
+        self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
+
+    def _fitting(self, at: int, size: int, pool: int) -> int:
+        """The index of the free block that is taken, where the one at ``at`` is the smallest that is large enough."""
+        free = self._free[pool]
+        if at == len(free):
+            return at
+        block = free[at]
+        has, end = block >> _ADDRESS_BITS, (block >> _ADDRESS_BITS) + (block & _ADDRESS)
+        if self._expands and end == self._ends[pool] and at + 1 < len(free):
+            at += 1  # the last block can grow, so it counts as the largest
+            has = free[at] >> _ADDRESS_BITS
+        if pool and self._limit is not None:
+            is_too_large = has >= self._limit if size < self._limit else has >= size + LARGE_SEGMENT
+            return len(free) if is_too_large else at
+        return at
+
+    def _new_block(self, size: int, pool: int) -> tuple[int, int]:
+        """The size and the address of a block from the driver."""
+        end = self._ends[pool]
+        if not self._expands:
+            segment = segment_size(size)
+            self._ends[pool] += segment + MIN_BLOCK
+            self.reserved_bytes += segment
+            return segment, end
+        page = LARGE_SEGMENT if pool else SMALL_SEGMENT
+        have = self._size_to.pop(end, 0)
+        if have:
+            free = self._free[pool]
+            del free[bisect_left(free, have << _ADDRESS_BITS | end - have)], self._size_from[end - have]
+        mapped = -(-(size - have) // page) * page
+        self._ends[pool] += mapped
+        self.reserved_bytes += mapped
+        return have + mapped, end - have
+
+
+def rounded(num_bytes: int) -> int:
+    """The size of a block for ``num_bytes``."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def segment_size(size: int) -> int:
+    """The size of a new segment for a block of ``size`` bytes."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < MIN_LARGE_REQUEST:
+        return LARGE_SEGMENT
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+class _Program(NamedTuple):
+    """The requests of a step to the allocator: i allocates storage i, ~i frees it if it is there."""
+
+    lasting: list[int]
+    first: list[int]
+    """The first step. Index len(storages) is cuBLAS's workspace."""
+    later: list[int]
+    """Any other; indices from len(storages) + 1 are what the step before left, in the order of ``carried``."""
+    carried: list[int]
+    """Storages of which the one of the step before is there while the step makes its own: the batch, kept outputs."""
+
+
+def _program_of(ops: Sequence[Op], storages: Sequence[Storage]) -> _Program:
+    """The requests of a training loop: what a step allocates and frees, in order."""
+    end, number = len(ops), len(storages)
+    births: list[list[int]] = [[] for _ in range(end + 1)]
+    deaths: list[list[int]] = [[] for _ in range(end + 1)]
+    lasting: list[int] = []
+    inputs: list[int] = []
+    state: list[int] = []
+    leftover: list[int] = []
+    kept: list[int] = []
+    for index, storage in enumerate(storages):
+        if storage.birth >= 0:
+            births[storage.birth].append(index)
+        elif storage.kind is StorageKind.INPUT:
+            inputs.append(index)
+        else:
+            (state if storage.kind is StorageKind.OPTIMIZER_STATE else lasting).append(index)
+        if 0 <= storage.death < end:
+            deaths[storage.death].append(index)
+        elif storage.birth >= 0 and storage.death > end:
+            kept.append(index)
+        elif storage.birth >= 0:
+            leftover.append(index)
+    first_update = next((i for i, op in enumerate(ops) if op.phase is Phase.OPTIMIZER), end)
+    first_product = next((i for i, op in enumerate(ops) if op.kind == "matmul"), None)
+
+    def made(indices: Iterable[int]) -> list[int]:
+        """A storage that dies before an operator uses it is freed at once."""
+        dies = (storages[index].death < storages[index].birth for index in indices)
+        return [event for index, unused in zip(indices, dies, strict=True) for event in ((index, ~index) if unused else (index,))]
+
+    def freed(indices: Iterable[int]) -> list[int]:
+        return [~index for index in indices]
+
+    first = made(inputs)
+    # The next batch is there before the name of the last one is bound to it.
+    slots = range(number + 1, number + 1 + len(inputs) + len(kept))
+    later = [*first, *freed(slots[: len(inputs)]), *freed(leftover)]
+    ends: dict[int, list[int]] = {}
+    for slot, index in zip(slots[len(inputs) :], kept, strict=True):
+        ends.setdefault(storages[index].death - end - 1, []).append(slot)
+    for i in range(end):
+        both = made(births[i]) + freed(deaths[i])
+        first += [number] * (i == first_product) + (made(state) if i == first_update else []) + both
+        later += both + freed(ends.get(i, ()))
+    last = made(births[end])
+    return _Program(made(lasting), first + last, later + last, [*inputs, *kept])
+
+
+def replay_allocator(graph: OpGraph, settings: AllocatorSettings = AllocatorSettings()) -> AllocatorReplay:
+    """Reserved and allocated peaks of the first steps of training, or of inference, on a fresh allocator.
+
+    Args:
+        graph: the traced step.
+        settings: of the allocator. PyTorch's defaults by default.
+    """
+    program, number = _program_of(graph.ops, graph.storages), len(graph.storages)
+    sizes = [*(rounded(storage.num_bytes) for storage in graph.storages), rounded(settings.cublas_workspace_bytes)]
+    sizes += [0] * len(program.carried)
+    blocks = [0] * len(sizes)
+    allocator = CachingAllocator(settings)
+    allocator.run(program.lasting, sizes, blocks)
+    allocator.run(program.first, sizes, blocks)
+    # The first step makes the optimizer's state in the middle, the second finds the cache as it left it. A step that takes
+    # nothing more from the driver is the last.
+    for _ in range(3):
+        before = allocator.reserved_bytes
+        for at, index in enumerate(program.carried, number + 1):
+            blocks[at], blocks[index] = blocks[index], 0
+        allocator.run(program.later, sizes, blocks)
+        if allocator.reserved_bytes == before:
+            break
+    return AllocatorReplay(allocator.reserved_bytes, allocator.peak_allocated_bytes)

@@ -1,0 +1,271 @@
+"""Cost of one aten operator: its kind, FLOPs and bytes.
+
+FLOPs of matrix products and attention come from ``torch.utils.flop_counter``. Those of convolutions are our own, because
+that counter ignores groups in the backward pass (a depthwise net would come out up to 200 times too slow).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+OP_KINDS = (
+    "conv",
+    "conv_backward",
+    "matmul",
+    "attention",
+    "norm",
+    "norm_backward",
+    "pool",
+    "softmax",
+    "activation",
+    "elementwise",
+    "reduction",
+    "copy",
+    "embedding",
+    "random",
+    "loss",
+    "foreach",
+    "rnn",
+    "fill",
+    "other",
+)
+"""Kinds of operators; the order is part of the feature schema."""
+KIND_INDEX = {kind: index for index, kind in enumerate(OP_KINDS)}
+
+_KIND_BY_NAME = {
+    "convolution": "conv",
+    "convolution_backward": "conv_backward",
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "linear"), "matmul"),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), "softmax"),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var_mean", "var", "std", "linalg_vector_norm",
+         "norm", "prod", "cumsum", "any", "all", "logsumexp", "topk", "sort"),
+        "reduction",
+    ),
+    **dict.fromkeys(
+        ("cat", "clone", "copy_", "_to_copy", "stack", "constant_pad_nd", "index", "index_put", "index_put_", "gather",
+         "scatter", "scatter_add", "index_select", "repeat", "roll", "flip", "slice_backward", "select_backward",
+         "as_strided_scatter", "_unsafe_index", "_unsafe_index_put", "contiguous", "unfold_backward", "index_add",
+         "masked_fill", "where", "tril", "triu", "im2col", "col2im", "nonzero", "masked_select"),
+        "copy",
+    ),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_backward"), "embedding"),
+    **dict.fromkeys(("native_dropout", "native_dropout_backward", "bernoulli", "bernoulli_", "rand", "randn", "uniform_",
+                     "normal_", "rand_like", "randn_like", "randint", "randperm"), "random"),
+    **dict.fromkeys(("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "fill_", "zero_", "new_zeros",
+                     "new_full", "new_ones", "arange", "scalar_tensor", "eye", "linspace"), "fill"),
+    **dict.fromkeys(("relu", "relu_", "gelu", "gelu_backward", "silu", "silu_", "silu_backward", "threshold_backward",
+                     "sigmoid", "sigmoid_backward", "tanh", "tanh_backward", "hardtanh", "hardtanh_", "hardtanh_backward",
+                     "hardswish", "hardswish_", "hardswish_backward", "hardsigmoid", "hardsigmoid_backward", "leaky_relu",
+                     "leaky_relu_", "leaky_relu_backward", "elu", "elu_", "elu_backward", "mish", "mish_", "mish_backward",
+                     "softplus", "softplus_backward", "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward",
+                     "log_sigmoid_backward", "glu", "glu_backward"), "activation"),
+}  # fmt: skip
+_KIND_BY_FRAGMENT = (
+    ("_foreach", "foreach"),
+    ("_fused_", "foreach"),
+    ("scaled_dot_product", "attention"),
+    ("_norm_backward", "norm_backward"),
+    ("batch_norm", "norm"),
+    ("_norm", "norm"),
+    ("pool", "pool"),
+    ("upsample", "pool"),
+    ("grid_sampler", "pool"),
+    ("loss", "loss"),
+    ("lstm", "rnn"),
+    ("gru", "rnn"),
+    ("rnn", "rnn"),
+)
+# Operators that allocate without launching a kernel, or that only look at metadata.
+_FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh",
+                   "_local_scalar_dense", "alias", "is_same_size", "resize_", "set_"})  # fmt: skip
+_MAX_FFT_SIZE = 256
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1}
+"""Index of the left factor of a matrix product in the arguments. The right factor follows it."""
+_TAKING = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "_embedding_bag"})
+"""Operators that read a part of their first input."""
+_COUNTED_BY_INPUT = ("reduction", "loss", "norm_backward")
+_ELEMENTWISE_FLOPS = {"activation": 4, "norm": 8, "norm_backward": 11, "softmax": 5, "loss": 2, "random": 4}
+
+
+def kind_of(name: str) -> str:
+    """The kind of the aten operator ``name`` (without overload)."""
+    if kind := _KIND_BY_NAME.get(name):
+        return kind
+    for fragment, kind in _KIND_BY_FRAGMENT:
+        if fragment in name:
+            return kind
+    return "elementwise"
+
+
+def launches_kernel(name: str) -> bool:
+    """False for operators that only allocate or look at metadata."""
+    return name not in _FREE
+
+
+def bytes_read(name: str, inputs: Sequence[int], taken: int) -> int:
+    """Bytes that one call reads.
+
+    Args:
+        name: the aten operator.
+        inputs: bytes of each input, in the order of the arguments.
+        taken: bytes of the rows or elements that a gather or an embedding takes of its first input. Others read it all.
+    """
+    return sum(inputs) if name not in _TAKING else taken + sum(inputs[1:])
+
+
+def bytes_taken(name: str, inputs: Sequence[torch.Tensor], written: int) -> int:
+    """Bytes that a gather or an embedding takes of its first input: as many as it writes, but a bag writes only sums.
+
+    A row that is taken twice counts twice.
+    """
+    if name != "_embedding_bag":
+        return written
+    table, indices = inputs[:2]
+    return indices.numel() * table.shape[1] * table.element_size()
+
+
+def flops_of(func: torch._ops.OpOverload, name: str, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of one call; a multiply-add counts as two."""
+    if kind == "conv":
+        return _convolution_flops(args, out)
+    if kind == "conv_backward":
+        return _convolution_backward_flops(args)
+    if (counter := _OWN_COUNTERS.get(name)) is not None:
+        return counter(args)
+    counter = flop_registry.get(func.overloadpacket)
+    if counter is not None:
+        return int(counter(*args, **kwargs, out_val=out))
+    return elementwise_flops(kind, _num_elements(args) if kind in _COUNTED_BY_INPUT else 0, _num_elements(out))
+
+
+def elementwise_flops(kind: str, num_inputs: int, num_outputs: int) -> int:
+    """Floating-point operations of an operator of ``kind`` that does a few for each element.
+
+    Args:
+        kind: one of OP_KINDS.
+        num_inputs: elements of its largest input.
+        num_outputs: elements of its largest output.
+    """
+    per_element = _ELEMENTWISE_FLOPS.get(kind, 0 if kind in ("copy", "fill", "embedding") else 1)
+    return per_element * (num_inputs if kind in _COUNTED_BY_INPUT else num_outputs)
+
+
+def _num_elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, (tuple, list)):
+        return max((_num_elements(item) for item in value), default=0)
+    return 0
+
+
+def product_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequence[int], *, transposed: bool) -> int:
+    """2 · N · (positions) · (weights): each weight meets each position of the smaller map once a sample.
+
+    ``weight`` is (C_out, C_in / groups, *kernel), or (C_in, C_out / groups, *kernel) if transposed, so its number of
+    elements already accounts for the groups.
+    """
+    positions = math.prod(inputs[2:] if transposed else outputs[2:])
+    return 2 * inputs[0] * positions * math.prod(weight)
+
+
+def _convolution_flops(args: Sequence[Any], out: torch.Tensor) -> int:
+    return product_flops(args[0].shape, args[1].shape, out.shape, transposed=bool(args[6]))
+
+
+def _convolution_backward_flops(args: Sequence[Any]) -> int:
+    grad_output, inputs, weight, transposed, output_mask = args[0], args[1], args[2], bool(args[7]), args[10]
+    one = product_flops(inputs.shape, weight.shape, grad_output.shape, transposed=transposed)
+    return one * (int(output_mask[0]) + int(output_mask[1]))
+
+
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """Two matrix products, (L, E) x (E, S) and (L, S) x (S, Ev), in each head; a mask saves nothing here."""
+    heads = math.prod(query[:-2])
+    return 2 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
+
+
+def _attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """The scores again, then the gradients of value, probabilities, query and key: five products for the forward's two."""
+    heads = math.prod(query[:-2])
+    return 2 * heads * query[-2] * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+def fused_rnn_flops(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """FLOPs of a fused recurrent layer. Each weight is used once at each position; a multiply-add counts as two."""
+    positions = input.shape[:-1].numel()
+    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+# Operators that torch's registry does not know.
+_OWN_COUNTERS: dict[str, Callable[[Sequence[Any]], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args: attention_flops(*(tensor.shape for tensor in args[:3])),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention_backward_flops(
+        *(tensor.shape for tensor in args[1:4])
+    ),
+    "fused_rnn": lambda args: fused_rnn_flops(args[0], args[3]),
+    "fused_rnn_backward": lambda args: 2 * fused_rnn_flops(args[1], args[5]),
+}
+
+
+_RNN_STATE = {"fused_rnn": (0, 1), "fused_rnn_backward": (1, 3)}
+"""Positions of the input and of the hidden state among the arguments."""
+
+
+def attributes_of(name: str, kind: str, args: Sequence[Any]) -> dict[str, Any]:
+    """Hyperparameters that decide which kernel runs, and which of cuDNN's algorithms with large workspaces are possible.
+
+    Winograd's needs 3 x 3 (or 5 x 5) kernels, both it and FFT need stride, dilation and groups of one (cuDNN's developer guide,
+    tables of `cudnnConvolutionForward`).
+    """
+    if (first := _FIRST_FACTOR.get(name)) is not None:
+        left, right = args[first].shape, args[first + 1].shape
+        return {"product": (left[0] if len(left) == 3 else 1, left[-2], right[-1], left[-1])}
+    if kind == "rnn" and name in _RNN_STATE:
+        inputs, state = (args[at] for at in _RNN_STATE[name])
+        return {"steps": -(-inputs.shape[:-1].numel() // state.shape[1]) * state.shape[0]}
+    if kind not in ("conv", "conv_backward"):
+        return {}
+    shift = 0 if kind == "conv" else 1
+    inputs, weight, stride, padding, dilation = args[shift], args[1 + shift], *args[3 + shift : 6 + shift]
+    transposed, groups = bool(args[6 + shift]), int(args[8 + shift])
+    return convolution_attributes(
+        tuple(inputs.shape),
+        tuple(weight.shape),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        transposed=transposed,
+    )
+
+
+def convolution_attributes(
+    in_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    transposed: bool,
+) -> dict[str, Any]:
+    """Attributes that select the kernel of a convolution; see :func:`attributes_of`."""
+    kernel = weight_shape[2:]
+    dense = groups == 1 and all(step == 1 for step in (*stride, *dilation))
+    return {
+        "in_shape": in_shape,
+        "weight_shape": weight_shape,
+        "stride": tuple(stride),
+        "padding": tuple(padding),
+        "dilation": tuple(dilation),
+        "groups": groups,
+        "transposed": transposed,
+        "winograd": dense and kernel in ((3, 3), (5, 5)),
+        "fft": dense and len(kernel) == 2 and max(kernel) > 1 and max(in_shape[2:]) <= _MAX_FFT_SIZE,
+    }

@@ -1,0 +1,272 @@
+"""Writes down every operator that is dispatched on meta, and the birth and death of every storage."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perfguard.graph.costs import attributes_of, bytes_read, bytes_taken, flops_of, kind_of, launches_kernel
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.selections import Selections, is_mask
+from perfguard.graph.shape_rules import outputs_of
+from perfguard.pytorch import path_inside
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in ``value``, in order. A tensor that occurs twice is listed twice."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+
+
+class _Operator(NamedTuple):
+    """Properties of an aten operator before a call."""
+
+    name: str
+    kind: str
+    is_view: bool
+    launches: bool
+    writes: tuple[tuple[int, str], ...]
+    """Position and name of each argument that it writes to."""
+
+
+_operators: dict[torch._ops.OpOverload, _Operator] = {}
+
+
+def _operator(func: torch._ops.OpOverload) -> _Operator:
+    known = _operators.get(func)
+    if known is None:
+        name = func._schema.name.partition("::")[2]
+        writes = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        known = _operators[func] = _Operator(name, kind_of(name), func.is_view, launches_kernel(name), writes)
+    return known
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """Of a storage that was written down."""
+
+    __slots__ = ("address", "index")
+    address: int
+    index: int
+
+
+class Recorder(TorchDispatchMode):
+    """Enter it around the step; afterwards ``ops`` and :meth:`storages` hold what happened.
+
+    Args:
+        modules: the stack of paths of the modules that are running, kept by the caller.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase | None = None
+        """None: it follows from whether autograd is running."""
+        self.ops: list[Op] = []
+        self._views = 0
+        self._modules = modules
+        self._module_of_node: dict[int, str] = {}
+        self._index_by_address: dict[int, int] = {}
+        self._references: dict[int, _Reference] = {}
+        self._dead: list[_Reference] = []
+        """Storages that died since the last burial. ``append`` notes them: Ctrl-C within a callback in Python would be lost."""
+        self._bytes: list[int] = []
+        self._kinds: list[StorageKind | None] = []
+        self._births: list[int] = []
+        self._deaths: list[int | None] = []
+        self._names: list[str] = []
+        self._birth_phases: list[Phase] = []
+        self._freed_after: int | None = None
+        self.selections = Selections(self._storage_index)
+
+    def adopt(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind) -> None:
+        """Register what is there before the step."""
+        for name, tensor in named_tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._storage_index(tensor, name=name, kind=kind, birth=-1)
+
+    def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Call after the backward pass: what the parameters hold now are their gradients."""
+        with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
+            for name, parameter in named_parameters:
+                if parameter.grad is not None and parameter.grad.is_meta:
+                    index = self._storage_index(parameter.grad)
+                    if self._kinds[index] is None:
+                        self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+
+    @contextmanager
+    def freeing_in_next_step(self, after: int) -> Iterator[None]:
+        """Record storages that are freed inside as freed after operator ``after`` of the next step."""
+        self._bury()
+        self._freed_after = after
+        try:
+            yield
+        finally:
+            self._bury()
+            self._freed_after = None
+
+    def forget(self, tensor: Any) -> None:
+        """Count no bytes for an adopted tensor that turned out not to exist."""
+        self._bury()
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            index = self._index_by_address.get(tensor.untyped_storage()._cdata)
+            if index is not None and self._births[index] == -1:
+                self._bytes[index] = 0
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Recorded storages. Those that are still alive outlive the step."""
+        self._bury()
+        end = len(self.ops)
+        columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
+        return tuple(
+            Storage(
+                num_bytes,
+                self._kind_by_lifetime(index, death) if kind is None else kind,
+                min(birth, end),
+                end if death is None else death,
+                path_inside(name),
+            )
+            for index, (num_bytes, kind, birth, death, name) in enumerate(columns)
+        )
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # PyTorch's meta kernels are partly Python; what they call is not the user's and must not pass the modes above.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = _operator(func)
+        if operator.name == "_local_scalar_dense" and self.phase is Phase.OPTIMIZER and args[0].is_meta:
+            return 1.0  # Adafactor reads a norm; which kernels it launches does not depend on it
+        if func is torch.ops.aten.index.Tensor and any(map(is_mask, args[1])):
+            args = args[0], self._without_masks(args[1])
+        out = self.selections.outputs_of(func, args)
+        if out is NotImplemented:
+            out = outputs_of(func, args, kwargs)
+        if operator.is_view:
+            self._views += 1
+            return out
+        inputs, outputs = _meta_tensors((args, kwargs)), _meta_tensors(out)
+        if not inputs and not outputs:
+            return out
+        read = tuple(dict.fromkeys(map(self._storage_index, inputs)))
+        written = tuple(dict.fromkeys(map(self._storage_index, outputs)))
+        self.selections.note(func, operator.name, args, kwargs, out)
+        mutated = _meta_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in operator.writes])
+        if not operator.launches or (written and not mutated and set(written) <= set(read)):
+            return out
+        phase, module = self._where()
+        first = outputs[0] if outputs else mutated[0] if mutated else None
+        written_bytes = sum(map(_moved_bytes, outputs or mutated))
+        op = Op(
+            name=operator.name,
+            kind=operator.kind,
+            phase=phase,
+            flops=flops_of(func, operator.name, operator.kind, args, kwargs, out),
+            bytes_read=bytes_read(operator.name, [*map(_moved_bytes, inputs)], bytes_taken(operator.name, inputs, written_bytes)),
+            bytes_written=written_bytes,
+            inputs=read,
+            outputs=tuple(dict.fromkeys((*written, *map(self._storage_index, mutated)))),
+            module=module,
+            shape=tuple(outputs[0].shape) if outputs else (),
+            dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+            attributes=attributes_of(operator.name, operator.kind, args) | ({"views": self._views} if self._views else {}),
+        )
+        self._bury()
+        self.ops.append(op)
+        self._views = 0
+        return out
+
+    def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
+        """Masks become positions, as in the kernel of the target, which calls `nonzero`."""
+        found: list[Any] = []
+        self.selections.are_read = False
+        for index in indices:
+            found += self._run(torch.ops.aten.nonzero.default, (index,), {}).unbind(1) if is_mask(index) else [index]
+        self.selections.are_read = True
+        return found
+
+    def _where(self) -> tuple[Phase, str]:
+        """The phase, and the path of the module: in the backward pass, of the one whose forward made autograd's node."""
+        phase = self.phase
+        node = torch._C._current_autograd_node() if phase is not Phase.OPTIMIZER else None
+        if phase is None:
+            phase = Phase.FORWARD if node is None else Phase.BACKWARD
+        running = self._modules[-1] if self._modules else ""
+        if phase is Phase.FORWARD:
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, running)
+        elif node is not None and not self._modules:
+            return phase, self._module_of_node.get(node._sequence_nr(), "")
+        return phase, running
+
+    def _storage_index(
+        self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
+    ) -> int:
+        self._bury()  # its address may be that of a dead one
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        index = self._index_by_address.get(address)
+        if index is not None:
+            return index
+        index = len(self._bytes)
+        phase, module = self._where()
+        self._index_by_address[address] = index
+        self._bytes.append(storage.nbytes())
+        self._kinds.append(kind)
+        self._births.append(len(self.ops) if birth is None else birth)
+        self._deaths.append(None)
+        self._names.append(name or module)
+        self._birth_phases.append(phase)
+        reference = self._references[index] = _Reference(storage, self._dead.append)
+        reference.address, reference.index = address, index
+        return index
+
+    def _bury(self) -> None:
+        """Note the deaths since the last call. Called before an operator is added and before an address is looked up."""
+        if not self._dead:
+            return
+        death = len(self.ops) - 1 if self._freed_after is None else len(self.ops) + 1 + self._freed_after
+        while self._dead:
+            reference = self._dead.pop()
+            self._deaths[reference.index] = death
+            if self._index_by_address.get(reference.address) == reference.index:
+                del self._index_by_address[reference.address]
+            self._references.pop(reference.index, None)
+
+    def _kind_by_lifetime(self, index: int, death: int | None) -> StorageKind:
+        if self._birth_phases[index] is not Phase.FORWARD:
+            return StorageKind.TEMPORARY
+        dies_in_forward = death is not None and death >= 0 and self.ops[min(death, len(self.ops) - 1)].phase is Phase.FORWARD
+        return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
+
+
+def _meta_tensors(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.is_meta]
+
+
+def _moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel reads or writes of ``tensor``; an expanded dimension costs nothing."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()

@@ -1,0 +1,574 @@
+"""How measured runs change predictions: which readings are believed, how wide intervals must be, and when weights are tuned.
+
+A run ends, its measurement goes into the log, and every guard that reads the log comes to the same result from it:
+
+1. :func:`why_impossible` refuses readings that physics excludes. They are never learnt.
+2. :func:`far_readings` holds back readings that are far from their predictions until others agree with them.
+3. :func:`interval_widening` widens or narrows intervals until they hold.
+4. The predictor is conditioned on what is left (:class:`Learner`).
+5. From time to time :func:`tune_weights` fine-tunes the predictor's weights, and keeps them if they are better on held-out runs.
+
+Notation, for each run and target:
+    residual  log(measured / predicted median)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
+from perfguard.measure import NOT_A_NUMBER
+from perfguard.physics import least_reading
+from perfguard.predictor import (
+    COVERAGE,
+    DEFAULT_PREDICTOR,
+    HALF_INTERVAL,
+    MOST_WIDENED,
+    SIGMA_OF_MAD,
+    TARGETS,
+    Observation,
+    Predictor,
+    Refinable,
+    Target,
+    load_predictor,
+    widened_log_sigma,
+)
+from perfguard.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.log import MeasurementStore
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A reading that is not learnt."""
+
+    observation: Observation
+    target: Target
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What can be learnt from a list of runs."""
+
+    observations: tuple[Observation, ...] = ()
+    """The runs, each with its regime, and without the readings that are in doubt."""
+    doubts: tuple[Doubt, ...] = ()
+    changes: tuple[tuple[Observation, str], ...] = ()
+    """The first run after each change of the driver, the framework or the card, and what changed, in words."""
+    widening: Mapping[Target, float] = field(default_factory=dict)
+    """The factor on the standard deviation of the next prediction, by target."""
+    misfits: tuple[Doubt, ...] = ()
+    """The run of each target up to which no width of the interval is enough: the predictor does not fit what runs there."""
+
+
+def assess(observations: Sequence[Observation], *, study: str = "", predictor: str = "") -> Assessment:
+    """Return what a guard of ``study`` can learn from ``observations``, the runs of one device from the oldest to the newest.
+
+    The result depends on the log alone, so every process that reads the same log comes to the same result.
+
+    Args:
+        observations: all on one device.
+        study: the study that asks. Readings of other studies that are far from their predictions are believed only if two studies
+            agree. So one study whose `build` is wrong does not change the verdicts of the next.
+        predictor: name and version of the predictor whose intervals must hold. Runs that another one predicted are learnt, but do
+            not count for intervals. Empty: all count.
+    """
+    regimes, changes = number_conditions(observations)
+    refused: dict[Target, dict[int, str]] = {}
+    widening: dict[Target, float] = {}
+    misfits: list[Doubt] = []
+    for target in TARGETS:
+        impossible = {i: reason for i, run in enumerate(observations) if (reason := why_impossible(run, target)) is not None}
+        beside = _beside_impossible(observations, impossible, target)
+        refused[target] = impossible | beside | far_readings(observations, target, {*impossible, *beside}, study=study)
+        judged = [
+            i
+            for i, run in enumerate(observations)
+            # A refined predictor has a "+" after its name, and the same intervals.
+            if i not in refused[target] and (not predictor or run.predicted_by.rstrip("+") in ("", predictor.rstrip("+")))
+        ]
+        widening[target], misfit = interval_widening([observations[i] for i in judged], target)
+        if misfit is not None:
+            last = judged[misfit]
+            reason = f"until this run {_NOUNS[target]} scatter more than intervals can be widened"
+            misfits.append(Doubt(observations[last], target, reason))
+            refused[target] |= dict.fromkeys((i for i in judged if i <= last), reason)
+    believed = (
+        _without(run, [target for target in TARGETS if i in refused[target]], regimes[i]) for i, run in enumerate(observations)
+    )
+    doubts = (Doubt(observations[i], target, refused[target][i]) for target in TARGETS for i in sorted(refused[target]))
+    return Assessment(tuple(believed), tuple(doubts), tuple(changes), widening, tuple(misfits))
+
+
+_NOUNS: Mapping[Target, str] = {"memory": "peaks of memory", "time": "step times"}
+
+
+def _without(run: Observation, targets: Sequence[Target], regime: int) -> Observation:
+    hidden: dict[str, None] = {{"memory": "peak_memory_bytes", "time": "step_time_s"}[target]: None for target in targets}
+    return replace(run, regime=regime, measurement=replace(run.measurement, **hidden) if hidden else run.measurement)
+
+
+# --- Conditions -----------------------------------------------------------------------------------------------------------------
+
+
+def number_conditions(observations: Sequence[Observation]) -> tuple[list[int], list[tuple[Observation, str]]]:
+    """Return the regime of each run, and each change to conditions that are new: the first run, and what changed.
+
+    A regime is the runs of one driver, framework and card. The regime that was there last has the highest number, because the
+    next run is like it. Two machines that write in turn are two regimes. A run that does not know a condition has the one of the
+    run before it.
+    """
+    known: dict[str, str] = {}
+    names: list[frozenset[tuple[str, str]]] = []
+    changes: list[tuple[Observation, str]] = []
+    for run in observations:
+        found = {
+            "driver": run.measurement.driver,
+            "framework": run.measurement.framework,
+            "device": run.measurement.device_name,
+            "memory of the device": format_bytes(run.device.memory_bytes),
+        }
+        changed = [
+            f"{name}: {known[name]} is now {value}" for name, value in found.items() if value and known.get(name, value) != value
+        ]
+        known |= {name: value for name, value in found.items() if value}
+        name = frozenset(known.items())
+        if changed and name not in names:
+            changes.append((run, "; ".join(changed)))
+        names.append(name)
+    last = {name: index for index, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(sorted(last, key=last.__getitem__))}
+    return [numbers[name] for name in names], changes
+
+
+# --- Readings that physics excludes ---------------------------------------------------------------------------------------------
+
+
+def why_impossible(
+    run: Observation, target: Target, *, most_of_capacity: float = 1.05, most_of_trial: float = 1.5, slack_s: float = 1.0
+) -> str | None:
+    """Return why a reading is impossible, whatever was predicted. None: it is possible, or there is no reading.
+
+    Args:
+        run: one run, with the graph of its step and the device that the log has for it.
+        target: which of its readings.
+        most_of_capacity: no peak of memory is above this share of the device's memory. 1.05: drivers round.
+        most_of_trial: the steps of a trial take no more than this share of the trial, plus ``slack_s``. Two steps of a trial of
+            milliseconds may have a median that is longer than half of it.
+        slack_s: seconds.
+    """
+    measurement, capacity_bytes = run.measurement, run.device.memory_bytes
+    if target == "time" and measurement.status != "ok":
+        return None
+    read = measurement.peak_memory_bytes if target == "memory" else measurement.step_time_s
+    if read is None:  # the log writes NaN and infinity into the note, because SQLite has no NaN
+        strange = (NOT_A_NUMBER.format("step_time_s", value) for value in ("nan", "inf", "-inf"))
+        return next((words for words in strange if target == "time" and words in measurement.note), None)
+    value = run.measured(target)
+    if value is None:
+        return f"the measured {'memory' if target == 'memory' else 'step time'} is {read}, which is not above zero"
+    if target == "memory":
+        if value > most_of_capacity * capacity_bytes:
+            return f"{format_bytes(value)} measured, but the device has {format_bytes(capacity_bytes)}"
+        if run.graph.mode == "train" and measurement.status == "ok" and measurement.num_steps == 0:
+            return "the trial ended without an optimizer step, so it does not show what steps need"
+        return _too_little(run, target)
+    if run.device.kind == "cuda" and (reason := _too_little(run, "memory")) is not None:
+        return reason  # something else ran
+    total_s = measurement.total_time_s
+    if not (math.isfinite(total_s) and total_s > 0):
+        return f"the time of the trial is {total_s} s"
+    if value * measurement.num_steps > most_of_trial * total_s + slack_s:
+        return f"{measurement.num_steps} steps of {format_seconds(value)} take longer than the trial of {format_seconds(total_s)}"
+    return _too_little(run, target)
+
+
+def _too_little(run: Observation, target: Target) -> str | None:
+    """Return why a complete run cannot need so little. None: it can. Out of memory, the memory is a lower bound."""
+    value = run.measured(target)
+    idle = target == "time" and why_impossible(run, "memory") is not None
+    bound = least_reading(target, run.graph, run.device, idle=idle)
+    if run.measurement.status != "ok" or value is None or value >= bound:
+        return None
+    if target == "memory":
+        return f"{format_bytes(value)} measured, but such a step takes {format_bytes(bound)} at least"
+    return f"{format_seconds(value)} a step measured, but it takes {format_seconds(bound)} at least on {run.device.name}"
+
+
+def _beside_impossible(
+    observations: Sequence[Observation], impossible: Mapping[int, str], target: Target, *, enough: int = 4
+) -> dict[int, str]:
+    """Readings with ``enough`` impossible ones of their study next to them, half of these before: another program ran.
+
+    A mocked objective gives readings that are possible for its smallest configurations only. What ran before it is believed.
+    Memory is left out: on a CPU an honest run that reuses memory reads too little, too.
+    """
+    found: dict[int, str] = {}
+    for indices in _by_study(observations).values() if target == "time" else ():
+        read = [i for i in indices if i in impossible or observations[i].measured(target) is not None]
+        for position, index in enumerate(read):
+            before, after = read[max(0, position - enough) : position], read[position + 1 : position + 1 + enough]
+            num_before, num_after = (sum(other in impossible for other in beside) for beside in (before, after))
+            if index not in impossible and num_before >= enough // 2 and num_before + num_after >= enough:
+                found[index] = "most readings next to it are impossible"
+    return found
+
+
+# --- Readings that are far from their predictions -------------------------------------------------------------------------------
+
+
+def far_readings(
+    observations: Sequence[Observation],
+    target: Target,
+    excluded: Iterable[int],
+    *,
+    study: str = "",
+    factor: float = 5.0,
+    sigmas: float = 8.0,
+    agreement: float = 1.5,
+    window: int = 8,
+    enough: int = 4,
+    few_steps: float = 0.1,
+) -> dict[int, str]:
+    """Return the readings that are far from their predictions while too few others agree: their indices, and why.
+
+    These rules come from no paper. They are the least agreement that a single mistake cannot produce.
+
+    Args:
+        observations: the runs of one device, from the oldest to the newest.
+        target: which of their readings.
+        excluded: indices that are refused anyway.
+        study: the study that asks, see :func:`assess`.
+        factor: a reading nearer to its prediction is never far,
+        sigmas: nor is one within so many standard deviations.
+        agreement: two readings of the same step agree if they differ by less than this factor.
+        window: a far reading is believed, too, if ``enough`` of so many readings in a row, or of one type of step, are far: then
+            the prediction is wrong.
+        enough: of ``window``.
+        few_steps: a trial with less than this share of its study's median number of steps was cut short, by a NaN or a suspended
+            machine. Its time agrees with no other, because its steps are mostly warm-up.
+    """
+    refused = {*excluded}
+    residuals = {
+        i: found for i, run in enumerate(observations) if i not in refused and (found := _residual(run, target)) is not None
+    }
+    held_back: set[int] = set()
+    far: set[int] = set()
+    for indices in _by_study(observations).values():
+        own = [i for i in indices if i in residuals]
+        median_steps = statistics.median(observations[i].measurement.num_steps for i in indices)
+        for position, i in enumerate(own):
+            run = observations[i]
+            if abs(residuals[i]) <= max(math.log(factor), sigmas * run.predicted[target].log_sigma):
+                continue
+            held_back.add(i)
+            if target == "time" and run.measurement.num_steps < few_steps * median_steps:
+                continue
+            far.add(i)
+            so_far = own[: position + 1]
+            same_step = [j for j in so_far[:-1] if j in far and observations[j].graph.content_hash == run.graph.content_hash]
+            agreeing = [j for j in same_step if abs(residuals[j] - residuals[i]) < math.log(agreement)]
+            released = [*agreeing, i] if agreeing else []
+            alike = [j for j in so_far if _step_type(observations[j]) == _step_type(run)]
+            for recent in (so_far[-window:], alike[-window:]):
+                if sum(j in far for j in recent) >= enough:
+                    released += recent
+            held_back -= {*released}
+    reasons = {i: _far_off(observations[i], target) for i in held_back}
+    # Another study's far readings are its own affair, until a second study sees the same.
+    for sign in (-1, 1):
+        released_far = [i for i in far - held_back if sign * residuals[i] > 0]
+        if len({observations[i].study for i in released_far}) < 2:
+            foreign = (i for i in released_far if observations[i].study != study)
+            reasons |= {i: f"{_far_off(observations[i], target)} in another study" for i in foreign}
+    return reasons
+
+
+def _far_off(run: Observation, target: Target) -> str:
+    written = format_bytes if target == "memory" else format_seconds
+    value = run.measured(target)
+    assert value is not None  # it has a residual
+    return f"{written(value)} measured, {written(run.predicted[target].median)} predicted, and no other reading agrees"
+
+
+def _residual(run: Observation, target: Target) -> float | None:
+    """Return log(measured / predicted) of a complete run. None: there is nothing to compare."""
+    value, estimate = run.measured(target), run.predicted.get(target)
+    if run.measurement.status != "ok" or value is None or estimate is None:
+        return None
+    return math.log(value / estimate.median)
+
+
+def _step_type(run: Observation) -> Hashable:
+    """A key that is equal for steps that one mistake of a predictor would concern alike."""
+    return run.graph.mode, run.graph.precision, run.graph.options, run.graph.kinds
+
+
+def _by_study(observations: Sequence[Observation]) -> Mapping[str, list[int]]:
+    studies: defaultdict[str, list[int]] = defaultdict(list)
+    for i, run in enumerate(observations):
+        studies[run.study].append(i)
+    return studies
+
+
+# --- Intervals ------------------------------------------------------------------------------------------------------------------
+
+
+def interval_widening(
+    runs: Sequence[Observation], target: Target, *, step_size: float = 0.4, least: float = 0.25, most: float = 30.0
+) -> tuple[float, int | None]:
+    """Return the factor on the next interval's sigma, and the last run at which no width was enough (None: there was none).
+
+    A miss is a run outside of its 90% interval. Sigmas are multiplied by exp(gamma * sum(miss - 0.1)). This is adaptive conformal
+    inference on the logarithm of the width (Gibbs and Candes 2021), or the quantile tracker of "conformal PID control"
+    (Angelopoulos et al. 2023). Over n runs the share of misses is within (change of the log width) / (gamma n) of a tenth,
+    whatever the data.
+
+    Args:
+        runs: believed runs, from the oldest to the newest. Each is judged by the width that follows from the runs before it, and
+            not by the one that it was launched with: many runs that were launched at once do not each widen for one miss.
+        target: which of their readings.
+        step_size: gamma. With 0.4, a scatter that doubles overnight costs ln 2 / 0.4 = 1.7 misses too many.
+        least: the smallest factor.
+        most: the largest.
+    """
+    log_width, misfit = 0.0, None
+    residuals: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        value, estimate = run.measured(target), run.predicted.get(target)
+        if value is None or estimate is None:
+            continue
+        error = math.log(value / estimate.median)
+        shipped_sigma = estimate.log_sigma / run.widening.get(target, 1.0)
+        half = HALF_INTERVAL * widened_log_sigma(shipped_sigma, math.exp(log_width))
+        if run.measurement.status != "ok":  # out of memory: more was needed than was read
+            if target == "memory" and error > half:
+                log_width = min(log_width + step_size * COVERAGE, math.log(most))
+            continue
+        log_width += step_size * ((abs(error) > half) - (1 - COVERAGE))
+        log_width = min(max(log_width, math.log(least)), math.log(most))
+        residuals[_step_type(run)].append(error)
+        # No end of an interval moves by more than a factor of ten. Where that is not enough, and readings of one type of step
+        # agree on no factor that could be learnt, the predictor does not fit what runs here: what was read until now is no use.
+        widest = min(math.log(most), math.log1p(MOST_WIDENED / HALF_INTERVAL / shipped_sigma))
+        if log_width >= widest and HALF_INTERVAL * _scatter(residuals.values()) > MOST_WIDENED:
+            misfit, log_width = index, 0.0
+            residuals.clear()
+    return math.exp(log_width), misfit
+
+
+def _scatter(groups: Iterable[Sequence[float]]) -> float:
+    """Standard deviation within the groups, from the median distance to the median of each group."""
+    centred = ((group, statistics.median(group)) for group in groups)
+    return SIGMA_OF_MAD * statistics.median(abs(value - middle) for group, middle in centred for value in group)
+
+
+# --- The predictor follows the log ----------------------------------------------------------------------------------------------
+
+
+class Learner:
+    """Keeps a predictor up to date with a log: conditioned on its runs, with the weights that are promoted in it.
+
+    Args:
+        predictor: which to keep up to date.
+        log: from which it learns.
+    """
+
+    def __init__(self, predictor: Predictor, log: MeasurementStore) -> None:
+        self._predictor = predictor
+        self._log = log
+        self._weights_id: str | None = None
+
+    def update(self, device: Device, *, study: str = "") -> Assessment:
+        """Condition the predictor on the runs of ``device`` as ``study`` may learn from them, and return their assessment."""
+        self._take_promoted()
+        assessment = assess(self._log.observations(device), study=study, predictor=self._predictor.name)
+        self._predictor.fine_tune(assessment.observations)
+        return assessment
+
+    def _take_promoted(self) -> None:
+        """Use the weights that are promoted in the log, if they are others now."""
+        if not isinstance(self._predictor, Refinable):
+            return
+        try:
+            promoted = self._log.promoted(self._predictor.lineage)
+        except LogError:
+            return  # the log is away; what is in use goes on
+        weights_id, data = (None, None) if promoted is None else promoted
+        if weights_id == self._weights_id:
+            return
+        self._weights_id = weights_id
+        try:
+            self._predictor.use_refinement(data)
+        except PredictorError as error:
+            warn_user(f"The weights {weights_id} that were promoted in the log are not used: {error}", LogWarning)
+
+
+# --- Fine-tuned weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of one update of a predictor's weights."""
+
+    promoted: bool
+    num_rows: int
+    """The runs that were learnt."""
+    metrics: Mapping[str, float]
+    """Mean |log(measured / predicted)| of held-out runs, for instance "recent time before" and "kept back memory after"."""
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
+        return f"{'promoted' if self.promoted else 'rejected'}, {self.num_rows} runs learnt; {errors}"
+
+
+def tune_weights(
+    log: MeasurementStore,
+    *,
+    predictor: str | Callable[[], Predictor] = DEFAULT_PREDICTOR,
+    min_new: int = 20,
+    max_rows: int = 1000,
+    seed: int = 0,
+) -> Generation | None:
+    """Fine-tune a predictor's weights on a log, and promote them there if they are better. None: there is too little that is new.
+
+    Two sets of runs are held out of each device: the newest quarter (8 to 200), and one in five of the others, by a hash of their
+    key, so that all generations are judged by the same. The new weights are promoted if three conditions hold. On the newest runs
+    they are better, by 2% and by two standard errors of the difference. On the others they are worse by at most half a point. On
+    the shipped weights' reference data they stay within 1% of the shipped ones.
+
+    Args:
+        log: the log to learn from and to promote in.
+        predictor: the name of a predictor, or a function that makes one. It must be :class:`perfguard.predictor.Refinable`.
+        min_new: how many runs must be new since the last promotion or rollback.
+        max_rows: the most runs to learn from, the newest ones of all devices alike.
+        seed: seed of the training.
+
+    Raises:
+        ConfigurationError: if the predictor cannot be fine-tuned.
+        LogError: if the log cannot be used now. Nothing is promoted then.
+    """
+    if min_new < 1 or max_rows < 1:
+        raise ConfigurationError(f"min_new and max_rows must be at least 1, but got {min_new} and {max_rows}.")
+    make = (lambda: load_predictor(predictor)) if isinstance(predictor, str) else predictor
+    in_use, candidate = make(), make()
+    if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
+        raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")
+    since_ns = max((int(known.state_changed_at.timestamp() * 1e9) for known in log.weights(in_use.lineage)), default=0)
+    device_ids = log.device_ids()
+    share = max(1, max_rows // max(1, len(device_ids)))
+    by_device = [assess(log.observations(device_id, share), predictor=in_use.lineage).observations for device_id in device_ids]
+    if sum(run.recorded_at_ns > since_ns for runs in by_device for run in runs) < min_new:
+        return None
+    splits = [_Split.of(runs) for runs in by_device]
+    learnt = [run for split in splits for run in split.learn]
+    data = candidate.refine(learnt, seed=seed)
+    if data is None:
+        return None
+    promoted = log.promoted(in_use.lineage)
+    with suppress(PredictorError):  # guards refuse damaged weights too, and a better generation takes their place
+        in_use.use_refinement(None if promoted is None else promoted[1])
+    candidate.use_refinement(data)
+    before, after = _judged(in_use, splits), _judged(candidate, splits)
+    metrics = {
+        f"{name} {when}": statistics.fmean(errors[name])
+        for when, errors in (("before", before), ("after", after))
+        for name in errors
+        if errors[name]
+    }
+    is_better = _is_better(before, after) and candidate.shift_on_reference <= 0.01
+    if is_better:
+        log.promote(in_use.lineage, data, {name: round(value, 5) for name, value in metrics.items()} | {"rows": len(learnt)})
+    return Generation(is_better, len(learnt), metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The runs of one device."""
+
+    learn: Sequence[Observation]
+    recent: Sequence[Observation]
+    kept_back: Sequence[Observation]
+
+    @classmethod
+    def of(cls, runs: Sequence[Observation]) -> _Split:
+        number = min(max(8, math.ceil(len(runs) / 4)), 200)
+        older, recent = runs[:-number], runs[-number:]
+        is_kept = [zlib.crc32(run.decision_id.encode()) % 5 == 0 for run in older]
+        learn = [run for run, kept in zip(older, is_kept, strict=True) if not kept]
+        present = max((run.regime for run in runs), default=0)  # a world that is gone is no judge
+        return cls(learn, recent, [run for run, kept in zip(older, is_kept, strict=True) if kept and run.regime == present])
+
+
+def _judged(predictor: Predictor, splits: Sequence[_Split]) -> dict[str, list[float]]:
+    """|log(measured / predicted)| of the held-out runs, by set and target, after the others were learnt."""
+    errors: dict[str, list[float]] = {f"{which} {target}": [] for which in ("recent", "kept back") for target in TARGETS}
+    for split in splits:
+        predictor.fine_tune(split.learn)
+        for which, runs in (("recent", split.recent), ("kept back", split.kept_back)):
+            for run in runs:
+                prediction = predictor.predict(run.graph, run.device)
+                for target, estimate in (("memory", prediction.peak_memory), ("time", prediction.step_time)):
+                    value = run.measured(target)  # type: ignore[arg-type]
+                    if value is not None and run.measurement.status == "ok":
+                        errors[f"{which} {target}"].append(abs(math.log(value / estimate.median)))
+    return errors
+
+
+def _is_better(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> bool:
+    """Better on the newest runs, over both quantities; on those that were kept back no worse in either."""
+    for target in TARGETS:
+        name = f"kept back {target}"
+        if before[name] and statistics.fmean(after[name]) > statistics.fmean(before[name]) + 0.005:
+            return False
+    old = [error for target in TARGETS for error in before[f"recent {target}"]]
+    new = [error for target in TARGETS for error in after[f"recent {target}"]]
+    if len(old) < 8:
+        return False
+    gains = [a - b for a, b in zip(old, new, strict=True)]
+    chance = 2.0 * statistics.stdev(gains) / math.sqrt(len(gains))
+    return statistics.fmean(gains) > max(0.02 * statistics.fmean(old), chance)
+
+
+class FineTuneProcess:
+    """Runs `perfguard learn` in a process beside this one, now and then: of low priority, on one core, without the GPU.
+
+    Args:
+        url: of the log.
+        predictor: its name.
+        every: runs between two updates.
+    """
+
+    def __init__(self, url: str, predictor: str, *, every: int = 25) -> None:
+        self._url = url
+        self._predictor = predictor
+        self._every = every
+        self._num_new = 0
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def wake(self) -> None:
+        """Start an update after a new run, if there are enough runs and no update is running. It never waits."""
+        self._num_new += 1
+        if self._num_new < self._every or (self._child is not None and self._child.poll() is None):
+            return
+        self._num_new = 0
+        quiet = subprocess.DEVNULL
+        command = [sys.executable, "-m", "perfguard.cli", "learn", "--predictor", self._predictor]
+        environment = os.environ | {"PERFGUARD_LOG": self._url, "CUDA_VISIBLE_DEVICES": ""}
+        self._child = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_child": None}

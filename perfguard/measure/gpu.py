@@ -1,0 +1,470 @@
+"""GpuProbe: a run on a CUDA device, by PyTorch's allocator and by the driver (NVML).
+
+The peak is what the driver counts for this process, its context included. That decides whether a run fits a card, and predictors
+are trained on it. The driver can only be sampled, but the allocator keeps its own exact peak. So the peak is the allocator's
+peak plus what the process had beside the allocator. In order of trust, that comes from NVML's figure for this process, from the
+whole card's while nobody else was on it, or from the catalog.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import statistics
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from perfguard.exceptions import why_not_imported
+from perfguard.measure.measurement import Confidence, CudaUse, RanOn, Reading
+
+_T = TypeVar("_T")
+
+
+class _Overhead(NamedTuple):
+    """Memory of the process outside the allocator."""
+
+    num_bytes: int
+    source: str
+    confidence: Confidence
+    note: str = ""
+
+
+class GpuProbe:
+    """Watches the CUDA device on which the run takes most memory, or the thread's current device if that is unknown.
+
+    Never initialises CUDA: a trial that forks its own workers could not use it any more. Until the trial does, there is
+    nothing to measure.
+
+    Args:
+        context_bytes: the driver's memory before the first tensor. The catalog has it.
+        cuda: stands in for the module ``torch.cuda``.
+        nvml: stands in for the module ``pynvml``.
+        pid: this process, as NVML shows it.
+        interval_s: between two samples of the driver.
+    """
+
+    def __init__(
+        self, context_bytes: int, *, cuda: Any = None, nvml: Any = None, pid: int | None = None, interval_s: float = 0.1
+    ) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda if cuda is None else cuda
+        self._can_use_cuda = cuda is not None or torch.backends.cuda.is_built()
+        self._context_bytes = context_bytes
+        self._index: int | None = None
+        self._events_failed = False
+        self._use = CudaUse(self._cuda)
+        self._notes: list[str] = []
+        self._driver = NvmlProbe(self._identity, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
+
+    @property
+    def method(self) -> str:
+        return "nvml+allocator"
+
+    def start(self) -> None:
+        if not self._can_use_cuda:
+            return
+        try:
+            if self._cuda.is_initialized():
+                # An earlier trial's leftovers are given back, so that they do not count, and new peaks begin.
+                gc.collect()
+                self._cuda.empty_cache()
+                for index in range(self._cuda.device_count()):
+                    self._cuda.reset_peak_memory_stats(index)
+                self._use.start()
+        except RuntimeError as error:
+            self._notes.append(f"CUDA's statistics could not be reset ({error})")
+        self._driver.start()
+
+    def stamp(self) -> Any:
+        try:
+            if self._events_failed or not self._find_index():
+                return None
+            if self._cuda.is_current_stream_capturing():  # an event would end up in, or break, the trial's CUDA graph
+                return None
+            event = self._cuda.Event(enable_timing=True)
+            event.record(self._cuda.current_stream(self._index or 0))
+            return event
+        except RuntimeError:  # the device is lost, or in a state of error
+            self._events_failed = True
+            return None
+
+    def read(self) -> Reading:
+        return self._read(self._driver.read)
+
+    def finish(self) -> Reading:
+        return self._read(self._driver.finish)
+
+    def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
+        if not self._can_use_cuda:
+            note = "this PyTorch has no CUDA, so the GPU's memory was not measured"
+            return Reading("none", notes=(note,), ran_on=RanOn.without_cuda())
+        try:
+            if not self._find_index() and self._cuda.is_initialized():
+                self._index = self._cuda.current_device()
+        except RuntimeError:
+            pass  # reported below
+        driver = read_driver()
+        try:
+            if self._index is None:
+                return self._reading(driver, {}, None, "the trial did not use CUDA in this process")
+            stats = self._cuda.memory_stats(self._index)
+            return self._reading(driver, stats, self._overhead(driver, stats))
+        except RuntimeError as error:
+            return self._reading(driver, {}, None, f"CUDA's statistics could not be read ({error})")
+
+    def _find_index(self) -> bool:
+        """Whether it is known by now which device the run uses."""
+        if self._index is None and self._cuda.is_initialized():
+            self._index = 0 if self._cuda.device_count() == 1 else self._use.index()
+        return self._index is not None
+
+    def _identity(self) -> CudaIdentity | None:
+        # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
+        if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
+            self._index = 0
+        if self._index is None:
+            return None
+        properties = self._cuda.get_device_properties(self._index)
+        uuid, bus = getattr(properties, "uuid", None), getattr(properties, "pci_bus_id", None)
+        domain, slot = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
+        return CudaIdentity(
+            uuid=None if uuid is None else str(uuid),
+            pci_bus_id=None if bus is None else f"{domain:08X}:{bus:02X}:{slot:02X}.0",
+        )
+
+    def _reserved_bytes(self) -> int | None:
+        try:
+            # The nested figures come straight from the allocator; to flatten and sort them takes longer than all else here.
+            return int(self._cuda.memory_stats_as_nested_dict(self._index or 0)["reserved_bytes"]["all"]["current"])
+        except (RuntimeError, KeyError):
+            return None
+
+    def _overhead(self, driver: DriverReading, stats: Mapping[str, Any]) -> _Overhead:
+        if driver.process_overhead_bytes is not None:
+            return _Overhead(driver.process_overhead_bytes, "nvml-process", "high")
+        if driver.card_overhead_bytes is not None:
+            note = "the context is estimated from the whole card's memory"
+            return _Overhead(driver.card_overhead_bytes, "nvml-card", "medium", note)
+        free, total = self._cuda.mem_get_info(self._index)
+        beside = total - free - int(stats.get("reserved_bytes.all.current", 0))
+        # More than two contexts beside PyTorch's memory are other processes'.
+        if driver.num_others == 0 and 0 < beside <= 2 * self._context_bytes:
+            return _Overhead(beside, "cuda-card", "low", "the context is the whole card's memory less PyTorch's")
+        return _Overhead(self._context_bytes, "catalog-context", "low", "the context is the catalog's figure")
+
+    def _reading(self, driver: DriverReading, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
+        reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
+        before = self._use.before.get(self._index or 0, {})
+        retries = stats.get("num_alloc_retries")
+        words = [*self._notes, *driver.notes, *notes]
+        left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
+        if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
+            words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
+        method, peak, confidence = "none", None, None
+        if overhead is not None and reserved is not None:
+            peak = max(reserved + overhead.num_bytes, driver.process_peak_bytes or 0)
+            method, confidence = f"{overhead.source}+allocator", overhead.confidence
+            words += [overhead.note] if overhead.note else []
+        elif driver.process_peak_bytes is not None:  # cudaMallocAsync keeps no statistics
+            method, peak, confidence = "nvml-process", driver.process_peak_bytes, "medium"
+            words.append("PyTorch's allocator keeps no statistics; peaks between two samples are missed")
+        return Reading(
+            method,
+            peak_memory_bytes=peak,
+            allocated_peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)) or None,
+            reserved_peak_bytes=reserved,
+            sm_utilisation=driver.sm_utilisation,
+            energy_j=driver.energy_j,
+            sm_clock_hz=driver.sm_clock_hz,
+            throttled=driver.throttled,
+            oom_retries=None if retries is None else int(retries) - int(before.get("num_alloc_retries", 0)),
+            driver=driver.driver,
+            confidence=confidence,
+            notes=tuple(words),
+            ran_on=self._use.ran_on(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIdentity:
+    """Identifies a CUDA device in NVML. NVML has another order of cards and ignores CUDA_VISIBLE_DEVICES."""
+
+    uuid: str | None
+    """UUID without the prefix."""
+    pci_bus_id: str | None = None
+    """For instance "00000000:3B:00.0"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReading:
+    """The driver's readings during one run. None: there is none."""
+
+    process_peak_bytes: int | None = None
+    """Largest sample of this process."""
+    process_overhead_bytes: int | None = None
+    """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
+    card_overhead_bytes: int | None = None
+    """The same for the whole card (or MIG instance), while at most one process was on it."""
+    num_others: int = 0
+    """Most processes that were seen beside this one."""
+    sm_utilisation: float | None = None
+    energy_j: float | None = None
+    sm_clock_hz: float | None = None
+    throttled: str | None = None
+    driver: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class NvmlProbe:
+    """Samples what the driver says of one GPU, in a thread, from :meth:`start` to :meth:`finish`.
+
+    Every figure may be missing. There may be no NVML, no permission or no such sensor (NOT_SUPPORTED). A container may hide or
+    renumber the processes, and a GPU may fall off the bus. Whatever fails is left out of the reading and named in its notes.
+
+    Args:
+        identity: returns the GPU's identity. None: it is not known yet. It is called at each sample until it is.
+        reserved_bytes: returns the bytes that PyTorch's allocator holds now. None: they are unknown.
+        nvml: stands in for the module ``pynvml``.
+        pid: this process.
+        interval_s: between two samples. Memory that lives for less time is missed, but the allocator's own peak is exact.
+    """
+
+    def __init__(
+        self,
+        identity: Callable[[], CudaIdentity | None],
+        reserved_bytes: Callable[[], int | None],
+        *,
+        nvml: Any = None,
+        pid: int | None = None,
+        interval_s: float = 0.1,
+    ) -> None:
+        self._identity = identity
+        self._reserved_bytes = reserved_bytes
+        self._given = nvml
+        self._nvml: Any = None  # with an open session
+        self._pid = os.getpid() if pid is None else pid
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._sampler: threading.Thread | None = None
+        self._handle: Any = None
+        self._is_mig = False
+        self._over = False
+        self._refused: dict[str, str] = {}
+        """Note for each query that failed and is not repeated; empty: it needs none."""
+        self._driver: str | None = None
+        self._process_peak: int | None = None
+        self._process_overhead: int | None = None
+        self._card_overhead: int | None = None
+        self._sees_itself = False
+        self._num_others = 0
+        self._energy_mj: list[int] = []
+        self._utilisation: list[float] = []
+        self._own_utilisation: list[float] = []
+        self._last_seen_us = 0
+        self._clocks_mhz: list[int] = []
+        self._reasons: int | None = None
+
+    def start(self) -> None:
+        """Take the first sample now and the others in a thread."""
+        self._take()
+        self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
+        self._sampler.start()
+
+    def finish(self) -> DriverReading:
+        """Take the last sample and return the readings."""
+        self._stop.set()
+        if self._sampler is not None:
+            self._sampler.join()
+            self._sampler = None
+        self._take()
+        if self._nvml is not None:
+            try:
+                self._nvml.nvmlShutdown()
+            except self._nvml.NVMLError:
+                pass  # it is gone anyway
+            self._nvml = None
+        return self.read()
+
+    def read(self) -> DriverReading:
+        """Summary of the samples so far."""
+        notes = [note for note in self._refused.values() if note]
+        alone = self._num_others == 0
+        if not alone:
+            notes.append(f"{self._num_others} other processes used the GPU, so its energy cannot be attributed")
+        if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
+            notes.append("NVML does not show this process by its id (a container?)")
+        if self._is_mig:
+            notes.append("on a MIG instance, energy, clocks and utilisation are the whole card's and are left out")
+        energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and alone else -1
+        utilisation = self._utilisation if alone else self._own_utilisation
+        return DriverReading(
+            process_peak_bytes=self._process_peak,
+            process_overhead_bytes=self._process_overhead,
+            card_overhead_bytes=self._card_overhead if alone else None,
+            num_others=self._num_others,
+            sm_utilisation=statistics.fmean(utilisation) if utilisation else None,
+            energy_j=energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
+            sm_clock_hz=statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
+            throttled=None if self._reasons is None else _throttle_text(self._reasons),
+            driver=self._driver,
+            notes=tuple(notes),
+        )
+
+    def _watch(self) -> None:
+        while not self._over and not self._stop.wait(self._interval_s):
+            self._take()
+
+    def _take(self) -> None:
+        if self._over:
+            return
+        try:
+            if self._handle is None and (identity := self._identity()) is not None and self._open():
+                self._handle = self._find(identity)
+            if self._handle is not None:
+                self._sample(self._nvml, self._handle)
+        except Exception as error:  # whatever a driver does, the trial goes on
+            self._give_up(f"NVML failed ({type(error).__name__}: {error})")
+
+    def _open(self) -> bool:
+        if self._nvml is not None:
+            return True
+        try:
+            nvml = self._given or importlib.import_module("pynvml")
+        except ImportError as error:
+            self._give_up(why_not_imported(error, "pynvml", "pynvml is not installed"))
+            return False
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            self._give_up(f"NVML cannot be used ({error})")
+            return False
+        self._nvml = nvml
+        version = self._query("driver version", nvml.nvmlSystemGetDriverVersion)
+        self._driver = version.decode() if isinstance(version, bytes) else version
+        return True
+
+    def _find(self, identity: CudaIdentity) -> Any:
+        """The handle of the card, or of the MIG instance that this process runs on. None: NVML does not have it."""
+        nvml = self._nvml
+        reason = "CUDA does not say which card it uses"
+        for find, name in ways_to_find(nvml, identity):
+            try:
+                handle = find(name)
+                break
+            except nvml.NVMLError as error:
+                reason = f"NVML does not know this CUDA device ({error})"
+        else:
+            self._give_up(reason)
+            return None
+        self._is_mig = bool(self._query("MIG", lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle), quiet=True))
+        if self._is_mig:
+            return handle
+        # An older PyTorch gives no UUID, and the PCI bus is that of the whole card, which counts all instances together.
+        mode = self._query("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(handle), quiet=True)
+        if not mode or not mode[0]:
+            return handle
+        self._is_mig = True
+        for index in range(self._query("MIG instances", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
+            try:
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                if any(process.pid == self._pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(instance)):
+                    return instance
+            except nvml.NVMLError:
+                continue  # no instance at this index
+        return handle
+
+    def _sample(self, nvml: Any, handle: Any) -> None:
+        before = self._reserved_bytes()
+        processes = self._query("processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        memory = self._query("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        # Between two readings the trial goes on: what the allocator took or gave back meanwhile is no overhead.
+        reserved = before if self._reserved_bytes() == before else None
+        self._see_memory(processes, memory, reserved)
+        if self._is_mig:
+            return  # the other sensors are the whole card's
+        energy_mj = self._query("energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        if energy_mj is not None:
+            self._energy_mj = [*self._energy_mj[:1], energy_mj]
+        rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        if rates is not None:
+            self._utilisation.append(rates.gpu / 100)
+        if self._num_others:  # the card's utilisation is theirs, too
+            since, name = self._last_seen_us, "utilisation of processes"
+            samples = self._query(name, lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since), quiet=True)
+            for sample in samples or ():
+                self._last_seen_us = max(self._last_seen_us, int(sample.timeStamp))
+                if sample.pid == self._pid:
+                    self._own_utilisation.append(sample.smUtil / 100)
+        clock_mhz = self._query("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        if clock_mhz is not None:
+            self._clocks_mhz.append(clock_mhz)
+        reasons = self._query("throttle reasons", lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        if reasons is not None:
+            self._reasons = (self._reasons or 0) | reasons
+
+    def _see_memory(self, processes: Any, memory: Any, reserved: int | None) -> None:
+        if processes is None:
+            return
+        # usedGpuMemory is None where the driver may not tell, for instance under WDDM on Windows.
+        own = [process for process in processes if process.pid == self._pid and process.usedGpuMemory is not None]
+        self._sees_itself |= bool(own)
+        # In another namespace of process ids one of the strangers is this process.
+        num_others = len(processes) - (1 if self._sees_itself else min(1, len(processes)))
+        self._num_others = max(self._num_others, num_others)
+        if own:
+            used = int(own[0].usedGpuMemory)
+            self._process_peak = max(self._process_peak or 0, used)
+            if reserved is not None:
+                self._process_overhead = max(self._process_overhead or 0, used - reserved)
+        if memory is not None and reserved is not None:
+            self._card_overhead = max(self._card_overhead or 0, int(memory.used) - reserved)
+
+    def _query(self, name: str, query: Callable[[], _T], *, quiet: bool = False) -> _T | None:
+        """The result of ``query``; None, and a note unless ``quiet``, if the driver fails. A refused query is not repeated."""
+        if name in self._refused or self._over:
+            return None
+        try:
+            return query()
+        except self._nvml.NVMLError as error:
+            code = getattr(error, "value", None)
+            if code == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                self._give_up("the GPU was lost during the run")
+            elif code == self._nvml.NVML_ERROR_NO_PERMISSION:
+                self._refused[name] = "" if quiet else f"NVML forbids reading its {name}"
+            elif code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
+                self._refused[name] = "" if quiet else f"this GPU does not report its {name}"
+            elif not quiet:
+                self._refused[name] = f"its {name} could not be read ({error})"
+            return None
+
+    def _give_up(self, reason: str) -> None:
+        self._over = True
+        self._refused["NVML"] = reason
+
+
+def ways_to_find(nvml: Any, identity: CudaIdentity) -> list[tuple[Callable[[str], Any], str]]:
+    """Functions of NVML that may find the device, each with the name to give it."""
+    ways: list[tuple[Callable[[str], Any], str]] = []
+    if identity.uuid is not None:
+        ways += [(nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{identity.uuid}") for prefix in ("GPU", "MIG")]
+    if identity.pci_bus_id is not None:
+        ways.append((nvml.nvmlDeviceGetHandleByPciBusId, identity.pci_bus_id))
+    return ways
+
+
+def _throttle_text(reasons: int) -> str:
+    """Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h) that slow a busy GPU down against its user's will, in words."""
+    words = {
+        0x4: "power cap",
+        0x8: "hardware slowdown",
+        0x20: "thermal",
+        0x40: "hardware thermal",
+        0x80: "power brake",
+        0x200: "board limit",
+        0x400: "reliability",
+    }
+    return ", ".join(text for bit, text in words.items() if reasons & bit)

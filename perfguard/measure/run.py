@@ -1,0 +1,355 @@
+"""Run: one launched trial being measured. StepTimer: how long its steps take, and how long they wait for data."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+from perfguard.devices import Device
+from perfguard.measure.cpu import CpuProbe
+from perfguard.measure.gpu import GpuProbe
+from perfguard.measure.measurement import Measurement, Probe, RanOn, Reading, Status
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_active: WeakValueDictionary[int, Run] = WeakValueDictionary()
+"""The running Run of each thread. A run that was dropped unfinished is over, so the references are weak."""
+
+
+class Run:
+    """Measures one trial from :meth:`start` to :meth:`finish`. Also a context manager.
+
+    The measurement names the device that really ran: the CUDA device on which this process made tensors, else the processor. See
+    :meth:`Measurement.is_of`.
+
+    :meth:`step` marks a step. If the trial never calls it, every ``optimizer.step()`` of the thread marks one.
+
+    Several runs of one process on the same device cannot be separated, so their memory and energy are not measured. Runs in
+    several processes are separated by NVML's figures for each process.
+
+    Example:
+        >>> from perfguard.devices import cpu
+        >>> with Run(cpu()) as run:
+        ...     for batch in range(3):
+        ...         run.step()
+        >>> run.measurement.num_steps
+        3
+
+    Args:
+        device: where the trial is meant to run.
+        probe: what measures it. None: the resident set on a CPU; PyTorch's allocator and NVML on a GPU.
+    """
+
+    def __init__(self, device: Device, *, probe: Probe | None = None) -> None:
+        self._device = device
+        self._probe: Probe = probe or (CpuProbe() if device.kind == "cpu" else GpuProbe(device.context_bytes))
+        self._timer = StepTimer(self._probe.stamp)
+        self._marked_by_hand = False
+        self._overlapped = False
+        self._started_at = 0.0
+        self._thread = threading.get_ident()
+        self.measurement: Measurement | None = None
+
+    def start(self) -> Run:
+        """Begin; the calling thread's optimizer steps are this run's from now on."""
+        _install_optimizer_hook()
+        _load_kernels()
+        self._thread = threading.get_ident()
+        with _lock:
+            alive = {thread.ident for thread in threading.enumerate()}
+            for thread in [thread for thread in _active if thread not in alive]:
+                del _active[thread]  # its thread ended without finishing it
+            # A run that this thread has begun before waits, or was abandoned, while this one lasts.
+            self._overlapped = any(self._shares_with(other) for thread, other in _active.items() if thread != self._thread)
+            for other in _active.values():
+                other._overlapped |= other._shares_with(self)
+            _active[self._thread] = self
+        if not self._overlapped:
+            self._probe.start()
+        self._started_at = time.perf_counter()
+        return self
+
+    def _shares_with(self, other: Run) -> bool:
+        """Whether what ``other`` uses shows in this run's reading: on a CPU all that the process holds does."""
+        return self._device.kind == "cpu" or other._device.kind != "cpu"
+
+    def step(self) -> None:
+        """Mark the end of one training step."""
+        if not self._marked_by_hand:
+            self._marked_by_hand = True
+            self._timer = StepTimer(self._probe.stamp)
+        self._timer.step()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Mark that the ``with`` block waits for data: it is no part of the step's time, and is reported as ``data_wait_s``."""
+        return self._timer.waiting()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The items of ``loader``; waiting for each is marked as :meth:`loading`."""
+        iterator = iter(loader)
+        while True:
+            with self.loading():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    @property
+    def num_steps(self) -> int:
+        """Steps marked so far."""
+        return self._timer.num_steps
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started_at
+
+    @property
+    def step_durations_s(self) -> list[float]:
+        """Seconds between the ends of consecutive steps, in order, waits for data included."""
+        return self._timer.durations_s
+
+    def finish(self, status: Status = "ok", *, note: str = "", at_last_step: bool = False) -> Measurement:
+        """End the run, now or ``at_last_step``, and return what it cost."""
+        self._timer.catch_up()  # a GPU that lags behind is still at work for this run
+        last = self._timer.last_step_at_s if at_last_step else None
+        total_time_s = (time.perf_counter() if last is None else last) - self._started_at
+        with _lock:
+            if _active.get(self._thread) is self:
+                del _active[self._thread]
+        self.measurement = self._measured(status, self._probe.finish(), total_time_s, note)
+        return self.measurement
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the run has used another device than the named one so far."""
+        used = self._probe.read().ran_on
+        return used is not None and not used.is_a(self._device)
+
+    def so_far(self) -> Measurement:
+        """Cost of the run until now. After its end: the final cost."""
+        if self.measurement is not None:
+            return self.measurement
+        self._timer.catch_up()
+        return self._measured("ok", self._probe.read(), self.elapsed_s)
+
+    def _measured(self, status: Status, reading: Reading, total_time_s: float, note: str = "") -> Measurement:
+        import torch
+
+        notes = [note] if note else []
+        if self._overlapped:
+            notes.append("other trials ran in this process, so its memory cannot be attributed")
+            reading = Reading(reading.method, driver=reading.driver, ran_on=reading.ran_on)
+        if self._timer.device_time_lost:
+            notes.append("the GPU's clock could not be read, so steps are timed by the processor's")
+        used: Device | RanOn = self._device
+        says_where = self.num_steps > 0 or status in ("ok", "oom")  # one that failed before its first step used nothing yet
+        if says_where and reading.ran_on is not None and not reading.ran_on.is_a(self._device):
+            used = reading.ran_on
+            if used.kind != self._device.kind:  # the probe watched the wrong memory
+                reading = Reading("none", driver=reading.driver, notes=reading.notes)
+        readings = {one.name: getattr(reading, one.name) for one in fields(reading) if one.name not in ("notes", "ran_on")}
+        return Measurement(
+            status=status,
+            device_id=used.id,
+            device_name=used.name,
+            step_time_s=self._timer.step_time_s(),
+            total_time_s=total_time_s,
+            num_steps=self.num_steps,
+            framework=f"torch{torch.__version__}",
+            note="; ".join([*notes, *reading.notes]),
+            data_wait_s=self._timer.data_wait_s(),
+            host=platform.node(),
+            **readings,
+        )
+
+    def __enter__(self) -> Run:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.finish(status_of(error), note="" if error is None else f"{type(error).__name__}: {error}"[:200])
+
+
+def status_of(error: BaseException | None) -> Status:
+    """The status of a run that ended with ``error``.
+
+    KeyboardInterrupt and the like (a cancelled task, ``sys.exit(0)``) are no errors of the trial: "interrupted". A trial that
+    exits with another code than 0 has failed. So has one with a TimeoutError: a socket or a collective waited too long, which
+    says nothing about the trial's time. The status "timeout" is for whoever stops a trial for its time.
+    """
+    if error is None:
+        return "ok"
+    if not isinstance(error, Exception):
+        return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "std::bad_alloc",
+        "cublas_status_alloc_failed",
+        "cudnn_status_alloc_failed",
+    )
+    is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+    return "oom" if is_oom else "failed"
+
+
+_has_hook = False
+
+
+def _install_optimizer_hook() -> None:
+    """Let every optimizer of the process mark a step, once: a second hook would count each step twice."""
+    global _has_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    with _lock:
+        if not _has_hook:
+            register_optimizer_step_post_hook(_after_optimizer_step)
+        _has_hook = True
+
+
+@functools.cache
+def _load_kernels() -> None:
+    """Let torch load its kernels and start its threads now, so that the first trial is not charged for them."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        network = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten(), torch.nn.Linear(1568, 8))
+        optimizer = torch.optim.Adam(network.parameters())
+        network(torch.ones(4, 8, 16, 16)).sum().backward()
+        optimizer.step()
+
+
+def _after_optimizer_step(optimizer: Any, *_: Any) -> None:
+    run = _active.get(threading.get_ident())
+    if run is None or run._marked_by_hand:
+        return
+    if not any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"][:1]):  # being traced
+        run._timer.step()
+
+
+_Label = Literal["step", "wait begins", "wait ends"]
+
+
+class _Mark(NamedTuple):
+    label: _Label
+    at_s: float
+    stamp: Any
+
+
+class StepTimer:
+    """Turns the ends of steps, and the waits for data between them, into a time per step.
+
+    A step is the time between two ends, less the waits that were marked in between. On a GPU, which works behind the
+    processor's back, both are taken on the device: what it computes while the processor waits for data is no wait.
+
+    The rule for the warm-up: the first step has no beginning and does not count; nor do the first tenth of the other steps, at
+    most ten. The median of what is left.
+
+    Args:
+        stamp: a point in time on the device, or None; see ``Probe.stamp``.
+    """
+
+    def __init__(self, stamp: Callable[[], Any]) -> None:
+        self._stamp = stamp
+        self.num_steps = 0
+        self.last_step_at_s: float | None = None
+        """Time at which the last step ended, by ``time.perf_counter``."""
+        self.device_time_lost = False
+        """Whether the device's clock failed, so that the processor's was taken instead."""
+        self._pending: deque[_Mark] = deque()
+        self._previous: _Mark | None = None
+        self._busy_s = self._wait_s = 0.0
+        self._steps_s: list[float] = []
+        self._waits_s: list[float] = []
+        self._saw_wait = self._saw_step = False
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.last_step_at_s = self._mark("step")
+        self.num_steps += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for data."""
+        self._mark("wait begins")
+        try:
+            yield
+        finally:
+            self._mark("wait ends")
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Seconds between the ends of consecutive steps, in order, waits included; of a GPU's only those it has done."""
+        while self._pending and (self._pending[0].stamp is None or self._has_passed()):
+            self._fold(self._pending.popleft())
+        return [busy_s + wait_s for busy_s, wait_s in zip(self._steps_s, self._waits_s, strict=True)]
+
+    def catch_up(self) -> None:
+        """Wait until the device has reached the last mark."""
+        while self._pending:
+            self._fold(self._pending.popleft())
+
+    def step_time_s(self) -> float | None:
+        """Median seconds of a step; None with fewer than two. Waits for the device."""
+        steps = self._counted(self._steps_s)
+        return statistics.median(steps) if steps else None
+
+    def data_wait_s(self) -> float | None:
+        """Mean seconds that a step waited; None if no wait was marked. Waits for the device."""
+        waits = self._counted(self._waits_s)
+        return statistics.fmean(waits) if waits and self._saw_wait else None
+
+    def _counted(self, values: list[float]) -> list[float]:
+        self.catch_up()
+        return values[min(10, len(values) // 10) :]
+
+    def _mark(self, label: _Label) -> float:
+        mark = _Mark(label, time.perf_counter(), self._stamp())
+        self._pending.append(mark)
+        # A device's marks are only known once it gets there; a long run must not keep all of them.
+        while self._pending and (self._pending[0].stamp is None or (len(self._pending) > 256 and self._has_passed())):
+            self._fold(self._pending.popleft())
+        return mark.at_s
+
+    def _has_passed(self) -> bool:
+        try:
+            return bool(self._pending[0].stamp.query())
+        except RuntimeError:
+            return True  # a lost device; _seconds will see it too
+
+    def _fold(self, mark: _Mark) -> None:
+        if self._previous is not None:
+            elapsed_s = self._seconds(self._previous, mark)
+            if mark.label == "wait ends":
+                self._wait_s += elapsed_s
+            else:
+                self._busy_s += elapsed_s
+        self._previous = mark
+        self._saw_wait |= mark.label == "wait ends"
+        if mark.label != "step":
+            return
+        if self._saw_step:
+            self._steps_s.append(self._busy_s)
+            self._waits_s.append(self._wait_s)
+        self._saw_step = True
+        self._busy_s = self._wait_s = 0.0
+
+    def _seconds(self, earlier: _Mark, later: _Mark) -> float:
+        if earlier.stamp is not None and later.stamp is not None:
+            try:
+                later.stamp.synchronize()
+                return float(earlier.stamp.elapsed_time(later.stamp)) / 1e3
+            except RuntimeError:
+                self.device_time_lost = True
+        return later.at_s - earlier.at_s

@@ -1,0 +1,377 @@
+"""Two pictures of a guarded study, with Plotly: predicted against measured, and what the guard saved.
+
+Both take the records of a study (:class:`perfguard.record.TrialRecord`), whichever tuner or log they come from.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from perfguard.budget import NOUNS, Quantity
+from perfguard.exceptions import ConfigurationError
+from perfguard.quantities import format_quantity, format_seconds
+from perfguard.record import TrialRecord
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Outcome = Literal["launched", "repaired", "over", "failed", "unmeasured", "unguarded", "pruned"]
+OUTCOMES: Mapping[Outcome, str] = {
+    "launched": "ran within budget",
+    "repaired": "repaired, ran within budget",
+    "over": "ran, broke a budget",
+    "failed": "failed or interrupted",
+    "unmeasured": "ran, not measured",
+    "unguarded": "ran without a verdict",
+    "pruned": "pruned before launch",
+}
+# Okabe and Ito's palette, which colour-blind people can tell apart (jfly.uni-koeln.de/color, 2008).
+COLORS: Mapping[Outcome, str] = {
+    "launched": "#0072B2",
+    "repaired": "#009E73",
+    "over": "#D55E00",
+    "failed": "#CC79A7",
+    "unmeasured": "#56B4E9",
+    "unguarded": "#8C8C8C",
+    "pruned": "#E69F00",
+}
+_SYMBOLS: Mapping[Outcome, str] = {
+    "launched": "circle",
+    "repaired": "triangle-up",
+    "over": "x",
+    "failed": "square",
+    "unmeasured": "square-open",
+    "unguarded": "circle-open",
+    "pruned": "diamond",
+}
+_GREY = "#595959"
+
+
+def outcome_of(record: TrialRecord) -> Outcome:
+    """Return what became of a trial."""
+    if record.is_pruned:
+        return "pruned"
+    if record.is_measured and record.violates:
+        return "over"
+    if record.status in ("failed", "interrupted"):
+        return "failed"
+    if record.is_unguarded:
+        return "unguarded"
+    if not record.is_measured:
+        return "unmeasured"
+    return "repaired" if record.in_words == "repaired" else "launched"
+
+
+def plot_budget(records: Sequence[TrialRecord], *, quantity: Quantity = "memory") -> go.Figure:
+    """Draw predicted against measured, with 90% intervals and the budget.
+
+    A launched trial stands where its prediction (up) and its measurement (right) meet: on the diagonal where both agree. Trials
+    without a measurement stand in the margin on the left, at their prediction. Both axes are logarithmic.
+
+    Args:
+        records: the trials of a study.
+        quantity: "memory", "time" (of the trial), "epoch_time", "step_time", "latency", "energy" or "cost".
+
+    Raises:
+        ConfigurationError: for a quantity that there is not, or without Plotly.
+    """
+    if quantity not in get_args(Quantity):
+        raise ConfigurationError(f"quantity must be one of {', '.join(NOUNS)}, but got {quantity!r}.")
+    title, noun = f"Predicted against measured {NOUNS[quantity]}", NOUNS[quantity]
+    points = [record for record in records if quantity in record.predicted]
+    if not points:
+        return _empty(title, _why_nothing(records, quantity))
+    unit, size = _unit_of(quantity, [record.predicted[quantity].median for record in points])
+    measured = {id(record): _comparable(record, quantity) for record in points}
+    pairs = [
+        (record, value) for record in points if (value := measured[id(record)]) is not None and record.status in (None, "ok")
+    ]
+    inside = sum(low <= value <= high for record, value in pairs for low, high in [record.predicted[quantity].interval()])
+    subtitle = f"{inside} of {len(pairs)} measured trials lie in their 90% interval" if pairs else "nothing was measured yet"
+    limits = sorted({record.limits[quantity] / size for record in points if quantity in record.limits})
+    values = [record.predicted[quantity].median / size for record in points] + limits
+    values += [value / size for value in measured.values() if value is not None]
+    low, high = min(values) / 1.3, max(values) * 1.3
+    left = low / math.pow(high / low, 0.14)  # the margin takes an eighth of the width
+    figure = _figure(title, subtitle)
+    for outcome in OUTCOMES:
+        group = [record for record in points if outcome_of(record) == outcome]
+        if group:
+            figure.add_scatter(**_points(group, quantity, outcome, size, measured, (left, low)))
+    ticks = _log_ticks(low, high)
+    texts = [_tick_text(value) for value in ticks]
+    figure.update_xaxes(
+        type="log",
+        range=[math.log10(left), math.log10(high)],
+        tickvals=[math.sqrt(left * low), *ticks],
+        ticktext=["not<br>measured", *texts],
+        title=f"measured {noun} ({unit})",
+    )
+    figure.update_yaxes(
+        type="log", range=[math.log10(low), math.log10(high)], tickvals=ticks, ticktext=texts, title=f"predicted {noun} ({unit})"
+    )
+    figure.add_vrect(x0=left, x1=low, fillcolor="#EFEFEF", line_width=0, layer="below")
+    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line={"color": "#8C8C8C", "width": 1}, layer="below")
+    _draw_limits(figure, limits, unit)
+    return figure
+
+
+def _points(
+    group: Sequence[TrialRecord],
+    quantity: Quantity,
+    outcome: Outcome,
+    size: float,
+    measured: Mapping[int, float | None],
+    margin: tuple[float, float],
+) -> dict[str, Any]:
+    """One layer of :func:`plot_budget`: the trials of one outcome."""
+    xs, ys, above, below, hover = [], [], [], [], []
+    left, low = margin
+    for index, record in enumerate(group):
+        estimate, value = record.predicted[quantity], measured[id(record)]
+        # Without a measurement: side by side in the margin. Multiples of the golden ratio spread evenly.
+        share = 0.2 + 0.6 * ((record.number or index) * 1.618034 % 1)
+        xs.append(left * math.pow(low / left, share) if value is None else value / size)
+        ys.append(estimate.median / size)
+        ends = estimate.interval()
+        above.append((ends[1] - estimate.median) / size)
+        below.append((estimate.median - ends[0]) / size)
+        interval = " to ".join(format_quantity(quantity, end) for end in ends)
+        words = [f"predicted {format_quantity(quantity, estimate.median)} (90%: {interval})"]
+        words += [] if value is None else [f"measured {format_quantity(quantity, value)}"]
+        hover.append(_hover(record, words))
+    return {
+        "x": xs,
+        "y": ys,
+        "error_y": {"array": above, "arrayminus": below, "color": _faint(COLORS[outcome], 0.4), "thickness": 1.2, "width": 0},
+        "mode": "markers",
+        "marker": {"symbol": _SYMBOLS[outcome], "color": COLORS[outcome], "size": 9, "line": {"width": 1}},
+        "name": f"{OUTCOMES[outcome]} ({len(group)})",
+        "hovertext": hover,
+        "hoverinfo": "text",
+    }
+
+
+def _comparable(record: TrialRecord, quantity: Quantity) -> float | None:
+    """The measured value. None: there is none, or the trial was stopped, so that its time does not show the whole."""
+    value = record.measured.get(quantity)
+    is_whole = quantity not in ("time", "cost") or not record.stopped_early or record.breaks(quantity)
+    return value if is_whole and value is not None and math.isfinite(value) and value > 0 else None
+
+
+def _draw_limits(figure: go.Figure, limits: Sequence[float], unit: str) -> None:
+    """The budgets: a line each; a band where there are many, as where the remaining time of the study is the budget."""
+    if not limits:
+        return
+    ends = " to ".join(dict.fromkeys((_tick_text(limits[0]), _tick_text(limits[-1]))))
+    red = COLORS["over"]
+    figure.add_scatter(x=[None], y=[None], mode="lines", line={"color": red, "dash": "dash"}, name=f"budget, {ends} {unit}")
+    if len(limits) > 3:
+        figure.add_hrect(y0=limits[0], y1=limits[-1], fillcolor=red, opacity=0.08, line_width=0, layer="below")
+        return
+    for limit in limits:
+        figure.add_hline(y=limit, line={"color": red, "dash": "dash", "width": 2})
+        figure.add_vline(x=limit, line={"color": red, "dash": "dot", "width": 1.5})
+
+
+def plot_savings(records: Sequence[TrialRecord]) -> go.Figure:
+    """Draw the compute time of the study, and the time that the trials pruned before launch would have added.
+
+    The time of launched trials is measured, or taken from the tuner's clock. The time of pruned trials is predicted: what each
+    would have taken to its end; a trial that fails in its first step would have taken none. There is one layer for each limit
+    that pruned. Where no trial time is predicted, trials are counted instead.
+
+    Args:
+        records: the trials of a study, in order.
+
+    Raises:
+        ConfigurationError: without Plotly.
+    """
+    title = "What the guard saved"
+    if all(record.verdict is None for record in records):
+        return _empty(title, _why_nothing(records, None))
+    pruned = [record for record in records if record.is_pruned]
+    in_time = not pruned or any("time" in record.predicted for record in pruned)
+    costs = [_cost(record) if in_time else 1.0 for record in records]
+    total_s = sum(costs)
+    unit, size = _unit_of("time", [total_s / 2]) if in_time and total_s else ("", 1.0)
+    figure = _figure(title, _savings_in_words(records, in_time=in_time))
+    numbers = list(range(len(records) + 1))  # the last step of the staircase has a width, too
+    for layer, (label, color) in _LAYERS.items():
+        members = [_layer_of(record) == layer for record in records]
+        if not any(members):
+            continue
+        heights = list(accumulate(cost / size if inside else 0.0 for cost, inside in zip(costs, members, strict=True)))
+        is_predicted = layer not in ("launched", "over")
+        seconds = sum(cost for cost, inside in zip(costs, members, strict=True) if inside)
+        amount = f", {format_seconds(seconds)}{' predicted' if is_predicted else ''}" if in_time else ""
+        figure.add_scatter(
+            x=numbers,
+            y=[*heights, heights[-1]],
+            stackgroup="account",
+            mode="lines",
+            line={"shape": "hv", "width": 0},
+            fillcolor=_faint(color, 0.35 if is_predicted else 0.9),
+            fillpattern={"shape": "/", "fgcolor": "white", "size": 6, "solidity": 0.25} if is_predicted else None,
+            name=f"{label} ({sum(members)}{amount})",
+            hoverinfo="skip",
+        )
+    tops = list(accumulate(cost / size for cost in costs))
+    marked = [index for index, record in enumerate(records) if record.is_pruned]
+    figure.add_scatter(
+        x=marked,
+        y=[tops[index] for index in marked],
+        mode="markers",
+        marker={"symbol": "diamond", "size": 8, "color": COLORS["pruned"], "line": {"width": 1, "color": "white"}},
+        hovertext=[_hover(records[index], ()) for index in marked],
+        hoverinfo="text",
+        showlegend=False,
+    )
+    figure.update_xaxes(title="trial", tickformat="d")
+    figure.update_yaxes(title=f"cumulative compute time ({unit})" if in_time else "trials", rangemode="tozero")
+    figure.update_layout(legend={"traceorder": "reversed"})
+    return figure
+
+
+_LAYERS: Mapping[str, tuple[str, str]] = {
+    "launched": ("launched, within budget", COLORS["launched"]),
+    "over": ("launched, broke a budget", COLORS["over"]),
+    "memory": ("pruned: peak memory", COLORS["pruned"]),
+    "time": ("pruned: trial time", COLORS["failed"]),
+    "other": ("pruned: another limit", COLORS["unmeasured"]),
+}
+"""Label and colour of each layer, the lowest first."""
+
+
+def _layer_of(record: TrialRecord) -> str:
+    if not record.is_pruned:
+        return "over" if record.is_measured and record.violates else "launched"
+    return str(record.broken_limit) if record.broken_limit in ("memory", "time") else "other"
+
+
+def _cost(record: TrialRecord) -> float:
+    """Seconds that a trial took, or that a pruned one would have taken."""
+    seconds = record.saved_s if record.is_pruned else record.measured.get("time", record.duration_s)
+    return seconds if seconds is not None and math.isfinite(seconds) else 0.0
+
+
+def _savings_in_words(records: Sequence[TrialRecord], *, in_time: bool) -> str:
+    pruned = [record for record in records if record.is_pruned]
+    words = f"{len(pruned)} of {len(records)} trials pruned before launch"
+    estimates = [record.predicted["time"] for record in pruned if record.saved_s is not None]
+    if not in_time or not estimates:
+        return words + ("" if in_time else ". With Workload(steps=...) this picture shows the time saved")
+    about = format_seconds(sum(estimate.median for estimate in estimates))
+    ends = [format_seconds(sum(estimate.interval()[side] for estimate in estimates)) for side in (0, 1)]
+    return f"{words}, about {about} saved ({' to '.join(ends)}, if all predictions err to one side)"
+
+
+# --- The parts of a figure ------------------------------------------------------------------------------------------------------
+
+
+def _figure(title: str, subtitle: str) -> go.Figure:
+    axis = {"gridcolor": "#EBEBEB", "linecolor": "#8C8C8C", "zeroline": False, "automargin": True}
+    return graph_objects().Figure(
+        layout={
+            "title": {"text": f"{title}<br><sub>{html.escape(subtitle)}</sub>"},
+            "template": "plotly_white",
+            "xaxis": axis,
+            "yaxis": axis,
+            "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},  # under the plot, on a phone too
+            "margin": {"t": 70, "r": 20, "b": 110},
+        }
+    )
+
+
+def _empty(title: str, message: str) -> go.Figure:
+    """A picture that says why there is nothing to draw."""
+    figure = _figure(title, "")
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    words = "<br>".join(map(html.escape, textwrap.wrap(message, 60)))
+    figure.add_annotation(
+        text=words, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, font={"color": _GREY, "size": 14}
+    )
+    return figure
+
+
+def _why_nothing(records: Sequence[TrialRecord], quantity: Quantity | None) -> str:
+    if not records:
+        return "No trial has finished yet."
+    known = {name for record in records for name in record.predicted}
+    if not known or quantity is None:
+        return "No trial was judged by PerfGuard. Run the study with a guard."
+    hints = {
+        "time": " Give Workload(steps=...).",
+        "cost": " Give Workload(steps=...), and cost_budget= with price_per_hour=.",
+        "epoch_time": " Give Workload(steps_per_epoch=...) and epoch_time_budget=.",
+    }
+    others = ", ".join(NOUNS[name] for name in NOUNS if name in known)
+    return f"{NOUNS[quantity].capitalize()} was not predicted, only {others}.{hints.get(quantity, '')}"
+
+
+def _hover(record: TrialRecord, words: Sequence[str]) -> str:
+    lines = [f"trial {'' if record.number is None else record.number}", *words, *_about(record)]
+    return "<br>".join(html.escape(part) for line in lines for part in textwrap.wrap(line, 60) or [""])
+
+
+def _about(record: TrialRecord) -> Iterator[str]:
+    for name, value in record.params.items():
+        yield f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}"
+    if record.status not in (None, "ok"):
+        yield f"status: {record.status}"
+    if record.reason:
+        yield record.reason
+
+
+def _log_ticks(low: float, high: float, *, most: int = 8) -> Sequence[float]:
+    """Round values between ``low`` and ``high``: as many as stay legible on a logarithmic axis."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: Sequence[float] = ()
+    fine = ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0),) if high <= 10 * low else ()  # over more, 1,500 and 2,000 would touch
+    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), *fine):
+        finer = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(finer) > most:
+            break
+        ticks = finer
+    return ticks
+
+
+def _tick_text(value: float) -> str:
+    """A number as people write it: 0.05, 20, 1,500."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def _unit_of(quantity: Quantity, values: Sequence[float]) -> tuple[str, float]:
+    """The largest unit that leaves most of ``values`` at one or more, and what it is worth."""
+    units = {
+        "memory": (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)),
+        "energy": (("mJ", 1e-3), ("J", 1.0), ("kJ", 1e3)),
+        "cost": (("$", 1.0),),
+    }.get(quantity, (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)))
+    middle = statistics.median(values)
+    return next(((name, size) for name, size in reversed(units) if middle >= size), units[0])
+
+
+def _faint(color: str, opacity: float) -> str:
+    red, green, blue = (int(color[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def graph_objects() -> Any:
+    """Return the module ``plotly.graph_objects``.
+
+    Raises:
+        ConfigurationError: if Plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise ConfigurationError(f"Pictures and reports need Plotly: pip install 'perfguard[plot]' ({error}).") from error
+    return plotly.graph_objects

@@ -1,0 +1,257 @@
+"""TrialRecord: the verdict on one trial and what it cost, in one schema.
+
+The measurement log has these fields as columns. Optuna's plugin writes the same names into its trials, so that a study can be
+shown without the log. For each quantity, with its unit in the name:
+
+    memory_predicted_bytes    median of the prediction
+    memory_low_bytes          lower end of the 90% interval
+    memory_high_bytes         upper end
+    memory_limit_bytes        the budget; there is none for a quantity without one
+    memory_measured_bytes     what the trial cost
+
+and so on for time, epoch_time, step_time, latency (seconds, ``_s``), energy (joules, ``_j``) and cost (``_dollars``: the currency
+of the price that the user gave).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, get_args
+
+from perfguard.budget import Limit, Quantity
+from perfguard.predictor import HALF_INTERVAL, Estimate
+from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import Action, Verdict
+
+if TYPE_CHECKING:
+    from perfguard.measure import Measurement, Status
+
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+_UNITS = {"memory": "bytes", "energy": "j", "cost": "dollars"}  # all others are times
+NUMBERS = ("predicted", "low", "high", "limit")
+"""The numbers of a verdict for each quantity."""
+
+
+def column(quantity: Quantity, number: str) -> str:
+    """Return the name of a number, for instance "memory_limit_bytes" for ("memory", "limit")."""
+    return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
+
+
+TEXTS = ("verdict", "bound", "repair", "remark", "unjudged", "predictor")
+"""The columns of a verdict that hold text."""
+VERDICT_COLUMNS: Mapping[str, type] = {
+    **dict.fromkeys(TEXTS, str),
+    "accepted": float,
+    # The factor on the sigma of the interval that was issued: intervals are judged by the width before (perfguard.learning).
+    "memory_widening": float,
+    "step_time_widening": float,
+    **{column(quantity, number): float for quantity in QUANTITIES for number in NUMBERS},
+}
+"""Every column of a verdict, with the type of its values."""
+
+
+def columns_of(verdict: Verdict) -> dict[str, Any]:
+    """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
+    columns: dict[str, Any] = {
+        "verdict": verdict.action,
+        "accepted": verdict.accepted,
+        "bound": verdict.bound,
+        "remark": verdict.remark,
+        "unjudged": verdict.unjudged,
+    }
+    if verdict.prediction is not None:
+        columns["predictor"] = verdict.prediction.predictor
+        names = {"memory": "memory_widening", "time": "step_time_widening"}
+        columns |= {names[target]: factor for target, factor in verdict.prediction.widening.items()}
+    for quantity, estimate in verdict.predicted.items():
+        columns |= _numbers_of(quantity, estimate)
+    for limit in verdict.limits:
+        columns[column(limit.quantity, "limit")] = limit.limit
+    if verdict.repair != AS_PROPOSED:
+        repair = asdict(verdict.repair)
+        if verdict.as_proposed is not None:  # the columns above are the repaired trial's
+            proposed = verdict.as_proposed
+            repair["as_proposed"] = {
+                "quantity": proposed.quantity,
+                **_numbers_of(proposed.quantity, proposed.estimate),
+                column(proposed.quantity, "limit"): proposed.limit,
+            }
+        columns["repair"] = json.dumps(repair)
+    return {name: value for name, value in columns.items() if value != ""}
+
+
+def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
+    """Return the verdict that :func:`columns_of` wrote. None: there is none."""
+    action: Action | None = columns.get("verdict")
+    if action is None:
+        return None
+    predicted = {quantity: estimate for quantity in QUANTITIES if (estimate := _estimate_in(columns, quantity)) is not None}
+    limits = (_limit_in(columns, quantity) for quantity in QUANTITIES)
+    repair = json.loads(columns.get("repair") or "{}")
+    proposed = repair.pop("as_proposed", None)
+    return Verdict(
+        action=action,
+        predicted=predicted,
+        limits=tuple(limit for limit in limits if limit is not None),
+        accepted=columns.get("accepted") or 0.5,
+        bound=columns.get("bound") or "",
+        repair=Repair(**repair),
+        as_proposed=None if proposed is None else _limit_in(proposed, proposed["quantity"]),
+        remark=columns.get("remark") or "",
+        unjudged=columns.get("unjudged") or "",
+    )
+
+
+def _numbers_of(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
+    low, high = estimate.interval()
+    values = zip(("predicted", "low", "high"), (estimate.median, low, high), strict=True)
+    return {column(quantity, number): value for number, value in values}
+
+
+def _estimate_in(columns: Mapping[str, Any], quantity: Quantity) -> Estimate | None:
+    """The estimate of ``quantity``. Its standard deviation follows from the ends of the interval."""
+    median, low, high = (columns.get(column(quantity, number)) for number in ("predicted", "low", "high"))
+    if median is None or low is None or high is None:
+        return None
+    return Estimate(median, math.log(high / low) / (2 * HALF_INTERVAL))
+
+
+def _limit_in(columns: Mapping[str, Any], quantity: Quantity) -> Limit | None:
+    limit, estimate = columns.get(column(quantity, "limit")), _estimate_in(columns, quantity)
+    return None if limit is None or estimate is None else Limit(quantity, limit, estimate)
+
+
+def measured_by(measurement: Measurement, price_per_hour: float | None = None) -> dict[Quantity, float]:
+    """Return what a run cost, by quantity. ``price_per_hour`` of None: the cost has no price."""
+    known: dict[Quantity, float | None] = {
+        "memory": measurement.peak_memory_bytes,
+        "step_time": measurement.step_time_s,
+        "time": measurement.total_time_s,
+        "cost": None if price_per_hour is None else price_per_hour * measurement.total_time_s / 3600,
+    }
+    return {quantity: value for quantity, value in known.items() if value is not None}
+
+
+RAN_OUT: Mapping[Quantity, str] = {"memory": "oom", "time": "timeout"}
+"""The status of a run that ended because it had no more of a quantity."""
+_IN_WORDS = {"launch": "launched", "repair": "repaired", "prune": "pruned"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """One trial. None: unknown, or not measured."""
+
+    number: int | None
+    """Number of the trial in its study."""
+    verdict: Verdict | None
+    """None: PerfGuard never judged the trial."""
+    measured: Mapping[Quantity, float] = field(default_factory=dict)
+    """What the trial cost on the guarded device: bytes, seconds, joules."""
+    status: Status | None = None
+    """How the run ended. None: it never ran, still runs, or could not be measured."""
+    not_measured: str = ""
+    """Why what ran says nothing of the guarded device. Empty: it does, or nothing ran."""
+    note: str = ""
+    """Limits of the measurement's reliability."""
+    set_aside: str = ""
+    """Why nothing is learnt from the measurement. Empty: it is learnt, unless it is implausible."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    study: str = ""
+    trial_id: str | None = None
+    """The tuner's own name of the trial, for instance Ray Tune's."""
+    decision_id: str = ""
+    """Key in the measurement log. Empty: it is not logged, or was read from elsewhere."""
+    created_at: datetime | None = None
+    """Time of the verdict, UTC."""
+    host: str | None = None
+    """The machine that ran the trial, or that decided on it."""
+    device_id: str | None = None
+    """The guarded device."""
+    device_name: str = ""
+    capacity_bytes: int | None = None
+    """The guarded device's own memory."""
+    predictor: str = ""
+    """Name and version of the predictor."""
+    stopped_early: bool = False
+    """Whether the tuner stopped the trial before its end, so that its time is not that of a whole trial."""
+    duration_s: float | None = None
+    """Seconds from the start to the end of the trial as the tuner knows them, measured or not."""
+
+    @property
+    def reason(self) -> str:
+        """The verdict's sentence; empty without a verdict."""
+        return "" if self.verdict is None else self.verdict.reason
+
+    @property
+    def predicted(self) -> Mapping[Quantity, Estimate]:
+        """The predictions, by quantity."""
+        return {} if self.verdict is None else self.verdict.predicted
+
+    @property
+    def limits(self) -> Mapping[Quantity, float]:
+        """The limits that were compared with a prediction: bytes, seconds, joules."""
+        return {} if self.verdict is None else {limit.quantity: limit.limit for limit in self.verdict.limits}
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the trial was rejected and did not run. A scheduler may launch a trial against its verdict."""
+        return self.verdict is not None and self.verdict.action == "prune" and self.status is None and not self.not_measured
+
+    @property
+    def is_unguarded(self) -> bool:
+        """Whether the trial was launched without a prediction, or against its verdict."""
+        if self.verdict is None or self.verdict.is_unguarded:
+            return True
+        return self.verdict.action == "prune" and not self.is_pruned
+
+    @property
+    def in_words(self) -> str:
+        """What happened to the trial: "launched", "repaired", "pruned" or "unguarded"."""
+        return "unguarded" if self.verdict is None or self.is_unguarded else _IN_WORDS[self.verdict.action]
+
+    @property
+    def broken_limit(self) -> Quantity | None:
+        """The quantity for which the trial was pruned. None: it was not, or no limit was recorded."""
+        if self.verdict is None or not self.is_pruned or self.verdict.worst is None:
+            return None
+        return self.verdict.worst.quantity
+
+    @property
+    def fails_at_once(self) -> bool:
+        """Whether a pruned trial would have run out of the device's own memory in its first step, whatever its budget."""
+        memory = self.predicted.get("memory")
+        return memory is not None and self.capacity_bytes is not None and memory.median > self.capacity_bytes
+
+    @property
+    def saved_s(self) -> float | None:
+        """Predicted seconds of a pruned trial that would have run; None for others, and without a prediction."""
+        time = self.predicted.get("time")
+        return None if time is None or not self.is_pruned or self.fails_at_once else time.median
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the trial ran on the guarded device, and it is known whether it broke a limit."""
+        if self.not_measured:
+            return False
+        return self.status in RAN_OUT.values() or any(quantity in self.measured for quantity in self.limits)
+
+    @property
+    def violates(self) -> bool:
+        """Whether a trial that ran broke one of its limits, or ran out of memory or time of the guarded device."""
+        return any(map(self.breaks, QUANTITIES))
+
+    def breaks(self, quantity: Quantity) -> bool:
+        """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
+        limit = self.limits.get(quantity)
+        is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
+        return is_over or (self.status == RAN_OUT.get(quantity, "-") and not self.not_measured)
+
+    def error(self, quantity: Quantity) -> float | None:
+        """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
+        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
+        is_whole = self.status == "ok" and not (self.stopped_early and quantity in ("time", "cost"))
+        return abs(predicted.median / measured - 1) if is_whole and predicted and measured else None

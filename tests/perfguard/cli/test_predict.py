@@ -1,0 +1,361 @@
+"""The `perfguard` command: what it prints, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perfguard import Workload, resolve_device, trace
+from perfguard.cli import main
+from perfguard.cli.predict import operator_times_s
+from perfguard.cli.subject import load_build
+from perfguard.devices import catalog
+from perfguard.graph import OpGraph, roofline_s
+from perfguard.predictor import OperatorTimes, load_predictor
+from tests.doubles import ReplayPredictor
+
+ROOT = Path(__file__).resolve().parents[3]
+A100 = resolve_device("a100")
+MODELS = str(ROOT / "examples" / "models.py")
+SCRIPT = """
+from torch import nn
+
+from perfguard import Workload
+
+NOT_A_FUNCTION = 3
+
+
+def build(params):
+    model = nn.Linear(64, params.get("width", 32))
+    return Workload(model, inputs=(params.get("batch_size", 4), 64), loss=lambda output: output.mean())
+
+
+def picky(params):
+    assert isinstance(params["width"], int), params
+    assert params["dropout"] == 0.1, params
+    assert params["optimizer"] == "adam", params
+    assert params["kernels"] == [3, 5], params
+    assert params["text"] == "a=b", params
+    return build(params)
+
+
+def needs_width(params):
+    return build({"width": params["width"]})
+
+
+def raises(params):
+    raise ZeroDivisionError("a mistake in build")
+
+
+def returns_a_model(params):
+    return nn.Linear(1, 1)
+
+
+def on_many_gpus(params):
+    return Workload(nn.DataParallel(nn.Linear(64, 8)), inputs=(4, 64), loss=lambda output: output.mean())
+
+
+def large(params):
+    return Workload(nn.Linear(2**17, 2**17), inputs=(4, 2**17), loss=lambda output: output.mean())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _imports_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command imports the user's file as a top-level module, from its own folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", sys.modules)
+    for name in ("models", "script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def predict(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["predict", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_gpus_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    for device in catalog().values():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"│ {device.id} ")]
+        assert f" {device.memory_bytes / 2**30:.1f} " in line
+        assert device.name in line
+    assert "a100 = a100-pcie-40gb" in text
+
+
+def test_gpus_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    by_id = {device["id"]: device for device in document["devices"]}
+    assert list(by_id) == list(catalog())
+    assert by_id["a100-pcie-40gb"]["memory_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
+    assert set(document["aliases"].values()) <= set(by_id)
+
+
+def test_a_resnet_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    document = predict(capsys, f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64", "--steps", "100")
+    for quantity in ("peak_memory_bytes", "step_time_s", "total_time_s"):
+        estimate = document[quantity]
+        assert 0 < estimate["low"] < estimate["median"] < estimate["high"]
+    assert document["total_time_s"]["median"] >= 99 * document["step_time_s"]["median"]
+    assert 0 <= document["p_oom"] <= 1
+    assert document["gpu"] == "a100-pcie-40gb"
+    assert document["capacity_bytes"] == catalog()["a100-pcie-40gb"].memory_bytes
+    assert "limits" not in document
+    graph = trace(load_build(f"{MODELS}:resnet")({"batch_size": 64}), target="cuda")
+    memory = document["memory_parts_bytes"]
+    replayed = graph.reserved_bytes + catalog()["a100-pcie-40gb"].context_bytes
+    assert sum(size for part, size in memory.items() if part != "correction") == replayed
+    assert memory["context"] == catalog()["a100-pcie-40gb"].context_bytes
+
+
+def test_a_resnet_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "64"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("A100", "peak memory", "P(out of memory)", "step time", "GFLOP", "allocator's cache", "activations", "conv"):
+        assert expected in text
+    assert "trial time" not in text
+
+
+def test_more_work_costs_more(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    small, wide, batch = (
+        predict(capsys, f"{script}:build", "--gpu", "a100", *more)
+        for more in ([], ["--set", "width=1000000"], ["--batch-size", "1000000"])
+    )
+    for larger in (wide, batch):
+        assert larger["peak_memory_bytes"]["median"] > small["peak_memory_bytes"]["median"]
+
+
+def test_inference_needs_less_than_training(capsys: pytest.CaptureFixture[str]) -> None:
+    train, infer = (predict(capsys, f"{MODELS}:transformer", "--gpu", "t4", "--mode", mode) for mode in ("train", "infer"))
+    for quantity in ("peak_memory_bytes", "step_time_s"):
+        assert infer[quantity]["median"] < train[quantity]["median"]
+
+
+def test_what_does_not_fit_is_said_to(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert predict(capsys, f"{script}:large", "--gpu", "a100")["p_oom"] > 0.99
+    assert predict(capsys, f"{script}:build", "--gpu", "a100")["p_oom"] < 0.01
+
+
+def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    settings = ["width=32", "dropout=0.1", "optimizer=adam", "kernels=[3, 5]", "text=a=b"]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert predict(capsys, f"{script}:picky", "--gpu", "a100", *arguments)["gpu"] == "a100-pcie-40gb"
+
+
+def test_the_cpu_is_a_device_too(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert predict(capsys, f"{script}:build", "--gpu", "cpu")["gpu"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{script}:build", "--gpu", "a1000"], "Did you mean 'a100'"),
+        (["{folder}/missing.py:build"], "There is no file '{folder}/missing.py'"),
+        (["{script}"], "Expected FILE.py:BUILD"),
+        (["{script}:build", "--plot", "timeline.png"], "--plot writes a page, so its name ends in .html"),
+        (["model.onnx:build"], "Expected FILE.py:BUILD"),
+        (
+            ["{script}:bulid"],
+            "has no function 'bulid' (did you mean 'build'?). Its functions: build, large, needs_width, on_many_gpus, picky, "
+            "raises, returns_a_model.",
+        ),
+        (["{script}:NOT_A_FUNCTION"], "has no function 'NOT_A_FUNCTION'"),
+        (["{script}:raises"], "raised ZeroDivisionError: a mistake in build"),
+        (["{script}:returns_a_model"], "must return a perfguard.Workload, but returned Linear"),
+        (["{script}:needs_width"], "needs the hyperparameter 'width': add --set width=VALUE"),
+        (["{broken}:build"], "cannot be imported: SyntaxError"),
+    ],
+)
+def test_an_error_is_explained_on_stderr(
+    arguments: list[str], message: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def build(:")
+    names = {"script": script, "folder": tmp_path, "broken": broken}
+    given = [argument.format(**names) for argument in arguments]
+    of_the_file = ("raised", "must return", "cannot be imported")  # what is in it is no wrong usage
+    status = 1 if any(words in message for words in of_the_file) else 2
+    assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("perfguard: ")
+    assert message.format(**names) in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["prophesy"], "invalid choice: 'prophesy'"),
+        (["predict", "f.py:build", "--mode", "dream"], "invalid choice: 'dream'"),
+        (["predict", "f.py:build", "--precision", "tf32"], "give --precision fp32 --tf32 on"),
+        (["check", "f.onnx", "--tf32", "yes"], "invalid choice: 'yes'"),
+        (
+            ["predict", "f.py:build", "--batch-size", "many"],
+            "--batch-size: expected a whole number of at least 1, but got 'many'",
+        ),
+        (["predict", "f.py:build", "--batch-size", "0"], "expected a whole number of at least 1, but got '0'"),
+        (["predict", "f.py:build", "--steps", "1.5"], "--steps: expected a whole number"),
+        (["predict", "f.py:build", "--set", "width"], "--set: must look like NAME=VALUE, but got 'width'"),
+        (["predict", "f.py:build", "--set", "=3"], "--set: must look like NAME=VALUE, but got '=3'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_interrupting_exits_with_130(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    def interrupted(_: Any) -> Workload:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perfguard.cli.subject.load_build", lambda _: interrupted)
+    assert main(["predict", f"{script}:build", "--gpu", "a100"]) == 130
+
+
+def test_broken_pipe_ends_quietly() -> None:
+    command = [sys.executable, "-m", "perfguard.cli", "gpus", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()  # as `head` does, before anything was written
+        assert child.stderr.read() == b""
+    assert child.returncode == 141
+
+
+def test_account_says_what_is_taken_for_granted(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    words = ["predict", f"{script}:on_many_gpus", "--gpu", "h100"]
+    assert main([*words, "--explain"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    notes = predict(capsys, *words[1:])["notes"]
+    for text, note in zip(
+        ("h100 is taken for NVIDIA H100 SXM", "names no optimizer", "DataParallel is judged as one"), notes, strict=True
+    ):
+        assert text in note
+        assert note in out
+
+
+def test_price_gives_the_cost_of_a_trial(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    words = [f"{script}:build", "--gpu", "t4", "--steps", "1000000", "--price-per-hour", "$3.60"]
+    document = predict(capsys, *words)
+    assert document["cost"]["median"] == pytest.approx(document["total_time_s"]["median"] / 1000)
+    assert main(["predict", *words]) == 0
+    assert "at $3.60 an hour" in capsys.readouterr().out
+
+
+def test_explain_names_peak_modules_and_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "8", "--explain"]) == 0
+    out = capsys.readouterr().out
+    for text in ("the peak is at operator", "by module", "convolution_backward", "at peak rates"):
+        assert text in out
+
+
+@pytest.mark.parametrize("gpu", ["a100", "t4", "cpu"])
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize("network", ["resnet", "transformer"])
+def test_every_account_adds_up_to_the_prediction(network: str, mode: str, gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = predict(capsys, f"{MODELS}:{network}", "--gpu", gpu, "--mode", mode, "--batch-size", "4", "--explain")
+    step_s, peak_bytes = (document[name]["median"] for name in ("step_time_s", "peak_memory_bytes"))
+    explained = document["explain"]
+    assert sum(document["time_parts_s"].values()) == pytest.approx(step_s, rel=1e-9)
+    assert sum(document["time_by_kind_s"].values()) == pytest.approx(step_s, rel=1e-9)
+    assert sum(operator["seconds"] for operator in explained["operators"]) == pytest.approx(step_s, rel=1e-9)
+    assert sum(document["memory_parts_bytes"].values()) == pytest.approx(peak_bytes, rel=1e-9)
+    assert sum(explained["memory_by_module_bytes"].values()) == pytest.approx(peak_bytes, rel=1e-9)
+    assert min(document["time_parts_s"].values()) >= 0
+    # Two tables, one clock: a kind of one operator alone has its time.
+    of_operator = {operator["name"]: operator["seconds"] for operator in explained["operators"]}
+    backward_s = of_operator.get("convolution_backward", 0.0)
+    assert document["time_by_kind_s"].get("conv_backward", 0.0) == pytest.approx(backward_s, rel=1e-9)
+    before = {name: document["time_by_kind_s"].get(name, 0.0) for name in ("start", "batch_copy")}
+    assert before["batch_copy"] == pytest.approx(document["time_parts_s"]["copies"], rel=1e-9)
+    assert sum(before.values()) == pytest.approx(explained["operators"][-1]["seconds"], rel=1e-6, abs=1e-9)
+
+
+def test_tables_of_explain_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"{MODELS}:resnet", "--gpu", "a100", "--batch-size", "8", "--explain"]) == 0
+    lines = [line.strip("│┃ ").split("│") for line in capsys.readouterr().out.splitlines() if line.count("│") > 1]
+    rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+    (step_time,) = {cells[-2].strip() for cells in lines if cells[0].strip() == "together" and cells[-2].strip().endswith("s")}
+    assert rows["step time"][0].startswith(f"{step_time}  (90%")
+    (memory,) = {cells[-2].strip() for cells in lines if cells[0].strip() == "together" and cells[-2].strip().endswith("B")}
+    assert rows["peak memory"][0].startswith(f"{memory}  (90%")
+    assert rows["convolution_backward"][-2] == rows["conv backward"][0]
+
+
+def test_budgets_are_compared_with(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    document = predict(capsys, f"{script}:build", "--gpu", "a100", "--max-memory", "0.5", "--max-step-time", "1us")
+    by_quantity = {limit["quantity"]: limit for limit in document["limits"]}
+    assert by_quantity["memory"]["limit"] == catalog()["a100-pcie-40gb"].memory_bytes // 2
+    assert by_quantity["memory"]["p_exceeded"] < 0.01 < 0.99 < by_quantity["step_time"]["p_exceeded"]
+    assert main(["predict", f"{script}:build", "--gpu", "a100", "--max-memory", "40"]) == 2
+    assert "--max-memory=40 is 40 bytes" in capsys.readouterr().err.replace("40.0", "40")
+
+
+def test_plot_writes_a_page(tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "timeline.html"
+    words = ["predict", f"{script}:build", "--gpu", "a100", "--max-memory", "0.5", "--plot"]
+    assert main([*words, str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    for expected in ('"name":"activations"', "predicted peak (band: 90%)", "capacity, 39.4 GiB", "budget, 19.7 GiB"):
+        assert expected in text
+    assert main([*words, str(page / "a.html")]) == 2
+    assert "The picture cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "train", "leaderboard", "collect"])
+def test_command_of_absent_distribution_names_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Someone who installed PerfGuard alone must learn what to install, not that the command does not exist.
+    monkeypatch.setattr("perfguard.cli.entry_points", lambda group: ())
+    assert main([command, "TABLE.csv"]) == 2
+    assert "pip install ./models" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return trace(Workload(model, (4096, 512), mode="infer"), target=A100)
+
+
+def test_operators_of_a_predictor_that_knows_none_follow_the_roofline(graph: OpGraph) -> None:
+    predictor = ReplayPredictor()
+    assert not isinstance(predictor, OperatorTimes)
+    prediction = predictor.predict(graph, A100)
+    seconds, roofline = operator_times_s(predictor, prediction, graph, A100), roofline_s(graph, A100)
+    assert seconds.sum() == pytest.approx(prediction.step_time.median)
+    assert seconds / seconds.sum() == pytest.approx(roofline / roofline.sum())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_of_guardnet_take_what_its_kinds_take(compiled: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+    graph = trace(Workload(model, (4096, 512), mode="infer", compiled=compiled), target=A100)
+    predictor = load_predictor()
+    prediction = predictor.predict(graph, A100)
+    seconds = operator_times_s(predictor, prediction, graph, A100)
+    for kind in graph.kinds:
+        of_kind = sum(time for op, time in zip(graph.ops, seconds.tolist(), strict=True) if op.kind == kind)
+        assert of_kind == pytest.approx(prediction.time_by_kind_s[kind])

@@ -1,0 +1,93 @@
+"""Loops and branches are opaque operators, which make intervals wider."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from perfguard import OpGraph, load_predictor
+from perfguard.devices import resolve_device
+from perfguard.onnx import graph_from_onnx
+from perfguard.predictor import Prediction
+from tests.perfguard.onnx.hostile import loop, model_of
+
+FLOAT = TensorProto.FLOAT
+
+
+def read(tmp_path: Path, model: onnx.ModelProto) -> OpGraph:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return graph_from_onnx(path)
+
+
+def names(graph: OpGraph) -> list[str]:
+    return [op.name for op in graph.ops]
+
+
+def predicted(graph: OpGraph, predictor: str = "guardnet") -> Prediction:
+    return load_predictor(predictor).predict(graph, resolve_device("a100"))
+
+
+@pytest.mark.parametrize(("trips", "launches"), [(0, 3), (1, 3), (7, 21), (2**63 - 1, 3000), (None, 3000)])
+def test_a_loop_is_one_operator_that_launches_its_body_for_each_trip(tmp_path: Path, trips: int | None, launches: int) -> None:
+    """TensorFlow's loops count in their body and have the largest number as their limit: a thousand trips are assumed."""
+    graph = read(tmp_path, loop(trips, nodes=3))
+    assert names(graph) == ["Loop"]
+    assert graph.ops[0].attributes["unknown"] == launches
+    assert any("control flow: Loop (1)" in text for text in graph.unmodelled)
+
+
+@pytest.mark.parametrize("predictor", ["guardnet", "dnnabacus"])
+def test_a_loop_of_unknown_length_widens_the_interval(tmp_path: Path, predictor: str) -> None:
+    """37 us (14 to 98) was the answer for any number of trips: the interval says now how little is known."""
+    once = model_of([helper.make_node("Exp", ["x"], ["y"])], shape=(16,))
+    known, unknown = (predicted(read(tmp_path, model), predictor) for model in (once, loop(None)))
+    lowest, highest = unknown.step_time.interval()
+    assert highest / lowest > 1000
+    assert lowest < 3 * known.step_time.median < highest
+    assert unknown.step_time.log_sigma > 2 * known.step_time.log_sigma
+    assert any("Loop (1)" in text and "intervals are wider" in text for text in unknown.unmodelled)
+
+
+def test_an_opaque_operator_widens_by_its_share(tmp_path: Path) -> None:
+    """One unknown operator in a hundred is no reason to know nothing."""
+
+    def interval_width(known: int) -> float:
+        chain = [helper.make_node("Exp", ["x" if at == 0 else f"a{at}"], [f"a{at + 1}"]) for at in range(known)]
+        chain.append(helper.make_node("Wonder", [f"a{known}" if known else "x"], ["y"], domain="mine"))
+        low, high = predicted(read(tmp_path, model_of(chain, shape=(64, 64)))).step_time.interval()
+        return high / low
+
+    alone, one_of_many = interval_width(0), interval_width(300)
+    assert alone > 30
+    assert one_of_many < alone / 2
+
+
+def test_an_opaque_operators_memory_is_unsure(tmp_path: Path) -> None:
+    shape = (1024, 1024, 64)
+    sure = predicted(read(tmp_path, model_of([helper.make_node("Exp", ["x"], ["y"])], shape=shape)))
+    unsure = predicted(read(tmp_path, model_of([helper.make_node("Wonder", ["x"], ["y"], domain="mine")], shape=shape)))
+    assert unsure.peak_memory.log_sigma > sure.peak_memory.log_sigma
+
+
+def test_time_by_kind_still_adds_up(tmp_path: Path) -> None:
+    chain = [helper.make_node("Exp", ["x"], ["a"]), helper.make_node("Wonder", ["a"], ["y"], domain="mine")]
+    prediction = predicted(read(tmp_path, model_of(chain, shape=(64, 64))))
+    assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
+    assert max(prediction.time_by_kind_s, key=lambda kind: prediction.time_by_kind_s[kind]) == "other"
+
+
+def test_scan_is_opaque_for_each_of_its_steps(tmp_path: Path) -> None:
+    """Its operators are launched for each slice of its input; that many may be what it takes."""
+    body = helper.make_graph(
+        [helper.make_node("Add", ["s", "e"], ["t"])],
+        "body",
+        [helper.make_tensor_value_info(name, FLOAT, [4]) for name in ("s", "e")],
+        [helper.make_tensor_value_info("t", FLOAT, [4])],
+    )
+    model = model_of([helper.make_node("Scan", ["z", "x"], ["y"], body=body, num_scan_inputs=1)], shape=(500, 4))
+    model.graph.input.append(helper.make_tensor_value_info("z", FLOAT, [4]))
+    assert read(tmp_path, model).ops[0].attributes["unknown"] == 500

@@ -1,0 +1,67 @@
+"""The summary counts each trial once, and says of what each figure is."""
+
+from __future__ import annotations
+
+from perfguard.record import TrialRecord
+from perfguard.summary import Errors, pruned_table, summarize, trial_line
+from tests.perfguard.test_record import GIB, VERDICTS, record
+
+STUDY = [
+    record("launched", status="ok", measured={"memory": 5 * GIB, "time": 50.0}),
+    record("launched", status="ok", measured={"memory": 4 * GIB, "time": 80.0}),
+    record("launched", status="failed"),
+    record("launched", status="ok", not_measured="it ran on AMD EPYC", duration_s=7.0),
+    record("repaired", status="ok", measured={"memory": 5 * GIB, "time": 40.0}),
+    record("pruned for memory"),
+    record("pruned for time"),
+    record("pruned by the bound"),
+    record("unguarded", status="ok", measured={"time": 10.0}),
+    TrialRecord(number=9, verdict=None),
+]
+
+
+def test_every_trial_is_counted_once() -> None:
+    summary = summarize(STUDY, title="study", num_repeated=3)
+    assert (summary.num_launched, summary.num_repaired, summary.num_pruned) == (7, 1, 3)
+    assert summary.pruned_for == {"memory": 2, "time": 1}
+    assert (summary.num_unguarded, summary.why_unguarded) == (2, "ValueError: no batches")
+    assert (summary.num_measured, summary.num_violations, summary.num_failed) == (3, 1, 1)
+    assert summary.not_measured == {"it ran on AMD EPYC": 1}
+    assert (summary.num_crashes_avoided, summary.saved_s, summary.launched_s) == (2, 50.0, 187.0)
+
+
+def test_memory_and_time_have_an_error_each() -> None:
+    """STRANGERS.md A3: the summary's "prediction error" mixed memory with time."""
+    rows = dict(summarize(STUDY).rows())
+    assert rows["prediction error, peak memory"] == "8.3%"
+    assert rows["prediction error, trial time"] == "20.8%"
+    assert rows["pruned before launch"] == "3 (peak memory 2, trial time 1)"
+    assert rows["budget violations"] == "1 of 3 measured trials"
+
+
+def test_errors_show_learning() -> None:
+    runs = [record("launched", status="ok", measured={"memory": 10 * GIB}) for _ in range(5)]
+    runs += [record("launched", status="ok", measured={"memory": 5 * GIB}) for _ in range(10)]
+    assert str(Errors.of(runs, "memory")) == "50.0% in the first 5 trials, 0.0% in the last 10"
+    assert Errors.of([], "memory") is None
+
+
+def test_nothing_is_an_empty_summary() -> None:
+    summary = summarize([])
+    assert (summary.num_launched, summary.num_violations, summary.launched_s, summary.saved_s) == (0, None, None, None)
+    assert "trials launched" in str(summary)
+
+
+def test_the_pruned_are_listed_with_what_they_needed() -> None:
+    table = pruned_table(STUDY)
+    assert table.row_count == 3
+    assert list(table.columns[1].cells) == ["peak memory", "trial time", "peak memory"]
+    assert list(table.columns[3].cells) == ["10.0 GiB", "10.0 s", "10.0 GiB"]
+    assert table.columns[4].footer == "50.0 s"
+    assert next(iter(pruned_table(STUDY, max_rows=1).columns[1].cells)) == "2 earlier ones"
+
+
+def test_a_trial_in_a_line() -> None:
+    words = trial_line(STUDY[1], (0.25,)).split()
+    assert words == ["0", "launched", "5.00", "GiB", "→", "4.00", "GiB", "50.0", "s", "→", "80.0", "s", "0.25", "over"]
+    assert VERDICTS["launched"].reason  # the line leaves it to the table
