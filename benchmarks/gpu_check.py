@@ -1,7 +1,7 @@
 """Do the predictions hold on the GPU at hand? Measures 40 configurations in at most five minutes, and prints both sides.
 
     make gpu-check                                # the same as:
-    python benchmarks/gpu_check.py [--gpu auto] [--configurations 40] [--minutes 5] [--space all] [--keep rows.csv]
+    python benchmarks/gpu_check.py [--gpu auto] [--configurations 40] [--minutes 5] [--space mlp,ops] [--keep rows.csv]
 
 Runs may take 16 GiB at most (or what the card has, if that is less), so that a huge card is not filled for minutes. The exit
 status is 1 if memory is off by more than 25% in the median, or half of the runs that did not fit were not foreseen.
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--gpu", default="auto", help='"auto" or "cpu"')
     parser.add_argument("--configurations", type=int, default=40)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--space", nargs="+", choices=SPACES, default=SPACES)
+    parser.add_argument("--space", default=",".join(SPACES))
     parser.add_argument("--predictor", default="guardnet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, metavar="ROWS.csv", help="keep the rows there")
@@ -53,7 +53,7 @@ def main() -> int:
             device = collecting_device(arguments.gpu)
             limit = CPU_MEMORY_BYTES if device.kind == "cpu" else min(_MEMORY_BYTES, device.memory_bytes)
             report = collect(
-                path, device=device, spaces=arguments.space, minutes=arguments.minutes,
+                path, device=device, spaces=arguments.space.split(","), minutes=arguments.minutes,
                 max_rows=arguments.configurations, memory_limit=limit, seed=arguments.seed, on_note=console.print,
             )  # fmt: skip
         except PerfGuardError as error:

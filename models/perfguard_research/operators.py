@@ -43,11 +43,7 @@ _SIZES = {
     "conv": ("b", "c_in", "c_out", "kernel_h", "kernel_w", "img_h", "img_w", "stride_h", "stride_w", "padding_h", "padding_w"),
 }
 """Columns of each operator's sizes. The two of a square convolution's are one: "kernel", "img", "stride", "padding"."""
-OPERATORS = tuple(_SIZES)
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_DIRECTIONS = ("forward", "backward_input", "backward_weight")
-_LARGEST = 2**40
-_WITH_BACKWARD = ("conv", *_GATES)
 
 
 class _Work(NamedTuple):
@@ -167,12 +163,13 @@ def operator_of(row: Row) -> Operator:
     Raises:
         TableError: naming the column that cannot be right.
     """
-    op = one_of(row, "op", OPERATORS)
-    direction = one_of(row, "direction", _DIRECTIONS, "forward")
-    if direction != "forward" and op not in _WITH_BACKWARD:
-        raise TableError(f"column 'direction' is {direction!r}, which {op} does not have. Only {', '.join(_WITH_BACKWARD)} do")
+    op = one_of(row, "op", tuple(_SIZES))
+    direction = one_of(row, "direction", ("forward", "backward_input", "backward_weight"), "forward")
+    with_backward = ("conv", *_GATES)
+    if direction != "forward" and op not in with_backward:
+        raise TableError(f"column 'direction' is {direction!r}, which {op} does not have. Only {', '.join(with_backward)} do")
     sizes = tuple(_size(row, op, column) for column in _SIZES[op])
-    if max(sizes) > _LARGEST:
+    if max(sizes) > 2**40:
         raise TableError(f"a size of {max(sizes):.3g} is too large for any device")
     if op == "conv" and any(sizes[5 + at] + 2 * sizes[9 + at] < sizes[3 + at] for at in (0, 1)):
         raise TableError(f"a kernel of {sizes[3]} x {sizes[4]} does not fit an image of {sizes[5]} x {sizes[6]} with its padding")

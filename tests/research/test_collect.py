@@ -172,7 +172,7 @@ def test_collecting_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_words_that_cannot_be_right_are_explained(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["collect", "--gpu", "cpu", "--out", str(tmp_path / "rows.csv"), *words]) == 1
+    assert main(["collect", "--gpu", "cpu", "--out", str(tmp_path / "rows.csv"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

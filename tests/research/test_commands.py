@@ -145,20 +145,20 @@ def test_what_fits_is_scored_by_the_predicted_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "status", "message"),
     [
-        (["train", "T", "--predictor", "oracle", "--out", "O"], "No predictor that can be trained is called 'oracle'"),
-        (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth=3"], "trees does not take these settings"),
-        (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth"], "--set takes NAME=VALUE"),
-        (["leaderboard", "T", "--splits", "colour"], "--splits takes family, source, gpu, random, not colour"),
-        (["leaderboard", "MISSING", "--predictors", "roofline"], "MISSING"),
+        (["train", "T", "--predictor", "oracle", "--out", "O"], 1, "No predictor that can be trained is called 'oracle'"),
+        (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth=3"], 2, "trees does not take these settings"),
+        (["train", "T", "--predictor", "trees", "--out", "O", "--set", "depth"], 2, "--set takes NAME=VALUE"),
+        (["leaderboard", "T", "--splits", "colour"], 2, "--splits takes family, source, gpu, random, not colour"),
+        (["leaderboard", "MISSING", "--predictors", "roofline"], 1, "MISSING"),
     ],
 )
 def test_wrong_words_are_explained(
-    words: list[str], message: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], status: int, message: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replaced = [{"T": str(table), "O": str(tmp_path)}.get(word, word) for word in words]
-    assert main([*replaced, "--cache", str(tmp_path / "cache"), "--jobs", "1"]) == 1
+    assert main([*replaced, "--cache", str(tmp_path / "cache"), "--jobs", "1"]) == status
     assert message in capsys.readouterr().err
 
 

@@ -123,12 +123,12 @@ def collect(
     try:
         worker.start()
         for draft in drafts(there, seed=seed, device=device):
-            report.ended_by = (
-                f"{minutes:g} minutes are over" if time.monotonic() - began >= 60 * minutes
-                else f"{max_rows:g} rows are there" if report.rows.total() >= max_rows
-                else f"{failures} configurations in a row failed" if failures >= 25  # the card is broken, or PyTorch
-                else ""
-            )  # fmt: skip
+            if time.monotonic() - began >= 60 * minutes:
+                report.ended_by = f"{minutes:g} minutes are over"
+            elif report.rows.total() >= max_rows:
+                report.ended_by = f"{max_rows:g} rows are there"
+            elif failures >= 25:  # the card is broken, or PyTorch
+                report.ended_by = f"{failures} configurations in a row failed"
             if report.ended_by:
                 break
             if draft.number in done:
