@@ -16,27 +16,27 @@ import argparse
 import dataclasses
 import datetime
 import difflib
-import itertools
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rich.progress import track
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perfguard import OpGraph, trace
-from perfguard.collect import Recipe, drafts, without_missing_packages
-from perfguard.collect._backend import Card
-from perfguard.collect._plan import planned
-from perfguard.collect._run import _make_step
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import replay_allocator
+from perfguard_research.collect import Draft, drafts, without_missing_packages
+from perfguard_research.collect.loop import planned
+from perfguard_research.collect.run import Card, make_step
+from perfguard_research.tables import MeasuredRow
 
 MIB = 2**20
 _NOTABLE = 0.01
@@ -169,11 +169,11 @@ def _counts() -> tuple[int, int]:
     return int(figures["allocated"]), int(figures["freed"])
 
 
-def record(recipe: Recipe, card: Card) -> tuple[list[MeasuredOp], int]:
-    """The third step of ``recipe`` as the allocator saw it, and the most that it reserved."""
-    card.start_afresh(recipe)
+def record(row: MeasuredRow, card: Card) -> tuple[list[MeasuredOp], int]:
+    """The third step of ``row`` as the allocator saw it, and the most that it reserved."""
+    card.start_afresh(row)
     torch.cuda.reset_peak_memory_stats()
-    step = _make_step(recipe, card.torch_device)
+    step = make_step(row, card.torch_device)
     step()
     step()
     card.synchronize()
@@ -190,14 +190,16 @@ def record(recipe: Recipe, card: Card) -> tuple[list[MeasuredOp], int]:
     return measured_ops(history, noted.marks, live=live, reserved=reserved), torch.cuda.max_memory_reserved()
 
 
-def recipes_to_compare(number: int, spaces: Sequence[Any], device: Device, seed: int) -> Iterable[Recipe]:
+def drafts_to_compare(number: int, spaces: Sequence[Any], device: Device, seed: int) -> Iterator[Draft]:
     """The collector's configurations, eager and without cuDNN's benchmark mode, that fit with ease."""
-    stream = (
-        draft for draft in drafts(spaces, seed=seed, on_gpu=True) if _MEMORY_SHARE[0] < draft.memory_share < _MEMORY_SHARE[1]
-    )
-    made = (planned(draft, device, min(device.memory_bytes, 16 * 2**30)).recipe for draft in stream)
-    good = (recipe for recipe in made if recipe is not None and not recipe.compiled)
-    return itertools.islice((dataclasses.replace(recipe, cudnn_benchmark=False) for recipe in good), number)
+    for draft in drafts(spaces, seed=seed, device=device):
+        if number and not draft.row.compiled and _MEMORY_SHARE[0] < draft.memory_share < _MEMORY_SHARE[1]:
+            row = planned(draft, device, min(device.memory_bytes, 16 * 2**30))
+            if not isinstance(row, str):
+                number -= 1
+                yield draft._replace(row=dataclasses.replace(row, cudnn_benchmark=False))
+        if not number:
+            return
 
 
 def as_markdown(title: str, compared: Mapping[str, Sequence[Comparison]]) -> str:
@@ -246,19 +248,16 @@ def main() -> int:
     print(*lines, sep="\n", file=sys.stderr)
     compared: dict[str, list[Comparison]] = {}
     end = time.monotonic() + 60 * arguments.minutes
-    recipes = recipes_to_compare(arguments.configurations, spaces, device, arguments.seed)
-    for recipe in track(recipes, total=arguments.configurations, transient=True):
+    found = drafts_to_compare(arguments.configurations, spaces, device, arguments.seed)
+    for draft in track(found, total=arguments.configurations, transient=True):
         if time.monotonic() > end:
             break
         try:
-            measured, reserved = record(recipe, card)
-            with torch.device("meta"):
-                model = recipe.make_model()
-            compared.setdefault(recipe.space, []).append(
-                compare(trace(recipe.workload(model), target=device), measured, reserved=reserved)
-            )
+            measured, reserved = record(draft.row, card)
+            graph = trace(draft.row.workload(cast(nn.Module, draft.row.make_model())), target=device)
+            compared.setdefault(draft.space, []).append(compare(graph, measured, reserved=reserved))
         except (PerfGuardError, RuntimeError) as error:
-            print(f"{recipe.model}: left out: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+            print(f"{draft.row.model}: left out: {type(error).__name__}: {error}"[:200], file=sys.stderr)
     text = as_markdown(f"{datetime.date.today()}, {device.name}, torch {torch.__version__}", compared)
     print(text)
     if arguments.out is not None:

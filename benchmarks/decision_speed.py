@@ -22,7 +22,7 @@ from _record import parser_of, show
 
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.graph import TraceCache
-from perfguard.tables import timm_model
+from perfguard_research.networks import timm_model
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OPTIMIZERS = ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")

@@ -121,7 +121,7 @@ def perceptron(*widths: int) -> nn.Module:
 
 def timm_network(name: str) -> nn.Module:
     """One of timm's, without weights."""
-    from perfguard.tables import timm_model
+    from perfguard_research.networks import timm_model
 
     model: nn.Module = timm_model(name)
     return model

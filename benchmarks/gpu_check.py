@@ -1,7 +1,7 @@
 """Do the predictions hold on the GPU at hand? Measures 40 configurations in at most five minutes, and prints both sides.
 
     make gpu-check                                # the same as:
-    python benchmarks/gpu_check.py [--gpu auto] [--configurations 40] [--minutes 5] [--space all] [--keep rows.csv.gz]
+    python benchmarks/gpu_check.py [--gpu auto] [--configurations 40] [--minutes 5] [--space mlp,ops] [--keep rows.csv]
 
 Runs may take 16 GiB at most (or what the card has, if that is less), so that a huge card is not filled for minutes. The exit
 status is 1 if memory is off by more than 25% in the median, or half of the runs that did not fit were not foreseen.
@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from perfguard import load_predictor
-from perfguard.cli._collect import show_summary, spaces_of
-from perfguard.collect import CPU_MEMORY_BYTES, collect, collecting_device
 from perfguard.exceptions import PerfGuardError
-from perfguard.tables import Evaluated, evaluate, read_table
+from perfguard_research.collect import CPU_MEMORY_BYTES, SPACES, collect, collecting_device
+from perfguard_research.csv_rows import read_table
+from perfguard_research.evaluate import Evaluated, evaluate
 
 _MEMORY_BYTES = 16 * 2**30
 _MIB = 2**20
@@ -40,20 +40,20 @@ def main() -> int:
     parser.add_argument("--gpu", default="auto", help='"auto" or "cpu"')
     parser.add_argument("--configurations", type=int, default=40)
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--space", default="all")
+    parser.add_argument("--space", default=",".join(SPACES))
     parser.add_argument("--predictor", default="guardnet")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, metavar="ROWS.csv.gz", help="keep the rows there")
+    parser.add_argument("--keep", type=Path, metavar="ROWS.csv", help="keep the rows there")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        path = arguments.keep or Path(folder) / "rows.csv.gz"
+        path = arguments.keep or Path(folder) / "rows.csv"
         try:
             device = collecting_device(arguments.gpu)
             limit = CPU_MEMORY_BYTES if device.kind == "cpu" else min(_MEMORY_BYTES, device.memory_bytes)
-            summary = collect(
-                path, device=device, spaces=spaces_of(arguments.space), minutes=arguments.minutes,
+            report = collect(
+                path, device=device, spaces=arguments.space.split(","), minutes=arguments.minutes,
                 max_rows=arguments.configurations, memory_limit=limit, seed=arguments.seed, on_note=console.print,
             )  # fmt: skip
         except PerfGuardError as error:
@@ -63,7 +63,8 @@ def main() -> int:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         results = evaluate(columns, rows, path, load_predictor(arguments.predictor))
-    show_summary(summary, path, console)
+    left_out = f"; left out: {dict(report.left_out)}" if report.left_out else ""
+    console.print(f"{report.rows.total()} rows in {report.seconds:.0f} s{left_out}", markup=False)
     console.print(both_sides(rows, results))
     text, agrees = verdict(results)
     console.print(text, highlight=False)
@@ -89,7 +90,7 @@ def both_sides(rows: Sequence[dict[str, str]], results: Sequence[Evaluated]) -> 
             *_pair(result.row.peak_memory_bytes if row["status"] == "ok" else None, memory.median, 1 / _MIB),
             f"{p_oom(result.device.memory_bytes):.2f}",
             *_pair(result.row.step_time_s, time.median, 1e3),
-            row["trouble"] or row["throttled"],
+            row["note"],
         )
     return table
 

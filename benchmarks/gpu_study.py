@@ -36,14 +36,15 @@ from rich.table import Table
 from torch import nn
 
 from perfguard import MeasurementStore, Run, TensorSpec, Workload, trace
-from perfguard.collect import Recipe, collecting_device
-from perfguard.collect._backend import Backend, Card, Processor
-from perfguard.collect._run import _make_step
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
 from perfguard.measure import status_of
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, summarize
+from perfguard_research.collect import collecting_device
+from perfguard_research.collect.run import Place, Processor, make_step, place_of
+from perfguard_research.networks import Network
+from perfguard_research.tables import MeasuredRow
 
 _FITTING = 2 / 3
 _SAMPLED = 60
@@ -183,7 +184,7 @@ def train(params: Mapping[str, Any], *, task: str, steps: int, device: torch.dev
 
 
 @contextlib.contextmanager
-def limited(place: Backend, limit: int) -> Iterator[None]:
+def limited(place: Place, limit: int) -> Iterator[None]:
     """Inside, this process gets no more. On a processor only inside, because the guard lives of the same memory."""
     place.limit(limit)
     if not isinstance(place, Processor):
@@ -217,7 +218,7 @@ def stretch_for(task: str, device: Device, capacity: int, steps: int) -> float:
     return stretch
 
 
-def run_optuna(task: str, place: Backend, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
+def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: float, trials: int, *, guarded: bool) -> Outcome:
     """One study with Optuna, in this process."""
     steps = _STEPS[device.kind]
     wasted: list[float] = []
@@ -307,7 +308,7 @@ def _ray_trial(config: dict[str, Any], *, task: str, steps: int, device: Device,
 
     import perfguard_ray
 
-    place: Backend = Processor() if device.kind == "cpu" else Card(device)
+    place = place_of(device)
     train(config | {"batch_size": 8}, task=task, steps=1, device=place.torch_device)  # libraries are loaded before the limit
     start = time.perf_counter()
     with perfguard_ray.measure():
@@ -321,17 +322,19 @@ def _ray_trial(config: dict[str, Any], *, task: str, steps: int, device: Device,
         tune.report({"accuracy": accuracy, "status": status, "seconds": time.perf_counter() - start})
 
 
-_PROBE = Recipe(
-    space="vision", kind="cnn", model="", family="", batch_size=64,
-    sizes={"style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 64, "depth": 6, "down": [],
-           "img_size": 32, "classes": 10},
+_PROBE = MeasuredRow(
+    table="collected", source="", family="", mode="train", gpu="cpu", batch_size=64, optimizer="sgd-momentum",
+    network=Network(name="perfguard:cnn", config={
+        "style": "plain", "norm": "batch", "activation": "relu", "kernel": 3, "width": 64, "depth": 6, "down": [],
+        "img_size": 32, "classes": 10,
+    }),
 )  # fmt: skip
 
 
-def probe_overhead(place: Backend, device: Device, *, blocks: int = 8) -> float:
+def probe_overhead(place: Place, device: Device, *, blocks: int = 8) -> float:
     """Share that the probe adds to a step: the median, over pairs of blocks, of the time with it over the time without."""
     place.start_afresh(_PROBE)
-    step = _make_step(_PROBE, place.torch_device)
+    step = make_step(_PROBE, place.torch_device)
     number = 20 if device.kind != "cpu" else 1
 
     def seconds(mark: Callable[[], None]) -> float:
@@ -393,7 +396,7 @@ def main() -> int:
     except PerfGuardError as error:
         print(error, file=sys.stderr)
         return 2
-    place: Backend = Processor() if device.kind == "cpu" else Card(device)
+    place = place_of(device)
     console.print(f"What the probe adds to a step: {probe_overhead(place, device):+.2%}")
     outcomes: list[Outcome] = []
     for task in arguments.task.split(","):

@@ -16,7 +16,7 @@ import numpy as np
 from _record import parser_of, show
 
 from perfguard.quantities import format_bytes
-from perfguard_training.dataset import dataset_of, graphs_of
+from perfguard_research.dataset import dataset_of, graphs_of
 
 _QUANTILES = 0.05, 0.25, 0.5, 0.75, 0.95
 

@@ -24,7 +24,7 @@ from perfguard.graph import OpGraph
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, Observation
 from perfguard_models.guardnet import load
-from perfguard_training.dataset import Run, dataset_of, graphs_of
+from perfguard_research.dataset import Run, dataset_of, graphs_of
 
 _LEARNT = (0, 1, 3, 5, 10, 20)
 _FEWEST = 30

@@ -34,9 +34,9 @@ from rich.progress import track
 from perfguard.devices import Device, resolve_device
 from perfguard.graph import OpGraph, Storage, StorageKind
 from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
+from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
-from perfguard.log import MeasurementStore
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
@@ -44,11 +44,10 @@ from perfguard_models.raw_prediction import RawPrediction, Weights
 from perfguard_models.summary import NOTHING, Summary
 from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_models.two_clocks import PathTimes, TwoClocks
-from perfguard_training.dataset import Run, dataset_of, graphs_of
-from perfguard_training.leaderboard import predictions
-from perfguard_training.learner import identity_of
-from perfguard_training.registry import learner_class, source_of
-from perfguard_training.summary import drawn, summary_of
+from perfguard_research.dataset import Run, dataset_of, graphs_of
+from perfguard_research.leaderboard import predictions
+from perfguard_research.learners import identity_of, learner_class, source_of
+from perfguard_research.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
 LEARNERS: dict[Target, str] = {"memory": MemoryForest.name, "time": TwoClocks.name}
@@ -287,7 +286,7 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
     if not place.with_suffix(".json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         learner = kind()
-        learner.fit(seen, checkpoint=place.with_suffix(".checkpoint"))
+        learner.fit(seen)
         calibration = shipped_weights(name).calibration
         gone = {run.group for run in runs} - {run.group for run in seen}
         scale = {group: value for group, value in calibration.scale.items() if group.partition("/")[2] not in gone}

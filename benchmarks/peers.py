@@ -23,11 +23,12 @@ from scipy.optimize import least_squares
 
 from perfguard import load_predictor
 from perfguard.graph import KIND_INDEX, Phase
-from perfguard.tables import evaluate, read_table
 from perfguard_models.features.launches import COLUMNS
-from perfguard_training.cross_validation import FoldPredictions
-from perfguard_training.dataset import Run, dataset_of
-from perfguard_training.leaderboard import predictions
+from perfguard_research.csv_rows import read_table
+from perfguard_research.dataset import Run, dataset_of
+from perfguard_research.evaluate import evaluate
+from perfguard_research.intervals import FoldPredictions
+from perfguard_research.leaderboard import predictions
 
 Floats = npt.NDArray[np.float64]
 _COLUMNS = ("what", "runs", "PerfGuard: mean / median", "peers")
@@ -42,7 +43,7 @@ def memory_errors(table: Path) -> dict[str, Floats]:
     """Errors of the memory of xMem's runs, for CNNs and for language models."""
     columns, rows = read_table(table)
     found: dict[str, list[float]] = {"torchvision": [], "hf": []}
-    for row, prediction, _, _ in evaluate(columns, [row for row in rows if row["source"] == _XMEM], table, load_predictor()):
+    for row, prediction, *_ in evaluate(columns, [row for row in rows if row["source"] == _XMEM], table, load_predictor()):
         if row is not None and prediction is not None and row.status == "ok" and row.peak_memory_bytes is not None:
             error = abs(prediction.peak_memory.median / row.peak_memory_bytes - 1)
             found[row.model.partition(":")[0]].append(error)

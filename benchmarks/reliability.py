@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from _record import parser_of, show
 
-from perfguard_training.cross_validation import CALIBRATED, log_sigmas_of
-from perfguard_training.leaderboard import label_of, predictions
+from perfguard_research.intervals import CALIBRATED, log_sigmas_of
+from perfguard_research.leaderboard import label_of, predictions
 
 _LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from perfguard import resolve_device, trace
 from perfguard.exceptions import PerfGuardError
-from perfguard.tables import WorkloadRow, model_on_meta, read_table, workload_row
+from perfguard_research.tables import MeasuredRow, read_rows
 
 COLUMNS = ("family", "rows", "live", "live + constant", "reserved", "reserved + constant")
 _FAMILIES = 8
@@ -38,10 +38,10 @@ class Compared(NamedTuple):
     reserved: float
 
 
-def compare(row: WorkloadRow) -> Compared | str:
+def compare(row: MeasuredRow) -> Compared | str:
     """Trace one row of the table; a text if it cannot be traced."""
     try:
-        model = model_on_meta(row)
+        model = row.make_model()
         assert model is not None
         graph = trace(row.workload(model), target=resolve_device(row.gpu))
     except PerfGuardError as error:
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="a random sample of this many rows (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    everything = map(workload_row, read_table(arguments.table)[1])
+    everything = read_rows(arguments.table)
     table = [
         row
         for row in everything

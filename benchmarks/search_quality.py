@@ -37,9 +37,9 @@ from perfguard import Estimate, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
-from perfguard_training.cross_validation import FoldPredictions, log_sigmas_of
-from perfguard_training.dataset import Run
-from perfguard_training.leaderboard import predictions
+from perfguard_research.dataset import Run
+from perfguard_research.intervals import FoldPredictions, log_sigmas_of
+from perfguard_research.leaderboard import predictions
 
 _POLICIES = {
     "none": "none", "fake": "live bytes alone", "pruner": "pruner", "sampler": "sampler", "oracle": "oracle",

@@ -14,7 +14,8 @@ import warnings
 from _record import parser_of, show
 
 from perfguard import load_predictor
-from perfguard.tables import evaluate, read_table, report
+from perfguard_research.csv_rows import read_table
+from perfguard_research.evaluate import evaluate, report
 
 COLUMNS = ("source, mode, card", "runs, with those out of memory", "error, mean / median", "90% interval: coverage / width",
            "out of memory, caught", "fitting, pruned at even chance")  # fmt: skip

@@ -32,7 +32,8 @@ from torch import nn
 from perfguard import TensorSpec, Workload, resolve_device, trace
 from perfguard.graph import replay_allocator
 from perfguard.measure import PeakResidentSet
-from perfguard.tables import read_table, timm_model, workload_row
+from perfguard_research.networks import timm_model
+from perfguard_research.tables import read_rows
 
 MODELS = (
     "resnet50", "mobilenetv3_large_100", "efficientnet_b0", "densenet121", "regnety_032", "convnext_tiny",
@@ -111,10 +112,9 @@ def measured(table: Path | None) -> dict[tuple[str, int], float]:
     """(model, batch) → bytes that the driver of an A100 read."""
     if table is None:
         return {}
-    rows = map(workload_row, read_table(table)[1])
     return {
-        (row.model, row.batch_size): row.peak_memory_bytes
-        for row in rows
+        (row.model.removeprefix("timm:"), row.batch_size): row.peak_memory_bytes
+        for row in read_rows(table)
         if (row.gpu, row.mode, row.status) == ("a100-pcie-40gb", "train", "ok") and row.peak_memory_bytes
     }
 

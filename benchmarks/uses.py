@@ -13,8 +13,8 @@ from pathlib import Path
 from _record import parser_of, show
 
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_training.dataset import Run
-from perfguard_training.leaderboard import Entry, entries, predictions
+from perfguard_research.dataset import Run
+from perfguard_research.leaderboard import Entry, entries, predictions
 
 _SPLITS = {"family": "family never seen", "source": "source never seen", "gpu": "card never seen"}
 _CONVOLUTIONS, _PRODUCTS = ("time_conv", "time_conv_backward"), ("time_matmul", "time_attention")

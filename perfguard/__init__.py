@@ -6,14 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perfguard._predict import predict
     from perfguard.budget import Budget, Limit
     from perfguard.devices import Device, resolve_device
     from perfguard.graph import OpGraph, opaque, trace
     from perfguard.guard import Guard
     from perfguard.log import MeasurementStore
     from perfguard.measure import Measurement, Run
-    from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor
+    from perfguard.predictor import Estimate, Observation, Prediction, Predictor, load_predictor, predict
     from perfguard.verdict import Decision, Verdict
     from perfguard.workload import TensorSpec, Workload
 
@@ -27,7 +26,7 @@ _HOMES = {
     "Guard": "guard",
     "Limit": "budget",
     "Measurement": "measure",
-    "MeasurementStore": "store",
+    "MeasurementStore": "log",
     "Observation": "predictor",
     "OpGraph": "graph",
     "Prediction": "predictor",
@@ -38,7 +37,7 @@ _HOMES = {
     "Workload": "workload",
     "load_predictor": "predictor",
     "opaque": "graph",
-    "predict": "_predict",
+    "predict": "predictor",
     "resolve_device": "devices",
     "trace": "graph",
 }

@@ -14,8 +14,7 @@ PerfGuardError
 ├── UnguardedTrialError (RuntimeError) a trial could not be judged, and the guard is strict
 └── LogError                           the measurement log
     ├── LogCorruptError                not a PerfGuard log, or a damaged one
-    ├── LogVersionError                written by a newer PerfGuard
-    └── LogLockedError                 another process holds the lock
+    └── LogVersionError                written by another version of PerfGuard
 
 PerfGuardWarning (UserWarning)
 ├── UnguardedTrialWarning              a trial was launched without a verdict, or without a check of one of its budgets
@@ -124,11 +123,7 @@ class LogCorruptError(LogError):
 
 
 class LogVersionError(LogError):
-    """The log was written by a newer PerfGuard; it is left untouched."""
-
-
-class LogLockedError(LogError):
-    """Another process has held the log's lock for too long."""
+    """The log was written by another version of PerfGuard; it is left untouched."""
 
 
 class PerfGuardWarning(UserWarning):
@@ -184,7 +179,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     # warnings.warn(skip_file_prefixes=...) would do this from Python 3.12 on.
     between = {
         "accelerate", "concurrent", "contextlib", "functools", "lightning", "lightning_fabric", "optuna", "perfguard",
-        "perfguard_models", "perfguard_optuna", "perfguard_papers", "perfguard_ray", "perfguard_training",
+        "perfguard_models", "perfguard_optuna", "perfguard_ray", "perfguard_research",
         "pytorch_lightning", "ray", "threading", "torch", "transformers",
     }  # fmt: skip
 

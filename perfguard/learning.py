@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PredictorError, warn_user
@@ -117,8 +118,12 @@ _NOUNS: Mapping[Target, str] = {"memory": "peaks of memory", "time": "step times
 
 
 def _without(run: Observation, targets: Sequence[Target], regime: int) -> Observation:
-    hidden: dict[str, None] = {{"memory": "peak_memory_bytes", "time": "step_time_s"}[target]: None for target in targets}
-    return replace(run, regime=regime, measurement=replace(run.measurement, **hidden) if hidden else run.measurement)
+    measurement = run.measurement
+    if "memory" in targets:
+        measurement = replace(measurement, peak_memory_bytes=None)
+    if "time" in targets:
+        measurement = replace(measurement, step_time_s=None)
+    return replace(run, regime=regime, measurement=measurement)
 
 
 # --- Conditions -----------------------------------------------------------------------------------------------------------------
@@ -463,7 +468,7 @@ def tune_weights(
     """
     if min_new < 1 or max_rows < 1:
         raise ConfigurationError(f"min_new and max_rows must be at least 1, but got {min_new} and {max_rows}.")
-    make = (lambda: load_predictor(predictor)) if isinstance(predictor, str) else predictor
+    make = partial(load_predictor, predictor) if isinstance(predictor, str) else predictor
     in_use, candidate = make(), make()
     if not isinstance(in_use, Refinable) or not isinstance(candidate, Refinable):
         raise ConfigurationError(f"The predictor {predictor!r} cannot be fine-tuned; {DEFAULT_PREDICTOR!r} can.")

@@ -11,21 +11,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from perfguard._predict import graph_of, most_energy
-from perfguard.exceptions import ConfigurationError
+from perfguard.exceptions import ConfigurationError, TooLargeError
 from perfguard.guard import Guard
-from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
+from perfguard.physics import LeastMemory
+from perfguard.predictor import DEFAULT_PREDICTOR, Prediction, Predictor, graph_of, most_energy
 from perfguard.quantities import parse_bytes
-from perfguard.traced_workload import TracedWorkload
 from perfguard.verdict import EVEN_CHANCE, Verdict
 from perfguard.workload import Workload
 
 if TYPE_CHECKING:
     import torch
 
-    from perfguard._predict import Network
+    from perfguard.budget import Limit
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
+    from perfguard.predictor import Network
 
 _N = TypeVar("_N", bound="Network")
 
@@ -77,26 +77,21 @@ class LatencyConstraint:
         risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
-        from perfguard.devices import resolve_device
-
         if max_latency_ms is None and max_energy_j is None and max_memory is None:
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
-        device = resolve_device(gpu)
         latency_ms, energy_j = _positive("max_latency_ms", max_latency_ms), _positive("max_energy_j", max_energy_j)
-        chosen = load_predictor(predictor) if isinstance(predictor, str) else predictor
-        if energy_j is not None:
-            if device.tdp_w <= 0:
-                raise ConfigurationError(f"The power of {device.name} is unknown, so max_energy_j cannot be checked. Give a GPU.")
-            chosen = _WithMostEnergy(chosen)
         self.guard = Guard(
-            device,
+            gpu,
             memory_budget=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
             latency_budget=None if latency_ms is None else 1e-3 * latency_ms,
             energy_budget=energy_j,
             risk=risk,
-            predictor=chosen,
+            predictor=predictor,
             log=False,
         )
+        device = self.guard.device
+        if energy_j is not None and device.tdp_w <= 0:
+            raise ConfigurationError(f"The power of {device.name} is unknown, so max_energy_j cannot be checked. Give a GPU.")
         self.inputs = inputs
 
     def __call__(self, model: Network) -> Verdict:
@@ -105,7 +100,17 @@ class LatencyConstraint:
         Raises:
             WorkloadError: if it cannot be traced or read.
         """
-        return self.guard.preview(self._workload(model), threshold=self.guard.risk)
+        graph: OpGraph | LeastMemory
+        try:
+            graph = self.graph_of(model)
+        except TooLargeError as error:  # which is a verdict, too
+            graph = LeastMemory.behind(error, self.guard.device)
+        return self.guard.judge(graph, self._limits_of, threshold=self.guard.risk)
+
+    def _limits_of(self, prediction: Prediction) -> Iterable[Limit]:
+        if self.guard.budget.energy_j is not None:
+            prediction = replace(prediction, energy=most_energy(prediction, self.guard.device))
+        return self.guard.budget.limits(prediction, self.guard.device, infers=True)
 
     def filter(self, models: Iterable[_N]) -> list[_N]:
         """The ``models`` that pass, in their order."""
@@ -113,27 +118,21 @@ class LatencyConstraint:
 
     def predict(self, model: Network) -> Prediction:
         """Predicted cost of one inference of ``model``."""
-        prediction = self(model).prediction
-        assert prediction is not None  # a guard leaves it out only where it fails, and then it raises here
-        return prediction
+        return self.guard.predict(self.graph_of(model))
 
     def graph_of(self, model: Network) -> OpGraph:
         """The operators of one inference; equal networks are traced once."""
-        return self.guard.trace(self._workload(model))
-
-    def _workload(self, model: Network) -> Workload:
-        """One inference of ``model``."""
         from torch import nn
 
-        if isinstance(model, Workload):
-            if model.mode != "infer":
-                raise ConfigurationError('A LatencyConstraint judges inference. Give Workload(..., mode="infer").')
-            return model
         if isinstance(model, nn.Module):
             if self.inputs is None:
                 raise ConfigurationError("Modules need LatencyConstraint(inputs=...), for instance inputs=(1, 3, 32, 32).")
-            return Workload(model, self.inputs, mode="infer")
-        return TracedWorkload(nn.Identity(), inputs=(), mode="infer", graph=graph_of(model, self.guard.device))
+            model = Workload(model, self.inputs, mode="infer")
+        if not isinstance(model, Workload):
+            return graph_of(model, self.guard.device)
+        if model.mode != "infer":
+            raise ConfigurationError('A LatencyConstraint judges inference. Give Workload(..., mode="infer").')
+        return self.guard.trace(model)
 
     def learn(self, model: Network, measured_s: float, *, peak_memory_bytes: int | None = None) -> None:
         """Learn what one batch of ``model`` took on this device. Every later prediction takes it into account.
@@ -202,24 +201,6 @@ class LatencyConstraint:
             raise ConfigurationError("penalty needs LatencyConstraint(max_latency_ms=...).")
         expected = torch.stack([(w * s.to(w)).sum() for w, s in zip(weights, seconds, strict=True)]).sum() + fixed_s
         return torch.relu(torch.log(expected / limit_s))
-
-
-class _WithMostEnergy:
-    """A predictor that always knows energy: where its own does not, the power limit of the card for all the time."""
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
-
-    @property
-    def name(self) -> str:
-        return self._predictor.name
-
-    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
-        prediction = self._predictor.predict(graph, device, steps=steps)
-        return replace(prediction, energy=most_energy(prediction, device))
-
-    def fine_tune(self, observations: Sequence[Observation]) -> None:
-        self._predictor.fine_tune(observations)
 
 
 def _positive(name: str, value: float | None) -> float | None:

@@ -133,7 +133,7 @@ def measured_by(measurement: Measurement, price_per_hour: float | None = None) -
         "time": measurement.total_time_s,
         "cost": None if price_per_hour is None else price_per_hour * measurement.total_time_s / 3600,
     }
-    return {quantity: value for quantity, value in known.items() if value is not None}
+    return {quantity: value for quantity, value in known.items() if value is not None and math.isfinite(value)}
 
 
 RAN_OUT: Mapping[Quantity, str] = {"memory": "oom", "time": "timeout"}
@@ -235,7 +235,7 @@ class TrialRecord:
     @property
     def is_measured(self) -> bool:
         """Whether the trial ran on the guarded device, and it is known whether it broke a limit."""
-        if self.not_measured:
+        if self.not_measured or self.status in ("failed", "interrupted"):  # it was cut off before it could break a limit
             return False
         return self.status in RAN_OUT.values() or any(quantity in self.measured for quantity in self.limits)
 
@@ -253,5 +253,5 @@ class TrialRecord:
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""
         predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
-        is_whole = self.status == "ok" and not (self.stopped_early and quantity in ("time", "cost"))
+        is_whole = self.status == "ok" and not self.not_measured and not (self.stopped_early and quantity in ("time", "cost"))
         return abs(predicted.median / measured - 1) if is_whole and predicted and measured else None

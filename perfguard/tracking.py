@@ -17,6 +17,7 @@ from perfguard.exceptions import ConfigurationError, TrackingWarning, warn_user
 from perfguard.record import TrialRecord, column, columns_of
 
 TrackerName = Literal["mlflow", "wandb", "tensorboard"]
+_Writer = Callable[[str, Mapping[str, float | str]], None]
 
 
 def fields_of(record: TrialRecord) -> dict[str, float | str]:
@@ -55,11 +56,12 @@ class Tracker:
             raise ConfigurationError(f"The tracker must be one of {', '.join(get_args(TrackerName))}, but got {to!r}.")
         self.to = to
         try:
-            self._write: Callable[[str, Mapping[str, float | str]], None] = {
+            writers: Mapping[str, Callable[..., _Writer]] = {
                 "mlflow": _mlflow_writer,
                 "wandb": _wandb_writer,
                 "tensorboard": _tensorboard_writer,
-            }[to](**settings)
+            }
+            self._write = writers[to](**settings)
         except ImportError as error:
             raise ConfigurationError(f"Tracker({to!r}) needs its package: pip install 'perfguard[{to}]' ({error}).") from error
         self._lock = threading.Lock()
@@ -92,7 +94,7 @@ class Tracker:
                     warn_user(f"{words}. Trials are kept, and written when it answers again.", TrackingWarning)
 
 
-def _mlflow_writer(tracking_uri: str | None = None) -> Callable[[str, Mapping[str, float | str]], None]:
+def _mlflow_writer(tracking_uri: str | None = None) -> _Writer:
     """One run for each trial, below the run that is active. Numbers are metrics, sentences are tags."""
     import mlflow
 
@@ -107,7 +109,7 @@ def _mlflow_writer(tracking_uri: str | None = None) -> Callable[[str, Mapping[st
     return write
 
 
-def _wandb_writer(**settings: Any) -> Callable[[str, Mapping[str, float | str]], None]:
+def _wandb_writer(**settings: Any) -> _Writer:
     """One row for each trial in the run that is active, or in one that is begun."""
     import wandb
 
@@ -118,18 +120,18 @@ def _wandb_writer(**settings: Any) -> Callable[[str, Mapping[str, float | str]],
     return write
 
 
-def _tensorboard_writer(log_dir: str | None = None) -> Callable[[str, Mapping[str, float | str]], None]:
+def _tensorboard_writer(log_dir: str | None = None) -> _Writer:
     """Numbers are scalars over the order of the trials, sentences are texts."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer, num_written = SummaryWriter(log_dir), 0  # type: ignore[no-untyped-call]
+    writer, num_written = SummaryWriter(log_dir), 0
 
     def write(name: str, fields: Mapping[str, float | str]) -> None:
         nonlocal num_written
         for key, value in fields.items():
             add = writer.add_text if isinstance(value, str) else writer.add_scalar
             add(key, f"{name}: {value}" if isinstance(value, str) else value, num_written)
-        writer.flush()  # type: ignore[no-untyped-call]
+        writer.flush()
         num_written += 1
 
     return write

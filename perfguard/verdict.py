@@ -54,13 +54,14 @@ class Verdict:
             bound: the lower bound of the memory in words, if it alone decides. Then the action is "prune".
         """
         limits = tuple(limits)
-        known = {"memory": prediction.peak_memory, "step_time": prediction.step_time, "time": prediction.total_time}
-        known |= {"energy": prediction.energy} | {limit.quantity: limit.estimate for limit in limits}
-        predicted: Mapping[Quantity, Estimate] = {
-            quantity: estimate
-            for quantity, estimate in known.items()
-            if estimate is not None  # type: ignore[misc]
+        known: dict[Quantity, Estimate | None] = {
+            "memory": prediction.peak_memory,
+            "step_time": prediction.step_time,
+            "time": prediction.total_time,
+            "energy": prediction.energy,
         }
+        known |= {limit.quantity: limit.estimate for limit in limits}
+        predicted = {quantity: estimate for quantity, estimate in known.items() if estimate is not None}
         breaks = bool(bound) or any(limit.margin(accepted) > 0 for limit in limits)
         action: Action = "prune" if breaks else "launch"
         return cls(action=action, predicted=predicted, limits=limits, accepted=accepted, bound=bound, prediction=prediction)

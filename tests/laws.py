@@ -13,16 +13,14 @@ from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_training.dataset import Run, feature_sets
-from perfguard_training.learner import Trainable
-from perfguard_training.registry import learner_class
+from perfguard_research.dataset import Run, feature_sets
+from perfguard_research.learners import Trainable, learner_class
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},
     "two-clocks": {"networks": 2, "epochs": 20, "hidden": 16},
     "dnnabacus": {"trees": 4},
     "trees": {"trees": 30},
-    "trees-no-replay": {"trees": 30},
     **{name: {"epochs": 60, "hidden": 16, "learning_rate": 0.01} for name in ("dnnperf", "perfseer", "dippm", "lilou")},
 }
 

@@ -16,22 +16,19 @@ MAIN = (
     "perfguard",
     "integrations/perfguard_optuna",
     "integrations/perfguard_ray",
-    "integrations/perfguard_packing",
     "models/perfguard_models",
 )
-RESEARCH = ("models/perfguard_training", "models/perfguard_papers")
+RESEARCH = ("models/perfguard_research",)
 """What the second distribution, perfguard-research, holds."""
 PACKAGES = (*MAIN, *RESEARCH)
-_PLUGINS = {"perfguard_optuna", "perfguard_ray", "perfguard_packing"}
-_MODELS = {"perfguard_models", "perfguard_training", "perfguard_papers"}
+_PLUGINS = {"perfguard_optuna", "perfguard_ray"}
+_MODELS = {"perfguard_models", "perfguard_research"}
 FORBIDDEN = {
     "perfguard": {*_PLUGINS, *_MODELS, "optuna", "ray"},
-    "models/perfguard_models": {*_PLUGINS, "perfguard_training", "perfguard_papers", "optuna", "ray"},
-    "models/perfguard_training": {*_PLUGINS, "perfguard_papers", "optuna", "ray"},
-    "models/perfguard_papers": {*_PLUGINS, "optuna", "ray"},
-    "integrations/perfguard_optuna": {"perfguard_ray", "perfguard_packing", *_MODELS, "ray"},
-    "integrations/perfguard_ray": {"perfguard_optuna", "perfguard_packing", *_MODELS},
-    "integrations/perfguard_packing": {"perfguard_optuna", "perfguard_ray", *_MODELS, "optuna", "ray"},
+    "models/perfguard_models": {*_PLUGINS, "perfguard_research", "optuna", "ray"},
+    "models/perfguard_research": {*_PLUGINS, "optuna", "ray"},
+    "integrations/perfguard_optuna": {"perfguard_ray", *_MODELS, "ray"},
+    "integrations/perfguard_ray": {"perfguard_optuna", *_MODELS},
 }
 HEAVY = ("torch", "torch_geometric", "sklearn", "sqlalchemy", "optuna", "ray")
 
@@ -124,8 +121,7 @@ from torch import nn
 net = guardnet.load()
 for gpu in ("cpu", "a100", "h100"):
     predict(Workload(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (4, 8), mode="infer"), gpu=gpu, predictor=net)
-unwanted = ("perfguard_training", "perfguard_papers", "perfguard.tables", "perfguard.collect")
-print(*sorted(name for name in sys.modules if name.startswith(unwanted)))
+print(*sorted(name for name in sys.modules if name.startswith("perfguard_research")))
 """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""

@@ -16,8 +16,8 @@ from torch import nn
 
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, replay_allocator, trace
-from perfguard.tables import timm_model
 from perfguard.workload import TensorSpec, Workload
+from perfguard_research.networks import timm_model
 from tests import zoo
 
 pytestmark = pytest.mark.slow

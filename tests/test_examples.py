@@ -50,3 +50,25 @@ def test_a_network_of_the_examples_can_be_traced(name: str) -> None:
     assert len(small.ops) == len(large.ops) > 100
     assert small.flops < large.flops
     assert not small.unmodelled
+
+
+@pytest.mark.slow
+def test_jobs_are_packed_where_they_fit_and_end_early(tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
+    text = run_example(str(EXAMPLES / "pack_jobs.py"), "--gpus", "a100,t4", cwd=tmp_path)
+    jobs = [line.split() for line in text.splitlines() if " on " in line]
+    ends: dict[str, float] = {}
+    for _, _, device, _, start, _, _, end, _ in jobs:
+        assert float(start) == pytest.approx(ends.get(device, 0.0), abs=1)
+        ends[device] = float(end)
+    assert {words[2] for words in jobs if words[0] == "resnet-192"} == {"a100-0"}  # a T4 has 15 GiB
+    assert float(text.split("after ")[1].split()[0]) == max(ends.values())
+    assert "no plan ends earlier" in text
+
+
+@pytest.mark.slow
+def test_a_job_that_fits_nowhere_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("ortools")
+    status, printed = run_warm(str(EXAMPLES / "pack_jobs.py"), "--gpus", "t4", cwd=tmp_path, timeout_s=240)
+    assert status != 0
+    assert "resnet-192 fits none of these GPUs" in printed

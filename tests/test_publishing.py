@@ -145,7 +145,7 @@ def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None
             ("perfguard/report", "page.*"),
             ("models/perfguard_models/weights", "*.safetensors"),
         ],
-        "perfguard_research": [("models/perfguard_papers/weights", "*.safetensors")],
+        "perfguard_research": [("models/perfguard_research/weights", "*.safetensors")],
     }[name]
     for folder, pattern in data:
         paths = list((ROOT / folder).glob(pattern))
@@ -191,7 +191,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"perfguard predict {ROOT}/examples/models.py:resnet --gpu a100 --batch-size 2", "peak memory"),
         (f"perfguard predict {ROOT}/examples/keras_cnn.onnx --gpu a100 --mode infer --batch-size 2", "peak memory"),
         ("perfguard leaderboard --help", "usage: perfguard leaderboard"),
-        ("python -c 'import perfguard_training as last; print(last.__file__)'", "site-packages/perfguard_training/"),
+        ("python -c 'import perfguard_research as last; print(last.__file__)'", "site-packages/perfguard_research/"),
     ],
 )
 def test_the_wheels_run_once_installed(installed: Path, command: str, expected: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def fusion_labels() -> Table:
         card,
         ["compiler", *counts],
         [[_COMPILERS[name], *(f"{row[count]:,}" for count in counts)] for name, row in card["rows"].items()],
-        command="python -m perfguard_training.fusion_labels --out FILE.jsonl --compiler NAME",
+        command="python -m perfguard_research.fusion.labels --out FILE.jsonl --compiler NAME",
     )
 
 
@@ -169,13 +169,13 @@ def fusion_edges() -> Table:
             for method, by in card["scores"].items()
             for name, score in by.items()
         ],
-        command="python -m perfguard_training.train_fusion LABELS... --out DIR",
+        command="python -m perfguard_research.fusion.train LABELS... --out DIR",
     )
 
 
 def fusion_kernels() -> Table:
     """Return the scores of the choice of a kernel and of its latency."""
-    card = _weights("perfguard_papers", "kernels")
+    card = _weights("perfguard_research", "kernels")
     rows = [
         [split, name, f"{score['rows']:,}", _share(score["top1"]), _share(score["top5"]), _share(score["mean_error"]),
          _share(score["median_error"])]
@@ -183,7 +183,7 @@ def fusion_kernels() -> Table:
         for name, score in by.items()
     ]  # fmt: skip
     columns = ["never seen", "operators", "rows", "top-1", "top-5", "latency, mean error", "median error"]
-    return _of(card, columns, rows, command="python -m perfguard_papers.kernels OPERATORS.csv.gz --out DIR")
+    return _of(card, columns, rows, command="python -m perfguard_research.fusion.kernels OPERATORS.csv.gz --out DIR")
 
 
 DERIVED: dict[str, Callable[[], Table]] = {

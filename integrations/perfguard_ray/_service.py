@@ -18,8 +18,8 @@ from perfguard.devices import Device
 from perfguard.exceptions import ConfigurationError, PredictorError, ServiceWarning
 from perfguard.graph import OpGraph
 from perfguard.learning import LogSync
-from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
 from perfguard.log import MeasurementStore
+from perfguard.predictor import DEFAULT_PREDICTOR, Observation, Prediction, Predictor, load_predictor
 
 NAMESPACE = "perfguard"
 DEFAULT_NAME = "predictor"

@@ -173,7 +173,7 @@ class FusionModel:
 
 
 def read_fusion_model(tensors: Traversable, card: Traversable) -> FusionModel:
-    """Read the files of `perfguard_training.train_fusion`.
+    """Read the files of `perfguard_research.fusion.train`.
 
     Raises:
         PredictorError: if a file is missing, damaged, of another version, or they do not belong together.

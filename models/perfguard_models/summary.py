@@ -2,7 +2,7 @@
 
 It has some steps of each setting, drawn at random, and the weights' predictions for them. The refinement takes them for runs of
 which the weights were right: pseudorehearsal (Robins 1995), "learning without forgetting" (Li and Hoiem 2016). No measurement is
-in it. `perfguard_training.summary` makes it.
+in it. `perfguard_research.summary` makes it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = Summary(np.zeros(0, dtype=np.str_), np.zeros((0, len(STEP_FEATURES)), 
 
 
 def read_summary(tensors: Traversable, card: Traversable, weights: str) -> Summary:
-    """Read the files of `perfguard_training.summary`. The summary is empty if it was made for weights with another hash.
+    """Read the files of `perfguard_research.summary`. The summary is empty if it was made for weights with another hash.
 
     Raises:
         PredictorError: if the files are missing or damaged.

@@ -41,8 +41,6 @@ _COMMANDS = {
     "check": _Command("check", "add_arguments", "check", "check whether a workload fits its limits, as an exit status"),
     "rank": _Command("gpus", "add_rank_arguments", "rank", "order GPUs by speed, and show which ones fit"),
     "gpus": _Command("gpus", "add_gpus_arguments", "gpus", "list the GPUs in the catalog"),
-    "evaluate": _Command("_evaluate", "add_arguments", "evaluate_table", "compare a predictor with a table of measured runs"),
-    "collect": _Command("_collect", "add_arguments", "collect_rows", "measure small networks on this machine, as a table"),
     "log": _Command("log", "add_log_arguments", "log", "show, export or clean the measurement log"),
     "learn": _Command("log", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote better ones"),
     "weights": _Command("log", "add_weights_arguments", "weights", "list the weights in the log, or go back to older ones"),
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words and words[0] in installed:
             installed[words[0]].load()(words[1:])
             return 0
-        if words and words[0] in ("train", "leaderboard"):  # ours, but no part of the main distribution
+        if words and words[0] in ("evaluate", "train", "leaderboard", "collect"):  # ours, but no part of the main distribution
             raise ConfigurationError(
                 f"`perfguard {words[0]}` is not installed. It comes with perfguard-research, in a checkout of PerfGuard: "
                 "pip install ./models"

@@ -247,7 +247,8 @@ def _forget(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     today = datetime.datetime.now(datetime.timezone.utc)
     count = store.set_aside(selection, f"forgotten on {today:%Y-%m-%d} by `perfguard log forget`")
     print(f"{count:,} measurements are set aside; the same selection with --undo takes them back")
-    promoted = [known for known in store.weights() if known.state == "promoted" and known.created_at >= found[0].created_at]
+    begun = found[0].created_at
+    promoted = [known for known in store.weights() if known.state == "promoted" and (begun is None or known.created_at >= begun)]
     if promoted:
         print("Fine-tuned weights that may have learnt from these runs are in use. To take them out of use:")
         print("    perfguard weights rollback")

@@ -162,7 +162,7 @@ def _smallest_instance(device: Device, graph: OpGraph, prediction: Prediction, p
 def _as_json(
     prediction: Prediction, device: Device, graph: OpGraph, batch_size: int | None, price: float | None
 ) -> dict[str, Any]:
-    from perfguard._predict import most_energy
+    from perfguard.predictor import most_energy
 
     return {
         "gpu": device.id,

@@ -150,7 +150,7 @@ class Subject(NamedTuple):
         Raises:
             ConfigurationError: if a hyperparameter was given that neither ``build`` nor the step reads.
         """
-        from perfguard._predict import graph_of
+        from perfguard.predictor import graph_of
 
         graph = graph_of(self.network, device, **self.options)
         self.params.refuse_unread()

@@ -506,10 +506,10 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _empty_twin(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, UninitializedParameter):
-        return UninitializedParameter(requires_grad=tensor.requires_grad, device=META, dtype=tensor.data.dtype)
-    if isinstance(tensor, UninitializedBuffer):
-        return UninitializedBuffer(device=META, dtype=tensor.data.dtype)
+    if isinstance(tensor, _LAZY):  # it has no shape yet
+        make: Callable[..., torch.Tensor] = type(tensor)
+        grad = {"requires_grad": tensor.requires_grad} if isinstance(tensor, UninitializedParameter) else {}
+        return make(device=META, dtype=tensor.data.dtype, **grad)
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)

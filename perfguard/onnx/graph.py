@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -13,7 +14,7 @@ from perfguard.graph.costs import bytes_read
 from perfguard.graph.kernels import Target, target_of
 from perfguard.onnx.fusions import fused
 from perfguard.onnx.operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
-from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, TensorType, read_network
+from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, read_network
 from perfguard.workload import Tf32, tf32_instead, tf32_options
 
 if TYPE_CHECKING:
@@ -22,16 +23,6 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
-_MOST_TOTAL_BYTES = 2**60
-_ARGUMENT_ELEMENTS = 64
-"""Integers up to this number are an operator's arguments (axes, shapes), not a tensor on the device."""
-_LONGEST_CHAIN = 16
-_MOST_NAMED = 4
-_NOT_FOLDED = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
-     "Gather", "GatherElements", "GatherND"}
-)  # fmt: skip
-"""Operators that run each time although their inputs are constant: random ones, and lookups, whose table stays on the device."""
 
 
 def graph_from_onnx(
@@ -72,6 +63,20 @@ def graph_from_onnx(
     return _Builder(Path(path), network, target_of(target), _HALF.get(precision or "")).run(tf32)
 
 
+@dataclass(slots=True)
+class _Storage:
+    """Memory of one or more values."""
+
+    name: str
+    num_bytes: int
+    kind: StorageKind
+    birth: int
+    last_use: int | None
+    """None: it lives to the end."""
+    readers_left: int
+    """Operators that still read one of its values."""
+
+
 class _Value(NamedTuple):
     """Storage and layout of a value."""
 
@@ -83,41 +88,48 @@ class _Value(NamedTuple):
 
 
 class _Builder:
+    """Places one operator after the other: nothing, a view, or a launch with new storages.
+
+    Args:
+        path: for messages.
+        network: what the file says.
+        target: the device that it runs on.
+        half: the type in place of float32. None: float32 stays.
+    """
+
     def __init__(self, path: Path, network: Network, target: Target, half: str | None) -> None:
         self._path = path
         self._network = network
         self._target = target
-        self._types: Mapping[str, TensorType] = network.types
+        self._types = network.types
         if half is not None:
-            self._types = {name: _narrowed(found, half) for name, found in network.types.items()}
+            is_single = {"float32": half}
+            self._types = {name: one._replace(dtype=is_single.get(one.dtype, one.dtype)) for name, one in network.types.items()}
         self._outputs = set(network.outputs)
         self._constants = self._constant_names()
         self._nodes = fused(network.nodes, self._types, self._constants, self._outputs)
-        self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name and name in self._constants}
+        self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name in self._constants}
         self._readers_left = Counter(name for node in self._nodes for name in node.inputs if name)
         self._readers_left.update(self._outputs)
+        norms = (node for node in self._nodes if node.op_type == "BatchNormalization")
+        self._buffers = {name for node in norms for name in node.inputs[3:5]}
         self._ops: list[Op] = []
-        self._bytes: list[int] = []
-        self._kinds: list[StorageKind] = []
-        self._births: list[int] = []
-        self._last_uses: list[int | None] = []
-        self._names: list[str] = []
-        self._readers_of: list[int] = []
+        self._storages: list[_Storage] = []
         self._where: dict[str, _Value] = {}
         self._opaque: Counter[str] = Counter()
         self._shapeless: list[str] = []
-        self._buffers = {
-            name for node in self._nodes if node.op_type == "BatchNormalization" for name in node.inputs[3:5] if name
-        }
 
     def _constant_names(self) -> set[str]:
         """Weights, and what follows from them alone: runtimes work that out once."""
+        # These run each time although their inputs are constant: random ones, and lookups, whose table stays on the device.
+        not_folded = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
+                      "Gather", "GatherElements", "GatherND"}  # fmt: skip
         constants = set(self._network.weights)
         for node in self._network.nodes:
             names = [name for name in node.inputs if name]
             follows = node.op_type == "Constant" if not names else constants.issuperset(names)
-            if follows and not node.most_launches and node.op_type not in _NOT_FOLDED:
-                constants.update(node.outputs)
+            if follows and not node.most_launches and node.op_type not in not_folded:
+                constants.update(name for name in node.outputs if name)
         return constants
 
     def run(self, tf32: Tf32 | None) -> OpGraph:
@@ -127,18 +139,22 @@ class _Builder:
             for name in filter(None, node.inputs):
                 self._readers_left[name] -= 1
                 if name in self._where:
-                    self._readers_of[self._where[name].storage] -= 1
+                    self._storages[self._where[name].storage].readers_left -= 1
             self._place(node)
         for name in self._outputs:
             found = self._find(name)
-            if found is not None and self._births[found.storage] >= 0:
-                self._last_uses[found.storage] = len(self._ops) - 1
-        if sum(self._bytes) + sum(op.bytes_read + op.bytes_written for op in self._ops) > _MOST_TOTAL_BYTES:
+            if found is not None:
+                self._use(found, at=len(self._ops) - 1)
+        # Above it the arithmetic of 64 bits ends, and so do all devices.
+        if sum(one.num_bytes for one in self._storages) + sum(op.bytes_read + op.bytes_written for op in self._ops) > 2**60:
             raise OnnxError(self._path, "would move more than 2^60 bytes", "Check the sizes that you bound.")
-        precision = self._precision()
+        precision, end = self._precision(), len(self._ops)
         return OpGraph(
             ops=tuple(self._ops),
-            storages=tuple(self._storages()),
+            storages=tuple(
+                Storage(one.num_bytes, one.kind, one.birth, end if one.last_use is None else one.last_use, one.name)
+                for one in self._storages
+            ),
             mode="infer",
             precision=precision,
             layout="nchw",
@@ -146,42 +162,32 @@ class _Builder:
             unmodelled=tuple(self._unmodelled()),
         )
 
-    def _storages(self) -> Iterator[Storage]:
-        end = len(self._ops)
-        columns = zip(self._bytes, self._kinds, self._births, self._last_uses, self._names, strict=True)
-        for num_bytes, kind, birth, last_use, name in columns:
-            yield Storage(num_bytes, kind, birth, end if last_use is None else last_use, name)
-
     def _place(self, node: Node) -> None:
         """Launch it, or find out that nothing is launched."""
-        if node.op_type in HOST or self._is_known_beforehand(node):
+        outputs = {name for name in node.outputs if name}
+        if node.op_type in HOST or self._constants >= outputs:
             return
-        if node.op_type in VIEWS and node.is_standard and self._find(node.inputs[0] if node.inputs else "") is not None:
-            self._view(node)
-        elif self._is_selection(node) or self._is_same_cast(node):
-            self._alias(node.outputs[0], node.inputs[0], order=None)
+        if self._network.known >= outputs and not any(name in self._where for name in node.inputs):
+            return  # a shape, worked out on the host
+        source = self._find(node.inputs[0]) if node.inputs else None
+        if source is None:
+            self._launch(node)
+        elif node.op_type in VIEWS and node.is_standard:
+            self._view(node, source)
+        elif self._is_row(node) or self._is_same_cast(node):
+            self._alias(node.outputs[0], node.inputs[0])
         else:
             self._launch(node)
 
-    def _is_known_beforehand(self, node: Node) -> bool:
-        """Weights and what follows from them are there before the step; shapes are worked out on the host."""
-        outputs = [name for name in node.outputs if name]
-        if all(name in self._constants for name in outputs):
-            return True
-        known = self._network.known.issuperset(outputs)
-        return known and not any(name in self._where for name in node.inputs)
-
-    def _is_selection(self, node: Node) -> bool:
+    def _is_row(self, node: Node) -> bool:
         """Gather with one index is a view."""
-        if node.op_type != "Gather" or len(node.inputs) != 2 or self._find(node.inputs[0]) is None:
-            return False
-        return node.inputs[1] in self._types and not self._types[node.inputs[1]].shape
+        index = self._types.get(node.inputs[-1])
+        return node.op_type == "Gather" and len(node.inputs) == 2 and index is not None and not index.shape
 
     def _is_same_cast(self, node: Node) -> bool:
-        if node.op_type not in ("Cast", "CastLike") or not node.inputs or self._find(node.inputs[0]) is None:
-            return False
         before, after = self._types.get(node.inputs[0]), self._types.get(node.outputs[0])
-        return before is not None and after is not None and before.dtype == after.dtype
+        known = before is not None and after is not None and before.dtype == after.dtype
+        return known and node.op_type in ("Cast", "CastLike")
 
     def _find(self, name: str) -> _Value | None:
         """The value of ``name``. The first look-up of a weight creates its storage. None: on the host, or not known."""
@@ -189,18 +195,18 @@ class _Builder:
             return self._where.get(name)
         found = self._types[name]
         is_index = found.dtype in ("int64", "int32", "bool")
-        if found.num_elements == 1 or (is_index and found.num_elements <= _ARGUMENT_ELEMENTS):
+        if found.num_elements == 1 or (is_index and found.num_elements <= 64):  # an operator's arguments, such as axes
             return None
         source = self._stored_form(name)
         if source != name:
-            self._alias(name, source, order=None)
+            self._alias(name, source)
             return self._where.get(name)
         kind = StorageKind.BUFFER if name in self._buffers or is_index else StorageKind.PARAMETER
         return self._allocate(name, kind, birth=-1)
 
     def _stored_form(self, name: str) -> str:
         """Kernels take quantised weights as they are stored, and views of weights are the weights."""
-        for _ in range(_LONGEST_CHAIN):
+        for _ in range(16):
             node = self._constant_maker.get(name)
             if node is None or not node.inputs or node.op_type not in ("DequantizeLinear", *VIEWS):
                 break
@@ -211,28 +217,26 @@ class _Builder:
 
     def _allocate(self, name: str, kind: StorageKind, *, birth: int, num_bytes: int | None = None) -> _Value:
         size = self._num_bytes(name) if num_bytes is None else num_bytes
-        self._bytes.append(size)
-        self._kinds.append(kind)
-        self._births.append(birth)
-        self._last_uses.append(None if birth < 0 else birth)
-        self._names.append(name)
-        self._readers_of.append(self._readers_left[name])
-        self._where[name] = _Value(len(self._bytes) - 1, size)
+        self._storages.append(_Storage(name, size, kind, birth, None if birth < 0 else birth, self._readers_left[name]))
+        self._where[name] = _Value(len(self._storages) - 1, size)
         return self._where[name]
 
     def _num_bytes(self, name: str) -> int:
         return self._types[name].num_bytes if name in self._types else 0
 
-    def _alias(self, name: str, source: str, *, order: tuple[int, ...] | None) -> None:
+    def _use(self, found: _Value, *, at: int) -> None:
+        storage = self._storages[found.storage]
+        if storage.birth >= 0:
+            storage.last_use = at
+
+    def _alias(self, name: str, source: str, *, order: tuple[int, ...] | None = None) -> None:
         found = self._find(source)
         if found is not None and name:
             size = min(found.num_bytes, self._num_bytes(name)) if name in self._types else found.num_bytes
             self._where[name] = _Value(found.storage, size, order)
-            self._readers_of[found.storage] += self._readers_left[name]
+            self._storages[found.storage].readers_left += self._readers_left[name]
 
-    def _view(self, node: Node) -> None:
-        source = self._find(node.inputs[0])
-        assert source is not None
+    def _view(self, node: Node, source: _Value) -> None:
         if node.op_type in ("Reshape", "Flatten") and source.order is not None:
             self._record(node, Launch("clone", "copy", 0), (node.inputs[0],))  # what is transposed cannot be reshaped in place
             return
@@ -247,8 +251,6 @@ class _Builder:
         if node.op_type == "Transpose":
             rank = len(known.shape)
             permutation = node.attributes.get("perm", tuple(reversed(range(rank))))
-            if sorted(permutation) != list(range(rank)):
-                return None
             before = order or tuple(range(rank))
             after = tuple(before[axis] for axis in permutation)
             real = [after[at] for at, axis in enumerate(permutation) if known.shape[axis] != 1]
@@ -263,8 +265,7 @@ class _Builder:
         if not launch.is_known:
             launch = launch._replace(attributes={"unknown": max(node.most_launches, 1)})
             self._opaque["control flow: " + node.op_type if node.most_launches else node.op_type[:40]] += 1
-        if any(name and name not in self._types for name in node.outputs):
-            self._shapeless.append(next(name for name in node.outputs if name and name not in self._types))
+        self._shapeless += [name for name in node.outputs if name and name not in self._types][:1]
         self._record(node, launch, node.inputs)
 
     def _record(self, node: Node, launch: Launch, inputs: tuple[str, ...]) -> None:
@@ -273,25 +274,22 @@ class _Builder:
         read = [one for one in given if one is not None]
         named = [name for at, name in enumerate(node.outputs) if name and (at == 0 or self._readers_left[name] > 0)]
         name = launch.name
-        in_place = name in IN_PLACE and len(named) == 1 and bool(read) and self._dies(read[0], node.inputs[0], named[0])
-        if in_place:
+        if name in IN_PLACE and len(named) == 1 and read and self._dies(read[0], node.inputs[0], named[0]):
             name += "_"
             self._alias(named[0], node.inputs[0], order=read[0].order)
         else:
             for made in named:
                 self._allocate(made, StorageKind.TEMPORARY, birth=index)
         if launch.scratch_bytes:
-            self._allocate(
-                f"{named[0] if named else index}\0scratch", StorageKind.TEMPORARY, birth=index, num_bytes=launch.scratch_bytes
-            )
+            scratch = f"{named[0] if named else index}\0scratch"
+            self._allocate(scratch, StorageKind.TEMPORARY, birth=index, num_bytes=launch.scratch_bytes)
         written = [self._where[made] for made in named]
         for found in (*read, *written):
-            if self._births[found.storage] >= 0:
-                self._last_uses[found.storage] = index
-        if launch.kind == "attention" and named and named[0] in self._types and len(self._types[named[0]].shape) == 4:
+            self._use(found, at=index)
+        first = self._types.get(named[0]) if named else None
+        if launch.kind == "attention" and first is not None and len(first.shape) == 4:
             # Fused kernels write (batch, length, heads, width), so that the transposition after them costs nothing.
             self._where[named[0]] = self._where[named[0]]._replace(order=(0, 2, 1, 3))
-        first = self._types.get(named[0]) if named else None
         written_bytes = sum(map(self._num_bytes, named))
         self._ops.append(
             Op(
@@ -312,31 +310,28 @@ class _Builder:
 
     def _dies(self, found: _Value, name: str, output: str) -> bool:
         """Whether no later operator reads this storage, and the result fits into it."""
-        if self._births[found.storage] < 0 or self._types.get(name) != self._types.get(output):
+        storage = self._storages[found.storage]
+        if storage.birth < 0 or self._types.get(name) != self._types.get(output):
             return False
-        return found.num_bytes == self._bytes[found.storage] and not self._readers_of[found.storage]
+        return found.num_bytes == storage.num_bytes and not storage.readers_left
 
     def _precision(self) -> str:
         """Precision of most bytes of the weights."""
         sizes: Counter[str] = Counter()
-        for num_bytes, kind, name in zip(self._bytes, self._kinds, self._names, strict=True):
-            if kind is StorageKind.PARAMETER and name in self._types:
-                sizes[self._types[name].dtype] += num_bytes
+        for one in self._storages:
+            if one.kind is StorageKind.PARAMETER and one.name in self._types:
+                sizes[self._types[one.name].dtype] += one.num_bytes
         most = max(sizes, key=lambda dtype: sizes[dtype], default="float32")
         return {dtype: precision for precision, dtype in _HALF.items()}.get(most, "fp32")
 
     def _unmodelled(self) -> Iterator[str]:
         if self._opaque:
-            named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(_MOST_NAMED))
-            more = ", ..." if len(self._opaque) > _MOST_NAMED else ""
+            named = ", ".join(f"{name} ({number})" for name, number in self._opaque.most_common(4))
+            more = ", ..." if len(self._opaque) > 4 else ""
             text = "opaque operators: their bytes are counted, their arithmetic is not, and intervals are wider for it"
             yield f"{text}: {named}{more}"
         if self._shapeless:
-            named = ", ".join(name[:40] for name in self._shapeless[:_MOST_NAMED])
+            named = ", ".join(name[:40] for name in self._shapeless[:4])
             yield f"{len(self._shapeless)} operators whose output shape depends on the data, not counted: {named}"
         if any(node.op_type in QUANTISED for node in self._nodes):
             yield "quantised operators: bytes as stored, arithmetic at the rate of float32, each operator on its own"
-
-
-def _narrowed(found: TensorType, half: str) -> TensorType:
-    return found._replace(dtype=half) if found.dtype == "float32" else found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.perfguard.report.pages import Page
 from torch import nn
 
 import perfguard_ray
@@ -16,7 +17,6 @@ from perfguard import Measurement, MeasurementStore, Workload
 from perfguard.report import page_of, report_of_log
 from perfguard_ray._report import read
 from tests.doubles import BARE_A100, ReplayPredictor
-from tests.perfguard.report.pages import Page
 
 pytest.importorskip("plotly")
 

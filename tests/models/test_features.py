@@ -14,11 +14,11 @@ from torch import nn
 
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, TraceCache, roofline_s, trace
-from perfguard.tables import parser_of
 from perfguard.workload import Workload
 from perfguard_models.features.launches import launches
 from perfguard_models.features.operators import operator_features
 from perfguard_models.features.step import STEP_FEATURES, step_features
+from perfguard_research.tables import parser_of
 from tests.models import oracle
 
 DEVICES = ("a100", "rtx3090", "t4", "cpu")

@@ -12,10 +12,10 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard.graph import TraceCache
-from perfguard.tables import parser_of
 from perfguard_models.calibration import OPERATOR
 from perfguard_models.setting import Setting, timed_as_any
-from perfguard_training.dataset import Run
+from perfguard_research.dataset import Run
+from perfguard_research.tables import parser_of
 
 GPU = resolve_device("rtx3090")
 

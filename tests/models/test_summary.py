@@ -27,8 +27,8 @@ from perfguard_models.raw_prediction import Weights, physics_of
 from perfguard_models.refinement import RefinementConfig, fit_residual_forest, rows_of
 from perfguard_models.summary import NAME, Summary, read_summary
 from perfguard_models.trained import FittedModel, read_trained
-from perfguard_training.dataset import Run
-from perfguard_training.summary import STEPS_A_SETTING, drawn, summary_of, write_summary
+from perfguard_research.dataset import Run
+from perfguard_research.summary import STEPS_A_SETTING, drawn, summary_of, write_summary
 
 WEIGHTS = files("perfguard_models") / "weights"
 A100 = resolve_device("a100")

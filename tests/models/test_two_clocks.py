@@ -16,11 +16,11 @@ from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
 from perfguard.graph import TraceCache
-from perfguard.tables import parser_of
 from perfguard_models import trained
 from perfguard_models.learner import Step
 from perfguard_models.trained import read_trained
 from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks, batches_of
+from perfguard_research.tables import parser_of
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")

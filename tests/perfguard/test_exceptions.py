@@ -10,7 +10,7 @@ import pytest
 
 from perfguard import Guard, MeasurementStore, exceptions
 from tests.doubles import ReplayPredictor
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, make_graph, record
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_guard_says_once_where_its_log_is(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "log.db"
     with MeasurementStore(path) as store:
         for trial in range(3):
-            decision_id = record(store, trial, graph=make_graph(), device=DEVICE, prediction=PREDICTION)
+            decision_id = record(store, trial, graph=make_graph(), device=DEVICE, verdict=LAUNCHED)
             store.record_measurement(decision_id, MEASUREMENT)
     make_guard(path)
     (line,) = capsys.readouterr().err.splitlines()

@@ -12,10 +12,10 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from perfguard import Workload, predict, resolve_device, trace
-from perfguard._predict import most_energy
 from perfguard.devices import mig_instance, mig_profiles, mps_share
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.onnx import graph_from_onnx
+from perfguard.predictor import most_energy
 from tests.doubles import ReplayPredictor
 
 

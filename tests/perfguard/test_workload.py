@@ -102,7 +102,7 @@ def test_a_shape_holds_sizes(shape: tuple[Any, ...]) -> None:
 
 def test_sizes_of_numpy_are_sizes() -> None:
     # A search space may draw them; they must not be taken for several inputs.
-    assert TensorSpec((np.int64(4),)) == TensorSpec((4,))
+    assert TensorSpec((np.int64(4),)) == TensorSpec((4,))  # type: ignore[arg-type]
     workload = Workload(nn.Linear(8, 2), (np.int64(4), 8), mode="infer")
     assert trace(workload).content_hash == trace(Workload(nn.Linear(8, 2), (4, 8), mode="infer")).content_hash
     with pytest.raises(WorkloadError, match=r"A shape has whole numbers, but got \(32\.0, 8\)\. Use int"):

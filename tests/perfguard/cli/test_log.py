@@ -15,7 +15,7 @@ import pytest
 from perfguard import MeasurementStore, resolve_device
 from perfguard.cli import main
 from perfguard.devices import catalog, mig_instance, mig_profiles
-from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
 
 @pytest.fixture

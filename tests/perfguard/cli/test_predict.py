@@ -322,7 +322,7 @@ def test_plot_writes_a_page(tmp_path: Path, script: str, capsys: pytest.CaptureF
     assert "The picture cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "leaderboard"])
+@pytest.mark.parametrize("command", ["evaluate", "train", "leaderboard", "collect"])
 def test_command_of_absent_distribution_names_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

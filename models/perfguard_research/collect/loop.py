@@ -1,0 +1,288 @@
+"""The loop of `perfguard collect`: configurations in their order, run in a process of their own, written down one by one."""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from perfguard.devices import Device, catalog, resolve_device
+from perfguard.exceptions import ConfigurationError, MeasuringError, PerfGuardError
+from perfguard.graph import TraceCache, roofline_s
+from perfguard_research.collect.run import Columns
+from perfguard_research.collect.spaces import Draft, Space, drafts, without_missing_packages
+from perfguard_research.collect.worker import Worker
+from perfguard_research.csv_rows import read_table
+from perfguard_research.networks import Network
+from perfguard_research.tables import MIB, PRECISIONS, MeasuredRow
+
+CPU_MEMORY_BYTES = 2**28
+"""Default memory limit of a configuration on a CPU. It is low because other work shares the memory."""
+COLUMNS = (
+    # Those of the table of runs.
+    "source", "model", "config", "family", "mode", "gpu", "num_gpus", "parallel", "precision", "layout", "compiled", "optimizer",
+    "checkpointing", "accumulation", "cudnn_benchmark", "zero_grad", "batch_size", "input", "step_time_ms", "peak_memory_mib",
+    "memory_kind", "status", "framework", "includes", "note",
+    # What was chosen and measured beside it.
+    "space", "memory_share", "memory_limit_mib", "allocated_peak_mib", "reserved_peak_mib", "num_steps", "order", "index",
+    "device",
+)  # fmt: skip
+"""docs/collect.md has the meaning of each."""
+
+
+@dataclass(slots=True)
+class CollectReport:
+    """Result of one session of collecting."""
+
+    rows: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows of this session, by space and status."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Configurations that were not run, by reason."""
+    seconds: float = 0.0
+    ended_by: str = ""
+
+
+def collecting_device(gpu: str) -> Device:
+    """The device that ``gpu`` ("auto", "cpu" or a catalog name) means on this machine.
+
+    Raises:
+        MeasuringError: if there is no such GPU here, or PyTorch cannot use it.
+    """
+    wanted = resolve_device(gpu)
+    if gpu.strip().lower() == "cpu":
+        return wanted
+    here = resolve_device("auto")
+    if here.kind == "cpu":
+        raise MeasuringError("NVML shows no GPU here. To collect on the CPU, use --gpu cpu.")
+    if wanted.id != here.id:
+        raise MeasuringError(f"--gpu {gpu} is the {wanted.name}, but this machine has the {here.name}. Use --gpu auto.")
+    if not torch.backends.cuda.is_built():
+        raise MeasuringError(f"There is a {here.name}, but this PyTorch ({torch.__version__}) has no CUDA. Install one that has.")
+    return here
+
+
+def collect(
+    out: Path,
+    *,
+    device: Device,
+    spaces: Sequence[Space],
+    minutes: float = math.inf,
+    max_rows: float = math.inf,
+    resume: bool = False,
+    memory_limit: int | None = None,
+    seed: int = 0,
+    on_row: Callable[[Columns], None] = lambda row: None,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> CollectReport:
+    """Measure configurations until the time is over, there are enough rows, or Ctrl-C. Each row is in the file at once.
+
+    Args:
+        out: the table, a file ``.csv``.
+        device: as :func:`collecting_device` gives it.
+        spaces: the kinds of networks. They take turns.
+        minutes: no further configuration begins after this time. One that runs then has 30 s more.
+        max_rows: of this session.
+        resume: go on with a table that is there; configurations that it has are not measured again.
+        memory_limit: bytes that a run may take. None: all of a card's, CPU_MEMORY_BYTES of a processor's.
+        seed: of the order.
+        on_row: called with each row.
+        on_note: called with whatever a person should know meanwhile.
+
+    Raises:
+        ConfigurationError: for a table that is there, or cannot be written.
+        MeasuringError: if nothing can be run on the device.
+    """
+    began = time.monotonic()
+    there, lines = without_missing_packages(spaces)
+    for line in lines:
+        on_note(line)
+    if not there:
+        raise ConfigurationError("No space is left to collect from.")
+    if memory_limit is None and device.kind == "cpu":
+        memory_limit = CPU_MEMORY_BYTES
+    order = f"{seed}/{'+'.join(there)}/{device.id}/{memory_limit or 'all'}"
+    done = _begin_table(out, resume=resume, order=order)
+    report, failures = CollectReport(), 0
+    worker = Worker(device, limit_bytes=memory_limit)
+    fixed = {
+        "device": "" if device.id in catalog() else json.dumps(dataclasses.asdict(device), separators=(",", ":")),
+        "memory_limit_mib": "" if memory_limit is None else f"{memory_limit / MIB:.6g}",
+        "order": order,
+    }
+    try:
+        worker.start()
+        for draft in drafts(there, seed=seed, device=device):
+            if time.monotonic() - began >= 60 * minutes:
+                report.ended_by = f"{minutes:g} minutes are over"
+            elif report.rows.total() >= max_rows:
+                report.ended_by = f"{max_rows:g} rows are there"
+            elif failures >= 25:  # the card is broken, or PyTorch
+                report.ended_by = f"{failures} configurations in a row failed"
+            if report.ended_by:
+                break
+            if draft.number in done:
+                continue
+            row = planned(draft, device, memory_limit or device.memory_bytes)
+            if isinstance(row, str):
+                report.left_out[row] += 1
+                continue
+            measured = worker.run(row, until=began + 60 * minutes + 30)
+            if measured is None:
+                continue
+            measured["framework"] = ", ".join(filter(None, (measured.get("framework"), _versions(row))))
+            columns = columns_of(draft, row) | fixed | measured
+            _append(out, columns)
+            on_row(columns)
+            report.rows[draft.space, columns["status"]] += 1
+            failures = failures + 1 if columns["status"] == "failed" else 0
+    except KeyboardInterrupt:
+        report.ended_by = "Ctrl-C was pressed"
+    finally:
+        worker.close()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+# The table
+
+
+def _begin_table(out: Path, *, resume: bool, order: str) -> set[int]:
+    """Make the table, unless it is there and may be continued. Returns the indices that it has of this order."""
+    if out.suffix != ".csv":
+        raise ConfigurationError(f"--out must end in .csv, so that each row can be added at once, but is {str(out)!r}.")
+    try:
+        if not out.exists() or not out.stat().st_size:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(",".join(COLUMNS) + "\r\n", encoding="utf-8")
+            return set()
+        if not resume:
+            raise ConfigurationError(f"{out} is there already. Continue it with --resume, or give --out another name.")
+        # A program that was killed may have cut its last line short.
+        text = out.read_bytes()
+        out.write_bytes(text[: text.rfind(b"\n") + 1])
+    except OSError as error:
+        raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
+    columns, rows = read_table(out)
+    if tuple(columns) != COLUMNS:
+        raise ConfigurationError(f"{out} is no table of `perfguard collect` of this version. Give --out another name.")
+    return {int(row["index"]) for row in rows if row["order"] == order}
+
+
+def _append(out: Path, columns: Columns) -> None:
+    try:
+        with out.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, restval="").writerow(columns)
+    except OSError as error:
+        raise ConfigurationError(f"The rows cannot be written to {out}: {error}") from error
+
+
+def columns_of(draft: Draft, row: MeasuredRow) -> Columns:
+    """The columns of ``row`` that are not measured."""
+    assert isinstance(row.network, Network)
+    network = row.network
+    precision = next(name for name, pair in PRECISIONS.items() if pair == (row.precision, row.tf32))
+    return {
+        "source": row.source,
+        "model": network.name,
+        "config": json.dumps(network.config, separators=(",", ":")),
+        "family": row.family,
+        "mode": row.mode,
+        "gpu": row.gpu,
+        "num_gpus": "1",
+        "parallel": "none",
+        "precision": precision,
+        "layout": row.layout,
+        "compiled": str(row.compiled),
+        "optimizer": row.optimizer,
+        "checkpointing": str(network.checkpointing),
+        "accumulation": "1",
+        "cudnn_benchmark": str(row.cudnn_benchmark),
+        "zero_grad": row.zero_grad,
+        "batch_size": str(row.batch_size),
+        "input": json.dumps(network.input, separators=(",", ":")),
+        "memory_kind": row.memory_kind,
+        "space": draft.space,
+        "memory_share": f"{draft.memory_share:.4f}",
+        "index": str(draft.number),
+    }
+
+
+def _versions(row: MeasuredRow) -> str:
+    """The version of the library that defines the network: names of models change their meaning."""
+    library = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}.get(row.model.partition(":")[0])
+    try:
+        return f"{library} {version(library)}" if library else ""
+    except PackageNotFoundError:
+        return ""
+
+
+# The batch
+
+
+def planned(draft: Draft, device: Device, capacity_bytes: int) -> MeasuredRow | str:
+    """The row of ``draft`` with the batch whose traced peak is its share of ``capacity_bytes`` (the driver's context included).
+
+    The batch is smaller if its step would be too long. On a CPU, most steps are short.
+
+    Returns:
+        The row, or the reason why it is left out.
+    """
+    on_cpu = device.kind == "cpu"
+    # Longer steps take the time of many rows. Runs that should not fit a card are exempt: they end early.
+    longest_s = 0.03 if on_cpu else 0.25
+    try:
+        model, traces = draft.row.make_model(), TraceCache()
+
+        @functools.cache
+        def cost(batch_size: int) -> tuple[float, float]:
+            """Bytes alive at the peak, and seconds by the roofline."""
+            graph = dataclasses.replace(draft.row, batch_size=batch_size).graph(model, traces, device)
+            return graph.peak_live_bytes, float(roofline_s(graph, device).sum())
+
+        batch_size = batch_at(draft.memory_share * capacity_bytes - device.context_bytes, lambda n: cost(n)[0])
+        if on_cpu:
+            if cost(2)[1] > longest_s:
+                return "a step would take too long on a CPU"
+            longest_s *= min(draft.memory_share, 1.0)
+        if (on_cpu or draft.memory_share < 1) and cost(batch_size)[1] > longest_s:
+            batch_size = min(batch_size, batch_at(longest_s, lambda n: cost(n)[1]))
+    except Exception as error:  # one configuration that cannot be traced is no reason to stop
+        return " ".join((str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}").split())
+    if draft.round_batch and batch_size > 16:  # a common choice, which suits tensor cores
+        batch_size -= batch_size % 16
+    return dataclasses.replace(draft.row, batch_size=batch_size)
+
+
+def batch_at(target: float, cost_of: Callable[[int], float]) -> int:
+    """The batch whose cost is within 5% of ``target``, or near it: where a batch of 2 costs more, 2.
+
+    The cost rises with the batch and bends upwards: small batches are all weights, large ones all activations. So the line
+    through the two nearest known points is followed, and what is found there is one more point.
+    """
+    known = sorted((batch_size, cost_of(batch_size)) for batch_size in (2, 8))  # a batch of one is too small for a batch norm
+    for _ in range(3):
+        batch_size = _on_the_line(target, known)
+        cost = cost_of(batch_size)
+        if abs(cost / target - 1) < 0.05 or batch_size in dict(known):
+            return batch_size
+        bisect.insort(known, (batch_size, cost))
+    return _on_the_line(target, known)
+
+
+def _on_the_line(target: float, known: list[tuple[int, float]], *, most: int = 2**20) -> int:
+    right = min(max(bisect.bisect([cost for _, cost in known], target), 1), len(known) - 1)
+    (low, small), (high, large) = known[right - 1], known[right]
+    slope = (large - small) / (high - low)
+    wanted = low + (target - small) / slope if slope > 0 else most if target > large else low
+    return int(min(max(wanted, 2), most))

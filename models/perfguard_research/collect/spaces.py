@@ -1,0 +1,321 @@
+"""A seeded sequence of configurations to measure. Every prefix of it is balanced.
+
+The spaces take turns. Within a space the n-th configuration is read off the n-th point of a scrambled Sobol sequence, one
+coordinate for each choice. After any number of points each choice was made about as often as it should be, and so was each
+pair of choices. Independent random numbers need many more points for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+
+from perfguard.devices import Device
+from perfguard.workload import Layout, Mode, Precision, Tf32
+from perfguard_research.networks import EDGES, NUM_EDGES, OPERATORS, TRAINABLE_OPERATORS, Network
+from perfguard_research.tables import MeasuredRow
+
+T = TypeVar("T")
+Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
+SPACES: tuple[Space, ...] = get_args(Space)
+
+TEXT = {
+    "bert": "BertForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+}
+"""Classes of Transformers by type of model."""
+_TIMM = (
+    "resnet18", "resnet50", "resnet26d", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "densenet121", "vgg11_bn",
+    "mobilenetv2_100", "mobilenetv3_large_100", "efficientnet_b0", "efficientnetv2_rw_t", "mnasnet_100", "fbnetc_100",
+    "regnety_008", "regnetx_016", "convnext_nano", "convnextv2_atto", "ghostnet_100", "hrnet_w18_small", "dla34", "cspresnet50",
+    "darknet53", "repvgg_a0", "res2net50_26w_4s", "resnest14d", "selecsls42b", "vit_tiny_patch16_224", "vit_small_patch32_224",
+    "vit_base_patch16_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "resmlp_12_224",
+    "poolformer_s12", "edgenext_small", "mobilevit_s", "coatnet_nano_rw_224", "xcit_tiny_12_p16_224", "cait_xxs24_224",
+)  # fmt: skip
+_FIXED_SIZE = ("vit", "deit3", "swin", "mixer", "resmlp", "coatnet", "xcit", "cait")
+"""Networks of timm that are made for one size of image. They may raise for another size."""
+_TORCHVISION = (
+    "resnet34", "resnet101", "resnext50_32x4d", "vgg13_bn", "densenet169", "mobilenet_v2", "mobilenet_v3_small",
+    "efficientnet_b1", "wide_resnet50_2", "shufflenet_v2_x1_0", "squeezenet1_1", "convnext_tiny", "mnasnet1_0", "alexnet",
+)  # fmt: skip
+_CHECKPOINTING_IN_TIMM = (
+    "resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin",
+)  # fmt: skip
+
+
+class Draft(NamedTuple):
+    """A configuration whose batch is still open."""
+
+    number: int
+    """Position in the order, from 0."""
+    space: Space
+    row: MeasuredRow
+    """What is to be measured, with a batch of 1."""
+    memory_share: float
+    """Target share of the memory. Above 1 the run should not fit."""
+    round_batch: bool
+    """Whether to round the batch to a multiple of 16."""
+
+
+class Point:
+    """A point of [0, 1)ⁿ that is read one coordinate after the other.
+
+    Args:
+        coordinates: one for each choice.
+        reach: how much of the logarithmic range of each size is used, 0 to 1. A smaller one makes smaller networks.
+    """
+
+    def __init__(self, coordinates: Sequence[float], reach: float) -> None:
+        self._coordinates = iter(coordinates)
+        self._reach = reach
+
+    def share(self) -> float:
+        """The next coordinate."""
+        return next(self._coordinates)
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of ``options``."""
+        return options[int(self.share() * len(options))]
+
+    def size(self, low: int, high: int, *, multiple: int = 1) -> int:
+        """An integer between ``low`` and ``high``, its logarithm uniform; the reach cuts the upper end."""
+        value = low * math.exp(math.log(high / low) * self._reach * self.share())
+        return max(low, round(value / multiple) * multiple)
+
+
+def drafts(spaces: Sequence[Space], *, seed: int, device: Device) -> Iterator[Draft]:
+    """The endless order of configurations.
+
+    Args:
+        spaces: the kinds of networks. They take turns.
+        seed: of the order.
+        device: on which they run. On a CPU networks are smaller, and there are only options that a CPU has.
+    """
+    points = [_points(f"{seed} {space}", 0.6 if device.kind == "cpu" else 1.0) for space in spaces]
+    index = 0
+    while True:
+        for space, stream in zip(spaces, points, strict=True):
+            yield _draft(index, space, next(stream), device)
+            index += 1
+
+
+def without_missing_packages(spaces: Sequence[Space]) -> tuple[list[Space], list[str]]:
+    """The spaces that can be had here, and a line for each that cannot; one for packages that a space can do without too."""
+    left, lines = list(spaces), list[str]()
+    if "text" in left and not _is_there("transformers"):
+        left.remove("text")
+        lines.append("The space text is left out: transformers cannot be imported.")
+    missing = [name for name in ("timm", "torchvision") if "vision" in left and not _is_there(name)]
+    return left, [*lines, *(f"The space vision is without {name}'s networks: it cannot be imported." for name in missing)]
+
+
+def _is_there(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except Exception:  # a package that is broken is not there either
+        return False
+    return True
+
+
+def _points(name: str, reach: float, *, choices: int = 32, block: int = 64) -> Iterator[Point]:
+    engine = torch.quasirandom.SobolEngine(choices, scramble=True, seed=zlib.crc32(name.encode()))
+    while True:
+        with torch.device("cpu"):
+            points = engine.draw(block, dtype=torch.float64)
+        for coordinates in points.clamp(max=1 - 1e-9).tolist():
+            yield Point(coordinates, reach)
+
+
+class _Drawn(NamedTuple):
+    """A network, and what a step of it may be."""
+
+    network: Network
+    can_checkpoint: bool = False
+    is_image: bool = False
+    trainable: bool = True
+
+
+def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
+    on_gpu = device.kind != "cpu"
+    mode: Mode = point.choice(("train", "train", "infer"))
+    precisions: tuple[tuple[Precision, Tf32], ...] = (
+        ("fp32", "default"), ("fp32", "on"), ("fp32", "off"), ("amp-fp16", "default"), ("amp-bf16", "default"),
+        ("amp-bf16", "default"),
+    )  # fmt: skip
+    if not on_gpu:
+        precisions = (*(("fp32", "default"),) * 7, ("amp-bf16", "default"))
+    precision, tf32 = point.choice(precisions)
+    optimizer = point.choice(("sgd-momentum", "adamw"))
+    layout: Layout = point.choice(("nchw", "nhwc"))
+    benchmark, checkpointing = point.share() < 0.5, point.share() < 0.25
+    # Compilation takes most of a minute where the others take half a second.
+    compiled = point.share() < 1 / 64
+    memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
+    drawn = _DRAWS[space](point)
+    train = mode == "train" and drawn.trainable
+    checkpointing &= train and drawn.can_checkpoint
+    row = MeasuredRow(
+        table="collected",
+        source="collected",
+        family=drawn.network.family,
+        network=dataclasses.replace(drawn.network, checkpointing=checkpointing),
+        mode="train" if train else "infer",
+        gpu=device.id,
+        batch_size=1,
+        precision=precision,
+        tf32=tf32,
+        layout=layout if drawn.is_image else "nchw",
+        optimizer=optimizer if train else "none",
+        cudnn_benchmark=benchmark and on_gpu,
+        compiled=compiled and on_gpu and space != "ops",
+        memory_kind="driver" if on_gpu else "resident",
+        figures=device,
+    )
+    return Draft(number, space, row, memory_share, round_batch)
+
+
+def _memory_share(which: float, where: float) -> float:
+    """Draw a share between 0.02 and 1.3. A quarter of them is above 0.8, where it is decided whether a run fits."""
+    return 0.8 + 0.5 * where if which < 1 / 4 else 0.02 * math.exp(math.log(0.8 / 0.02) * where)
+
+
+def _vision(point: Point) -> _Drawn:
+    kinds = [kind for kind in ("timm", "torchvision") if _is_there(kind)]
+    kind = point.choice([*kinds, "cnn"])
+    if kind == "cnn":
+        return _cnn(point)
+    name = point.choice(_TIMM if kind == "timm" else _TORCHVISION)
+    fixed = kind == "timm" and name.startswith(_FIXED_SIZE)
+    image = 224 if fixed else max(64, point.size(64, 320, multiple=32))
+    can_checkpoint = kind == "timm" and name.startswith(_CHECKPOINTING_IN_TIMM)
+    network = Network(name=f"{kind}:{name}", input={"image": image}, family=name.partition("_")[0])
+    return _Drawn(network, can_checkpoint, True)
+
+
+def _cnn(point: Point) -> _Drawn:
+    style, norm = point.choice(("plain", "residual", "depthwise")), point.choice(("batch", "group", "none"))
+    depth = point.size(2, 24)
+    sizes = {
+        "style": style,
+        "norm": norm,
+        "activation": point.choice(("relu", "gelu", "silu")),
+        "kernel": point.choice((1, 3, 3, 5, 7)),
+        "width": point.size(8, 256, multiple=2),
+        "depth": depth,
+        "down": [round(depth * part) for part in point.choice(((), (0.5,), (0.3, 0.6), (0.2, 0.5, 0.8)))],
+        "img_size": point.size(24, 256, multiple=8),
+        "classes": 100,
+    }
+    return _Drawn(Network(name="perfguard:cnn", config=sizes, family=f"cnn-{style}-{norm}"), True, True)
+
+
+def _nas(point: Point) -> _Drawn:
+    edges = [point.choice(EDGES) for _ in range(NUM_EDGES)]
+    sizes = {
+        "edges": edges,
+        "width": point.size(8, 64, multiple=2),
+        "cells": point.size(1, 6),
+        "img_size": point.size(16, 64, multiple=8),
+        "classes": 10,
+    }
+    return _Drawn(Network(name="perfguard:cells", config=sizes, family=f"cells-{edges.count('conv3x3')}"), True, True)
+
+
+def _mlp(point: Point) -> _Drawn:
+    sizes = {
+        "inputs": point.size(16, 4096),
+        "width": point.size(32, 8192),
+        "depth": point.size(1, 16),
+        "norm": point.choice((False, False, True)),
+        "dropout": point.choice((False, False, True)),
+        "activation": point.choice(("relu", "gelu", "tanh")),
+        "classes": point.size(2, 1000),
+    }
+    return _Drawn(Network(name="perfguard:mlp", config=sizes, family="mlp-norm" if sizes["norm"] else "mlp"), True)
+
+
+def _rnn(point: Point) -> _Drawn:
+    cell = point.choice(("lstm", "gru", "rnn"))
+    sizes = {
+        "cell": cell,
+        "inputs": point.size(16, 512),
+        "width": point.size(32, 1024),
+        "depth": point.size(1, 4),
+        "length": point.size(8, 256),
+        "bidirectional": point.choice((False, True)),
+        "classes": 20,
+    }
+    return _Drawn(Network(name="perfguard:recurrent", config=sizes, family=cell))
+
+
+def _text(point: Point) -> _Drawn:
+    model_type = point.choice(tuple(TEXT))
+    heads, layers = point.size(2, 16), point.size(2, 16)
+    width, length = heads * point.choice((32, 64, 64)), point.size(32, 1024, multiple=16)
+    vocabulary = point.size(1000, 50_000)
+    config = _text_config(model_type, heads, layers, width, length, vocabulary) | {"use_cache": False}
+    lengths = {"seq_len": length} | ({"target_len": length} if model_type in ("t5", "bart") else {})
+    return _Drawn(Network(name=f"hf:{TEXT[model_type]}", config=config, input=lengths, family=model_type), True)
+
+
+def _text_config(model_type: str, heads: int, layers: int, width: int, length: int, vocabulary: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"vocab_size": vocabulary}
+    if model_type == "bert":
+        config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+        return config | {"intermediate_size": 4 * width, "max_position_embeddings": length}
+    if model_type == "distilbert":
+        return config | {
+            "dim": width,
+            "n_layers": layers,
+            "n_heads": heads,
+            "hidden_dim": 4 * width,
+            "max_position_embeddings": length,
+        }
+    if model_type == "gpt2":
+        config |= {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
+        return config | {"bos_token_id": 0, "eos_token_id": 0}
+    if model_type == "llama":
+        config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+        return config | {"intermediate_size": 3 * width, "max_position_embeddings": length}
+    layers = max(1, layers // 2)  # an encoder and a decoder
+    if model_type == "t5":
+        return config | {"d_model": width, "d_ff": 4 * width, "d_kv": width // heads, "num_heads": heads, "num_layers": layers}
+    config |= {"d_model": width, "encoder_layers": layers, "decoder_layers": layers, "max_position_embeddings": length}
+    config |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
+    return config | {"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width}
+
+
+def _ops(point: Point) -> _Drawn:
+    op = point.choice(OPERATORS)
+    sizes: dict[str, Any] = {"op": op}
+    is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
+    if is_image:
+        sizes |= {"inputs": point.size(4, 1024, multiple=2), "img_size": point.size(7, 256)}
+        sizes |= {
+            "outputs": point.size(4, 1024, multiple=2),
+            "kernel": point.choice((1, 3, 3, 5, 7)),
+            "stride": point.choice((1, 1, 2)),
+        }
+    elif op == "attention":
+        sizes |= {"heads": point.size(1, 32), "length": point.size(16, 2048), "head_width": point.choice((32, 64, 64, 128))}
+    else:
+        sizes |= {"length": point.size(1, 512), "inputs": point.size(16, 8192), "outputs": point.size(16, 8192)}
+    if op == "embedding":
+        sizes |= {"vocabulary": point.size(1000, 100_000)}
+    network = Network(name="perfguard:operator", config=sizes, family=op)
+    return _Drawn(network, is_image=is_image, trainable=op in TRAINABLE_OPERATORS)
+
+
+_DRAWS: dict[Space, Callable[[Point], _Drawn]] = {
+    "vision": _vision, "text": _text, "mlp": _mlp, "rnn": _rnn, "nas": _nas, "ops": _ops,
+}  # fmt: skip

@@ -1,0 +1,223 @@
+"""The commands `perfguard evaluate`, `collect`, `train` and `leaderboard`: words in, files and tables out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from perfguard.exceptions import ConfigurationError
+from perfguard.quantities import parse_bytes
+from perfguard_research.learners import NAMES, learner_class
+
+_CACHE = Path(".perfguard-cache")
+_SPLITS = ("family", "source", "gpu", "random")
+
+
+def evaluate(words: Sequence[str]) -> None:
+    """Compare a predictor with a table of measured runs, row by row.
+
+    Raises:
+        PerfGuardError: for a table or a predictor that cannot be right.
+    """
+    from perfguard.predictor import DEFAULT_PREDICTOR, load_predictor
+    from perfguard_research.csv_rows import read_table
+    from perfguard_research.evaluate import as_table, evaluate, report, write_predictions
+
+    parser = argparse.ArgumentParser(prog="perfguard evaluate", description="Compare a predictor with a table of measured runs.")
+    parser.add_argument("table", metavar="TABLE", type=Path, help="a table of measured runs: CSV, compressed or not")
+    parser.add_argument("--predictor", default=DEFAULT_PREDICTOR, help=f"name of the predictor (default: {DEFAULT_PREDICTOR})")
+    parser.add_argument("--out", metavar="FILE.csv", type=Path, help="write the table with the predictions")
+    parser.add_argument("--json", metavar="FILE.json", type=Path, help="write the report as JSON")
+    arguments = parser.parse_args(words)
+    columns, rows = read_table(arguments.table)
+    for path in filter(None, (arguments.out, arguments.json)):
+        _write(path, "")  # a wrong path is better known before an hour of work
+    predictor = load_predictor(arguments.predictor)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)  # 160: no column needs a line break
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other libraries' words on each of a thousand models
+        task = progress.add_task("rows", total=len(rows))
+        results = evaluate(columns, rows, arguments.table, predictor, on_row=lambda: progress.advance(task))
+    groups = report(results)
+    if arguments.out:
+        write_predictions(arguments.out, columns, rows, results)
+    if arguments.json:
+        document = {"predictor": predictor.name, "table": arguments.table.name, "groups": groups}
+        _write(arguments.json, json.dumps(document, indent=2) + "\n")
+    console.print(as_table(predictor.name, groups))
+    errors = [result.error for result in results if result.error]
+    if errors:
+        console.print(f"{len(errors)} of {len(results)} rows could not be predicted; the first: {errors[0]}", markup=False)
+
+
+def collect(words: Sequence[str]) -> None:
+    """Run small networks on this machine and write a table of the measurements.
+
+    Raises:
+        PerfGuardError: for arguments or a device that cannot be right.
+    """
+    from perfguard_research.collect import SPACES, collect, collecting_device
+
+    parser = argparse.ArgumentParser(prog="perfguard collect", description="Run small networks here and write down their cost.")
+    parser.add_argument("--out", required=True, type=Path, metavar="ROWS.csv", help="the table to write")
+    parser.add_argument("--gpu", default="auto", help='"auto", the name of the GPU of this machine, or "cpu" (default: auto)')
+    parser.add_argument("--space", default=",".join(SPACES), help=f"of {', '.join(SPACES)}, comma-separated (default: all)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no new configuration after so many minutes")
+    parser.add_argument("--rows", type=float, default=math.inf, help="stop after so many rows of this session")
+    parser.add_argument("--resume", action="store_true", help="continue an existing table")
+    parser.add_argument("--memory-limit", metavar="16GiB", help="limit of a run (default: all of a card, 256MiB on a CPU)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the order of the configurations (default: 0)")
+    arguments = parser.parse_args(words)
+    names = {name.strip() for name in arguments.space.split(",")}
+    if unknown := sorted(names - set(SPACES)):
+        raise ConfigurationError(f"--space takes {', '.join(SPACES)}, with commas between them, not {', '.join(unknown)}.")
+    for name in ("minutes", "rows"):
+        if not getattr(arguments, name) > 0:
+            raise ConfigurationError(f"--{name} must be positive, but is {getattr(arguments, name):g}.")
+    limit = None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit, what="--memory-limit")
+    console = Console(stderr=True)
+    columns = TextColumn("{task.completed} rows"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=None if math.isinf(arguments.rows) else arguments.rows)
+        report = collect(
+            arguments.out,
+            device=collecting_device(arguments.gpu),
+            spaces=[space for space in SPACES if space in names],
+            minutes=arguments.minutes,
+            max_rows=arguments.rows,
+            resume=arguments.resume,
+            memory_limit=limit,
+            seed=arguments.seed,
+            on_row=lambda row: progress.update(task, advance=1, description=f"{row['space']} {row['model']}: {row['status']}"),
+            on_note=lambda text: console.print(text, markup=False, highlight=False),
+        )
+    statuses = ("ok", "oom", "timeout", "failed")
+    table = Table("space", *statuses, title=f"{report.rows.total()} rows in {report.seconds:.0f} s")
+    for space in sorted({space for space, _ in report.rows}):
+        table.add_row(space, *(str(report.rows[space, status]) for status in statuses))
+    console.print(table)
+    for reason, count in report.left_out.most_common(5):
+        console.print(f"left out: {count} x {reason}", markup=False, highlight=False)
+    console.print(f"Ended because {report.ended_by}. The rows are in {arguments.out}.", markup=False, highlight=False)
+
+
+def train(words: Sequence[str]) -> None:
+    """Train one predictor on tables, and write its weights and its card.
+
+    Raises:
+        PerfGuardError: for tables or names that cannot be right.
+    """
+    from perfguard_research.train import train_and_write
+
+    parser = argparse.ArgumentParser(prog="perfguard train", description="Train a predictor on tables of measured runs.")
+    parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
+    parser.add_argument("--predictor", required=True, help=f"one of {', '.join(NAMES)}")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="DIR/PREDICTOR.safetensors and DIR/PREDICTOR.json")
+    _add_common(parser)
+    arguments = parser.parse_args(words)
+    learner_class(arguments.predictor)
+    settings = _settings(arguments.set)
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("all rows", total=None, loss="")
+
+        def on_epoch(done: int, of: int, loss: float) -> None:
+            progress.update(bar, completed=done, total=of, loss=f"loss {loss:.4f}")
+
+        written = train_and_write(
+            arguments.predictor, settings, arguments.tables, arguments.out, cache=arguments.cache, jobs=arguments.jobs,
+            most_operators=arguments.most_operators, on_epoch=on_epoch,
+        )  # fmt: skip
+    console.print(written, markup=False, highlight=False)
+
+
+def leaderboard(words: Sequence[str]) -> None:
+    """Judge predictors on the same held-out runs, and print tables.
+
+    Raises:
+        PerfGuardError: for tables or names that cannot be right.
+    """
+    from perfguard_research.leaderboard import as_json, as_markdown, entries, fit_scores, predictions
+
+    parser = argparse.ArgumentParser(prog="perfguard leaderboard", description="Compare predictors on the same rows.")
+    parser.add_argument("tables", metavar="TABLE", nargs="+", type=Path)
+    parser.add_argument("--predictors", default=",".join(NAMES), help="names, comma-separated (default: all)")
+    parser.add_argument("--splits", default="family", help=f"any of {', '.join(_SPLITS)}, comma-separated (default: family)")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables, and FILE.json with the same data")
+    _add_common(parser)
+    arguments = parser.parse_args(words)
+    names, splits = arguments.predictors.split(","), arguments.splits.split(",")
+    for name in names:
+        learner_class(name)
+    if unknown := set(splits) - set(_SPLITS):
+        raise ConfigurationError(f"--splits takes {', '.join(_SPLITS)}, not {', '.join(sorted(unknown))}.")
+    settings = _settings(arguments.set)
+    runs, found = predictions(
+        arguments.tables, dict.fromkeys(names, settings), splits, cache=arguments.cache, jobs=arguments.jobs,
+        most_operators=arguments.most_operators,
+    )  # fmt: skip
+    lines, scores = entries(runs, found), fit_scores(runs, found)
+    sources = ", ".join(f"{number:,} of {source}" for source, number in Counter(run.source for run in runs).most_common())
+    command = " ".join(["perfguard leaderboard", *["TABLE"] * len(arguments.tables), *_options(words)])
+    head = (
+        f"# Leaderboard\n\n    {command}\n\n{len(runs):,} runs: {sources}. {time.strftime('%Y-%m-%d')}, "
+        f"{platform.processor() or platform.machine()}.\n\nErrors: mean ± spread over folds / median. Intervals: coverage / "
+        "median width. What fits: failed runs caught / fitting runs pruned, by the median; the same at the guard's default "
+        "risk; balanced accuracy on pairs of neighbouring batches.\n\n"
+    )
+    text = head + as_markdown(lines, scores, names)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+        arguments.out.with_suffix(".json").write_text(as_json(lines, scores) + "\n", encoding="utf-8")
+    print(text)
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Options of the command line, without the paths of tables, cache and results."""
+    options: list[str] = []
+    for name, value in zip(words, [*words[1:], ""], strict=True):
+        if name in ("--predictors", "--splits", "--most-operators", "--set"):
+            options += [name, value]
+    return options
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder for intermediate results (default: {_CACHE})")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--set takes NAME=VALUE, not {word!r}.")
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    return settings
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"The result cannot be written to {str(path)!r}: {error}") from error

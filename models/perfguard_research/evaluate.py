@@ -1,0 +1,241 @@
+"""A predictor held against a table of measured runs: a prediction for each row, and scores by source, mode and GPU."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from perfguard.devices import Device
+from perfguard.exceptions import ConfigurationError, PerfGuardError
+from perfguard.graph import OpGraph, TraceCache
+from perfguard.predictor import Estimate, Prediction, Predictor
+from perfguard_research.tables import MIB, MeasuredRow, MemoryKind, kind_of_table, parser_of
+
+_MEMORY = ("pred_peak_memory_mib", "pred_memory_low_mib", "pred_memory_high_mib", "p_oom")
+_TIME = ("pred_step_time_ms", "pred_time_low_ms", "pred_time_high_ms")
+_LATENCY = ("pred_latency_ms", "pred_latency_low_ms", "pred_latency_high_ms")
+_UTILISATION = ("pred_gpu_util", "pred_sm_active")
+
+
+def predicted_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """The columns that an evaluation adds to a table that has ``columns``."""
+    kind = kind_of_table(columns)
+    if kind == "operator":
+        return *_LATENCY, "error"
+    return *_MEMORY, *_TIME, *(_UTILISATION if kind in ("collected", "perceptron") else ()), "error"
+
+
+class Evaluated(NamedTuple):
+    """One row with its prediction; some are None where ``error`` says why."""
+
+    row: MeasuredRow | None
+    prediction: Prediction | None
+    memory: Estimate | None
+    """The predicted peak of the row's own kind of memory."""
+    device: Device | None
+    error: str = ""
+
+    def columns(self) -> dict[str, str]:
+        """Columns that can be added to a row of any table."""
+        if self.prediction is None or self.device is None or self.memory is None:
+            return {"error": self.error}
+        time = self.prediction.step_time
+        times = [bound * 1e3 for bound in (time.median, *time.interval())]
+        values = [
+            *(bound / MIB for bound in (self.memory.median, *self.memory.interval())),
+            self.prediction.p_oom(self.device.memory_bytes),
+            *times,
+            *times,
+            None if self.prediction.gpu_util is None else self.prediction.gpu_util * 100,
+            self.prediction.sm_active,
+        ]
+        names = (*_MEMORY, *_TIME, *_LATENCY, *_UTILISATION)
+        return {name: "" if value is None else f"{value:.6g}" for name, value in zip(names, values, strict=True)} | {"error": ""}
+
+
+def evaluate(
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    path: str | Path,
+    predictor: Predictor,
+    *,
+    on_row: Callable[[], None] = lambda: None,
+) -> list[Evaluated]:
+    """Predict every row of a table, in the order of the table. A row that cannot be predicted has an ``error``.
+
+    Args:
+        columns: of the table.
+        rows: as `read_table` gives them.
+        path: the file of the table. Files that belong to it lie beside it.
+        predictor: the predictor to compare with the rows.
+        on_row: called after each row, for a progress bar.
+
+    Raises:
+        TableError: if the table is of no known kind.
+    """
+    parse = parser_of(columns, path)
+    results: list[Evaluated | None] = [None] * len(rows)
+    readable: list[tuple[int, MeasuredRow]] = []
+    for index, raw in enumerate(rows):
+        try:
+            readable.append((index, parse(raw)))
+        except PerfGuardError as error:
+            results[index] = Evaluated(None, None, None, None, str(error))
+            on_row()
+    # Rows of one network follow each other: it is made once, and of its batches only some are traced.
+    readable.sort(key=lambda item: (str(item[1].structure), item[1].gpu, item[1].batch_size))
+    for _, group in itertools.groupby(readable, key=lambda item: item[1].structure):
+        members, traces, model = list(group), TraceCache(), None
+        try:
+            model, failure = members[0][1].make_model(), ""
+        except Exception as error:
+            failure = _in_words(error)
+        for index, row in members:
+            try:
+                device = row.device if row.capacity_bytes is None else row.device.with_memory(int(row.capacity_bytes))
+                if failure:
+                    results[index] = Evaluated(row, None, None, None, failure)
+                else:
+                    graph = row.graph(model, traces, device)
+                    prediction = predictor.predict(graph, device)
+                    memory = memory_of_kind(row.memory_kind, prediction, graph, device)
+                    results[index] = Evaluated(row, prediction, memory, device)
+            except Exception as error:  # a row that cannot be done is a row with an error
+                results[index] = Evaluated(row, None, None, None, _in_words(error))
+            on_row()
+    return [result for result in results if result is not None]
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error) if isinstance(error, PerfGuardError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+def memory_of_kind(kind: MemoryKind, prediction: Prediction, graph: OpGraph, device: Device) -> Estimate:
+    """The predicted peak as a reading of this kind would be.
+
+    A prediction is the driver's reading. PyTorch's allocator reserves that without the context. Less is allocated: the bytes of
+    tensors that are alive, which the replay knows.
+    """
+    if kind in ("driver", "resident", "unknown"):
+        return prediction.peak_memory
+    if kind == "allocated":
+        return Estimate(float(max(graph.peak_live_bytes, 1)), prediction.peak_memory.log_sigma)
+    driver = prediction.peak_memory
+    median = max(driver.median - device.context_bytes, float(graph.peak_live_bytes), 1.0)
+    # The context is known, so the rest is as uncertain in bytes as the sum.
+    return Estimate(median, driver.log_sigma * max(driver.median / median, 1.0))
+
+
+class Score(NamedTuple):
+    """Errors of the predictions of one quantity. An error is |predicted / measured - 1|."""
+
+    rows: int
+    mean: float
+    median: float
+    p90: float
+    coverage: float
+    """Share of the measurements that the 90% intervals hold."""
+
+
+def score(pairs: Iterable[tuple[float, Estimate]]) -> Score | None:
+    """The score of pairs of measured and predicted; None if there are none."""
+    pairs = list(pairs)
+    if not pairs:
+        return None
+    errors = sorted(abs(estimate.median / measured - 1) for measured, estimate in pairs)
+    inside = [low <= measured <= high for measured, estimate in pairs for low, high in [estimate.interval()]]
+    p90 = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
+    return Score(len(pairs), statistics.fmean(errors), statistics.median(errors), p90, sum(inside) / len(inside))
+
+
+def report(results: Sequence[Evaluated], *, threshold: float = 0.5) -> list[dict[str, Any]]:
+    """Return the scores of memory and of time by source, mode and GPU.
+
+    They include the fractions of failed and of fitting runs that would be pruned at P(out of memory) above ``threshold``.
+    """
+    groups: dict[tuple[str, str, str], list[Evaluated]] = {}
+    for result in results:
+        if result.row is not None:
+            groups.setdefault((result.row.source, result.row.mode, result.row.gpu), []).append(result)
+    return [_group_report(key, group, threshold) for key, group in sorted(groups.items())]
+
+
+def _group_report(key: tuple[str, str, str], group: Sequence[Evaluated], threshold: float) -> dict[str, Any]:
+    memory: list[tuple[float, Estimate]] = []
+    time: list[tuple[float, Estimate]] = []
+    utilisation: list[float] = []
+    pruned: dict[str, list[bool]] = {"ok": [], "oom": []}
+    for row, prediction, own_memory, device, _ in group:
+        if row is None or prediction is None or device is None or own_memory is None:
+            continue
+        if row.status in pruned:
+            pruned[row.status].append(prediction.p_oom(device.memory_bytes) > threshold)
+        if row.status == "ok" and row.memory_bytes is not None and row.memory_kind != "unknown":
+            memory.append((row.memory_bytes, own_memory))
+        if row.status == "ok" and row.step_time_s is not None:
+            time.append((row.step_time_s, prediction.step_time))
+        if row.gpu_util and prediction.gpu_util is not None:
+            utilisation.append(abs(prediction.gpu_util / row.gpu_util - 1))
+    caught, lost = (sum(flags) / len(flags) if flags else None for flags in (pruned["oom"], pruned["ok"]))
+    scores = {"memory": score(memory), "time": score(time)}
+    return {
+        **dict(zip(("source", "mode", "gpu"), key, strict=True)),
+        "rows": len(group),
+        "errors": sum(bool(result.error) for result in group),
+        **{name: None if value is None else value._asdict() for name, value in scores.items()},
+        "gpu_util": None
+        if not utilisation
+        else {"rows": len(utilisation), "mean": statistics.fmean(utilisation), "median": statistics.median(utilisation)},
+        "oom_rows": len(pruned["oom"]),
+        "oom_caught": caught,
+        "fitting_pruned": lost,
+    }
+
+
+def write_predictions(
+    path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, str]], results: Sequence[Evaluated]
+) -> None:
+    """Write the table with the predicted columns after its own.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    added = predicted_columns(columns)
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*(column for column in columns if column not in added), *added], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **result.columns()} for row, result in zip(rows, results, strict=True))
+    except OSError as error:
+        raise ConfigurationError(f"The predictions cannot be written to {str(path)!r}: {error}") from error
+
+
+def as_table(predictor: str, groups: Sequence[Mapping[str, Any]]) -> Table:
+    """The report for people."""
+
+    def score(score: Mapping[str, float] | None) -> str:
+        if score is None:
+            return "-"
+        text = f"{score['mean']:.1%} / {score['median']:.1%}"
+        return text if "p90" not in score else f"{text} / {score['p90']:.1%}, {score['coverage']:.0%}"
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    table = Table(title=f"{predictor}: mean / median / 90th percentile of the relative error, coverage of the 90% interval")
+    for heading in ("source", "mode", "gpu", "rows", "memory", "time", "GPU utilisation", "OOM caught", "fitting pruned"):
+        table.add_column(heading, justify="left" if heading in ("source", "mode", "gpu") else "right")
+    for group in groups:
+        cells = [*(score(group[name]) for name in ("memory", "time", "gpu_util")), share(group["oom_caught"])]
+        named = (escape(group[name]) for name in ("source", "mode", "gpu"))
+        table.add_row(*named, str(group["rows"]), *cells, share(group["fitting_pruned"]))
+    return table

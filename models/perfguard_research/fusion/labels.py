@@ -1,0 +1,445 @@
+"""Labels of fused operators, from the compilers' own records.
+
+    python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 20
+    python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
+    python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 4 --compiler onnxruntime
+
+With torch.compile's Inductor, the network's aten graph is decomposed and made functional as in AOTAutograd. Each new node keeps
+the operator that it comes from (`from_node`). Inductor lowers the graph, and its scheduler fuses operators. The result is read
+in Inductor's own hook for passes after fusion. Compilation ends there, before any C++ is written. Nothing is computed and there
+are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device. For ONNX Runtime see
+`fusion_labels_onnx`.
+
+Each line is one JSON object. It has the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of its operators in
+the graph. The command may be interrupted at any time. Every line is flushed, and models that are in the file are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import difflib
+import functools
+import itertools
+import json
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from perfguard.graph import OpGraph, trace
+from perfguard.workload import TensorSpec, Workload
+from perfguard_research.fusion.labels_onnx import onnxruntime_case
+
+COMPILERS = ("inductor-cpu", "inductor-cuda", "onnxruntime")
+_MOST_OPERATORS = 400
+_MODELS_OF_FAMILY = 2
+_CELLS = 60
+_BATCHES = (1, 2, 4, 8)
+_NOT_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
+"""Operators that only allocate. A trace leaves them out, as it does views."""
+
+
+class Case(NamedTuple):
+    """A network to compile."""
+
+    family: str
+    name: str
+    make_model: Callable[[], nn.Module]
+    inputs: Any
+    """Inputs, as `Workload` takes them."""
+
+
+class LabelledGraph(NamedTuple):
+    """A graph, and what a compiler made of it."""
+
+    compiler: str
+    family: str
+    model: str
+    graph: OpGraph
+    kernels: tuple[tuple[int, ...], ...]
+    """Operators of each kernel, ascending. One operator may be part of several (a softmax is a reduction and a division)."""
+
+    def edge_labels(self) -> npt.NDArray[np.int8]:
+        """Labels of ``graph.edges``: 1 fused, 0 not, -1 not recorded. Shape: (num_edges,).
+
+        An edge is fused if one kernel takes part in both operators.
+        """
+        kernels_of: dict[int, set[int]] = {}
+        for number, kernel in enumerate(self.kernels):
+            for op in kernel:
+                kernels_of.setdefault(op, set()).add(number)
+        none: set[int] = set()
+        pairs = [(kernels_of.get(int(a), none), kernels_of.get(int(b), none)) for a, b in self.graph.edges.T]
+        return np.array([-1 if not (a and b) else int(bool(a & b)) for a, b in pairs], dtype=np.int8)
+
+
+def inductor_kernels(model: nn.Module, inputs: Any, graph: OpGraph, target: str = "cpu") -> tuple[tuple[int, ...], ...]:
+    """The kernels that Inductor's scheduler forms of ``graph``, as indices of its operators.
+
+    For "cuda" the scheduler gets the properties of an A100. It decides before Triton is called, so neither a GPU nor Triton is
+    needed.
+
+    Args:
+        model: on ``torch.device("meta")``, in evaluation mode.
+        inputs: as `Workload` takes them.
+        graph: the trace of one inference of ``model`` for ``target``. The aten calls are matched to its operators by name and
+            order.
+        target: "cpu" or "cuda".
+
+    Raises:
+        Exception: whatever tracing or Inductor raise for a network that they cannot take.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    scheduled: list[Any] = []
+
+    def read(nodes: list[Any]) -> list[Any]:
+        scheduled.extend(nodes)
+        raise _ScheduledError
+
+    with fake, torch.no_grad():
+        called, whole = _aten_graphs(model, inputs, target)
+        settings = config.patch(fx_graph_cache=False, assume_aligned_inputs=True, _post_fusion_custom_pass=read)
+        with settings, _pretended_gpu() if target == "cuda" else nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = [node.meta["val"] for node in whole.graph.nodes if node.op == "placeholder"]
+            try:
+                compile_fx.compile_fx_inner(whole, values, is_inference=True)
+            except InductorError as error:
+                if not isinstance(error.inner_exception, _ScheduledError):
+                    raise
+    op_of = _matched(called, graph)
+    position = {node.name: at for at, node in enumerate(called.graph.nodes)}
+    kernels = (sorted({op_of[name] for name in kernel if name in op_of}) for kernel in _kernels_of(scheduled, position))
+    return tuple(tuple(kernel) for kernel in kernels if kernel)
+
+
+class _ScheduledError(Exception):
+    """Ends a compilation when the scheduler has decided."""
+
+
+@contextmanager
+def _pretended_gpu() -> Iterator[None]:
+    """Patch the device queries of Inductor (torch 2.13) with the properties of an A100."""
+    from torch._inductor import scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    a100 = DeviceProperties("cuda", 0, 108, 80, 8, 65536, 2048, 1024, 32)
+    properties = SimpleNamespace(
+        name="A100", major=8, minor=0, multi_processor_count=108, warp_size=32, total_memory=40 * 2**30, gcnArchName="",
+        L2_cache_size=40 * 2**20, shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=163 * 2**10,
+    )  # fmt: skip
+    with (
+        mock.patch.object(DeviceProperties, "create", return_value=a100),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch.object(scheduler, "has_triton", return_value=True),
+    ):
+        yield
+
+
+def _aten_graphs(model: nn.Module, inputs: Any, target: str) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The calls that the network dispatches, and the graph that Inductor is given for them.
+
+    The network itself always runs on fake CPU tensors: a build of torch for CPUs cannot index fake CUDA tensors. Its aten calls
+    can be run on either.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.func import functional_call, functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    state = {name: torch.empty_like(value, device="cpu") for name, value in (*model.named_parameters(), *model.named_buffers())}
+    batch = _empty(inputs)
+    keywords = batch if isinstance(batch, dict) else {}
+    arguments = () if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
+
+    def forward(state: dict[str, torch.Tensor], arguments: Any, keywords: dict[str, Any]) -> list[torch.Tensor]:
+        out = functional_call(model, state, arguments, keywords)
+        return [value for value in torch.utils._pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
+
+    called = make_fx(forward)(state, arguments, keywords)
+    again = [torch.empty_like(node.meta["val"], device=target) for node in called.graph.nodes if node.op == "placeholder"]
+    with preserve_node_meta():
+        functional = functionalize(_OnTarget(called, target).run, remove="mutations")
+        whole = make_fx(functional, decomposition_table=select_decomp_table())(*again)
+    whole.graph.eliminate_dead_code()
+    whole.recompile()
+    return called, whole
+
+
+class _OnTarget(torch.fx.Interpreter):
+    """Runs calls that were recorded on a CPU as ``target`` would."""
+
+    def __init__(self, called: torch.fx.GraphModule, target: str) -> None:
+        super().__init__(called)
+        self._target = target
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._target == "cuda" and target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            rest: list[Any] = [0.0, False]
+            rest[: len(args) - 3] = args[3:]
+            mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+            return efficient(*args[:3], mask, False, *rest, scale=scale)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device(self._target, 0)}
+        return super().call_function(target, args, kwargs)
+
+
+def _empty(inputs: Any) -> Any:
+    if isinstance(inputs, TensorSpec):
+        return torch.empty(inputs.shape, dtype=getattr(torch, inputs.dtype))
+    if isinstance(inputs, dict):
+        return {name: _empty(value) for name, value in inputs.items()}
+    if inputs and isinstance(inputs[0], tuple):
+        return tuple(_empty(value) for value in inputs)
+    return torch.empty(inputs)
+
+
+def _kernels_of(nodes: Sequence[Any], position: Mapping[str, int]) -> Iterator[set[str]]:
+    """Yield the names of the aten calls in each scheduled kernel.
+
+    A call of a library (convolution, matrix product) is a kernel of its own. Generated kernels that copy its input into another
+    layout or add its bias also name it as an origin. Its output is written in any case, so it does not count there. Inductor
+    counts the origins of unfinished inputs to a library call, so its own origin is the last one. Nodes that do nothing (`cat` of
+    parts that were written in place) are no kernels.
+    """
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    generated: list[set[str]] = []
+    calls: list[str] = []
+    for node in nodes:
+        found: set[str] = set()
+        for part in node.get_nodes():
+            if part.node is None or isinstance(part, NopKernelSchedulerNode):
+                continue
+            names = {origin.meta["from_node"][-1].name for origin in part.node.get_origins() if "from_node" in origin.meta}
+            names &= position.keys()
+            if isinstance(part, ExternKernelSchedulerNode):
+                calls.extend([max(names, key=position.__getitem__)] if names else [])
+            else:
+                found |= names
+        generated.append(found)
+    yield from ({name} for name in calls)
+    yield from (found - set(calls) for found in generated)
+
+
+def _matched(called: torch.fx.GraphModule, graph: OpGraph) -> dict[str, int]:
+    """Operator index in ``graph`` of each aten call that launches a kernel. Both are in the order of dispatch."""
+    names, calls = [], []
+    for node in called.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view:
+            name = node.target._schema.name.partition("::")[2]
+            if name not in _NOT_KERNELS:
+                names.append(_without_backend(name))
+                calls.append(node.name)
+    matcher = difflib.SequenceMatcher(None, [_without_backend(op.name) for op in graph.ops], names, autojunk=False)
+    return {calls[block.b + at]: block.a + at for block in matcher.get_matching_blocks() for at in range(block.size)}
+
+
+def _without_backend(name: str) -> str:
+    return "attention" if name.startswith("_scaled_dot_product") else name
+
+
+def cases(seed: int = 0) -> Iterator[Case]:
+    """The corpus, mixed: every family of timm, cells in the manner of NAS-Bench-201, transformers from configurations."""
+    sources = [list(_timm_cases(random.Random(seed))), list(_cells(random.Random(seed))), list(_transformers())]
+    order = [(at / len(source), case) for source in sources for at, case in enumerate(source)]
+    for _, case in sorted(order, key=lambda item: item[0]):
+        yield case
+
+
+def _timm_cases(rng: random.Random) -> Iterator[Case]:
+    import timm
+
+    def made(name: str) -> Case:
+        def make() -> nn.Module:
+            with torch.device("meta"):
+                model: nn.Module = timm.create_model(name)
+            return model
+
+        cfg = timm.get_pretrained_cfg(name)
+        size = cfg.input_size if cfg is not None else (3, 224, 224)
+        return Case("", name, make, (rng.choice(_BATCHES), *size))
+
+    families: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        family = "".join(itertools.takewhile(lambda letter: not letter.isdigit() and letter != "_", name))
+        families.setdefault(family, []).append(name)
+    chosen = [(family, rng.sample(names, min(_MODELS_OF_FAMILY, len(names)))) for family, names in families.items()]
+    rng.shuffle(chosen)
+    for family, names in chosen:
+        yield from (made(name)._replace(family=family) for name in names)
+
+
+def _cells(rng: random.Random) -> Iterator[Case]:
+    """Cells of six edges between four nodes, two stages of two, as `examples/nas_space.py` has them."""
+    for number in range(_CELLS):
+        plan = tuple(rng.choice(("none", "skip", "conv1x1", "conv3x3", "pool3x3")) for _ in range(6))
+        width = rng.choice((8, 16, 24, 32))
+        yield Case(
+            "nas-cell",
+            f"cell-{number}",
+            functools.partial(_on_meta, _CellNetwork, plan, width),
+            (rng.choice(_BATCHES), 3, 32, 32),
+        )
+
+
+def _on_meta(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    with torch.device("meta"):
+        return make(*arguments)
+
+
+_EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+
+
+class _CellNetwork(nn.Module):
+    def __init__(self, plan: Sequence[str], width: int) -> None:
+        super().__init__()
+
+        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Module:
+            return nn.Sequential(
+                nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+        def operator(name: str, channels: int) -> nn.Module:
+            if name.startswith("conv"):
+                return conv(channels, channels, int(name[-1]))
+            return nn.AvgPool2d(3, 1, 1, count_include_pad=False) if name == "pool3x3" else nn.Identity()
+
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        self.plan = [(edge, name) for edge, name in zip(_EDGES, plan, strict=True) if name != "none"]
+        widths = (width, width, 2 * width, 2 * width)
+        self.cells = nn.ModuleList(nn.Sequential(*(operator(name, size) for _, name in self.plan)) for size in widths)
+        self.down = conv(width, 2 * width, 3, 2)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index, cell in enumerate(self.cells.children()):
+            assert isinstance(cell, nn.Sequential)
+            x = self.down(x) if index == 2 else x
+            nodes: list[torch.Tensor | None] = [x, None, None, x]
+            for at, ((start, end), _) in enumerate(self.plan):
+                source, before = nodes[start], nodes[end]
+                if source is not None:
+                    made = cell[at](source)
+                    nodes[end] = made if before is None else before + made
+            assert nodes[3] is not None
+            x = nodes[3]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+_TRANSFORMERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("bert", "BertConfig", "BertModel", {"num_hidden_layers": 3}),
+    ("roberta", "RobertaConfig", "RobertaModel", {"num_hidden_layers": 2}),
+    ("distilbert", "DistilBertConfig", "DistilBertModel", {"n_layers": 3}),
+    ("gpt2", "GPT2Config", "GPT2Model", {"n_layer": 3, "use_cache": False}),
+    ("opt", "OPTConfig", "OPTModel", {"num_hidden_layers": 3, "use_cache": False}),
+    ("gptneox", "GPTNeoXConfig", "GPTNeoXModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("llama", "LlamaConfig", "LlamaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("qwen2", "Qwen2Config", "Qwen2Model", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("gemma", "GemmaConfig", "GemmaModel", {"num_hidden_layers": 3, "hidden_size": 512, "use_cache": False}),
+    ("albert", "AlbertConfig", "AlbertModel", {"num_hidden_layers": 2}),
+    ("electra", "ElectraConfig", "ElectraModel", {"num_hidden_layers": 2}),
+    ("xlmroberta", "XLMRobertaConfig", "XLMRobertaModel", {"num_hidden_layers": 2}),
+    ("mpnet", "MPNetConfig", "MPNetModel", {"num_hidden_layers": 2}),
+    ("bloom", "BloomConfig", "BloomModel", {"n_layer": 2, "hidden_size": 256, "use_cache": False}),
+    ("phi", "PhiConfig", "PhiModel", {"num_hidden_layers": 2, "hidden_size": 512, "use_cache": False}),
+)
+
+
+def _transformers() -> Iterator[Case]:
+    import transformers
+
+    def make(config: str, model: str, settings: dict[str, Any]) -> nn.Module:
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+        return made
+
+    for family, config, model, settings in _TRANSFORMERS:
+        tokens = {"input_ids": TensorSpec((2, 64), "int64")}
+        yield Case(family, f"{family}-small", functools.partial(_on_meta, make, config, model, settings), tokens)
+
+
+def labelled(case: Case, compiler: str) -> LabelledGraph | str:
+    """Labels of ``case`` from ``compiler``, or the reason why there are none."""
+    try:
+        model = case.make_model().eval()
+        if compiler == "onnxruntime":
+            graph, kernels = onnxruntime_case(model, case.inputs)
+            return LabelledGraph(compiler, case.family, case.name, graph, kernels)
+        target: Any = compiler.partition("-")[2]
+        graph = trace(Workload(model, case.inputs, mode="infer"), target=target)
+        if len(graph.ops) > _MOST_OPERATORS:
+            return f"{len(graph.ops)} operators"
+        kernels = inductor_kernels(model, case.inputs, graph, target)
+    except Exception as error:  # whatever networks of others do under fake tensors
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return LabelledGraph(compiler, case.family, case.name, graph, kernels)
+
+
+def to_json(row: LabelledGraph) -> dict[str, Any]:
+    """One line of the file."""
+    return {**row._asdict(), "graph": base64.b64encode(row.graph.to_bytes()).decode()}
+
+
+def read_labels(path: str | Path) -> Iterator[LabelledGraph]:
+    """Yield the graph of each complete line. An interrupted last line ends the reading."""
+    with Path(path).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                row = json.loads(line)
+                graph = OpGraph.from_bytes(base64.b64decode(row.pop("graph")))
+                yield LabelledGraph(graph=graph, kernels=tuple(map(tuple, row.pop("kernels"))), **row)
+
+
+def main() -> None:
+    """Label until the minutes are over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--compiler", choices=COMPILERS, default=COMPILERS[0])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    done = {(row.compiler, row.model) for row in read_labels(arguments.out)} if arguments.out.is_file() else set()
+    end, number = time.process_time() + 60 * arguments.minutes, 0
+    with arguments.out.open("a", encoding="utf-8") as file, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("models", total=None)
+        for case in cases(arguments.seed):
+            if time.process_time() > end:
+                break
+            if (arguments.compiler, case.name) in done:
+                continue
+            row = labelled(case, arguments.compiler)
+            if isinstance(row, str):
+                print(f"{case.name}: {row}", file=sys.stderr)
+                continue
+            file.write(json.dumps(to_json(row)) + "\n")
+            file.flush()
+            number += 1
+            progress.update(task, completed=number, description=f"{number} models")
+    print(f"{number} models in {arguments.out}, {time.process_time():.0f} s of processor time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""All predictors on the same rows, each evaluated on rows that it was not fitted to.
+
+Splits are by family, by source, by GPU and at random. In each fold every predictor learns from the same runs and is evaluated on
+the same others. Predictions are kept, so an interrupted leaderboard continues where it stopped. The table has the errors of
+memory and time, and the share of failed runs that would have been caught. It also has the accuracy on which of two neighbouring
+batches fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.progress import track
+
+from perfguard.guard import DEFAULT_RISK
+from perfguard_models.learner import TARGETS, predict_with_spread, share_of
+from perfguard_research.dataset import Fold, Run, dataset_of, folds
+from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
+from perfguard_research.learners import identity_of, learner_class, source_of
+from perfguard_research.memory_forest import bracketed
+
+_QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
+_Z = statistics.NormalDist().inv_cdf(0.95)
+_AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
+_FEWEST_JUDGED = 20
+"""Runs of a fold; a fit for fewer (five transformers on one card, say) is not worth its minutes."""
+
+
+class Job(NamedTuple):
+    """One predictor on one fold."""
+
+    predictor: str
+    settings: tuple[tuple[str, Any], ...]
+    split: str
+    fold: Fold
+
+
+class Entry(NamedTuple):
+    """One line of the leaderboard. Errors are |predicted / measured - 1|; of utilisation, differences."""
+
+    split: str
+    group: str
+    quantity: str
+    predictor: str
+    rows: int
+    mean: float
+    median: float
+    p90: float
+    spread: float
+    """Standard deviation of the folds' means."""
+    coverage: float
+    """Share of the measurements within the 90% intervals of a calibration on the other folds; NaN: there is none."""
+    width: float
+    """Median width of these intervals over the predicted median."""
+
+
+def predictions(
+    tables: Sequence[Path],
+    predictors: dict[str, dict[str, Any]],
+    splits: Sequence[str],
+    *,
+    cache: Path,
+    jobs: int = 2,
+    most_operators: int = 60_000,
+) -> tuple[list[Run], SplitPredictions]:
+    """The runs, and for each split and predictor the folds with the predictions for the test runs.
+
+    Args:
+        tables: tables of runs. Any kind that can be learnt from.
+        predictors: names and settings.
+        splits: names of splits. Known are "family", "source", "gpu" and "random".
+        cache: a folder for graphs, views and predictions.
+        jobs: processes.
+        most_operators: rows of an operator table that are taken.
+    """
+    first = learner_class(next(iter(predictors))).views
+    runs = dataset_of(tables, first, cache=cache, jobs=jobs, most_operators=most_operators).runs
+    work = [
+        Job(name, tuple(sorted(settings.items())), split, own)
+        for split in splits
+        for fold in folds(runs, split)
+        for name, settings in predictors.items()
+        if (own := _of_tables(fold, runs, learner_class(name).tables)).learn and len(own.judge) >= _FEWEST_JUDGED
+    ]
+    data = identity_of("", {}, runs)
+    placed = [(job, _place(job, data, cache)) for job in work]
+    by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
+    for job, place in placed:
+        if not place.is_file():
+            by_views[learner_class(job.predictor).views].append((job, place))
+    for views, some in by_views.items():
+        _loaded.clear()
+        # Once, before the processes need it; those that are forked have it already.
+        _loaded[views] = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
+        do = functools.partial(_do, tables=tuple(tables), cache=cache, most_operators=most_operators)
+        with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
+            done = pool.map(do, some)
+            for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
+                pass
+    _loaded.clear()
+    found: defaultdict[tuple[str, str], FoldPredictions] = defaultdict(list)
+    for job, place in placed:
+        stored = torch.load(place, weights_only=True)
+        found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
+    return runs, dict(found)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+
+
+def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
+    """The part of ``fold`` that a predictor of these kinds of table is fitted to and evaluated on."""
+    return Fold(
+        fold.name,
+        [index for index in fold.learn if runs[index].table in tables],
+        [index for index in fold.judge if runs[index].table in tables],
+    )
+
+
+def _place(job: Job, data: str, cache: Path) -> Path:
+    """Named by all that a prediction depends on: the runs, the fold, the settings and the learner's source code."""
+    what = job.settings, data, job.fold, source_of(job.predictor)
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+    return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
+
+
+_loaded: dict[tuple[str, ...], list[Run]] = {}
+
+
+def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_operators: int) -> None:
+    job, place = work
+    kind = learner_class(job.predictor)
+    if kind.views not in _loaded:
+        _loaded.clear()
+        _loaded[kind.views] = dataset_of(tables, kind.views, cache=cache, jobs=1, most_operators=most_operators).runs
+    runs = _loaded[kind.views]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    learner = kind(**dict(job.settings))
+    learner.fit([runs[index] for index in job.fold.learn])
+    predicted, spread = predict_with_spread(learner, [runs[index] for index in job.fold.judge])
+    stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
+    torch.save({name: torch.from_numpy(np.asarray(values)) for name, values in stored.items()}, place.with_suffix(".part"))
+    place.with_suffix(".part").replace(place)
+
+
+def label_of(run: Run) -> str:
+    """Group of runs that are evaluated together."""
+    if run.table == "operator":
+        return f"operators of {run.source} {run.gpu}"
+    if run.table == "run":
+        return run.source
+    if run.table == "transformer":
+        return f"transformers {run.mode}"
+    if run.table == "perceptron":
+        return f"perceptrons {run.gpu}"
+    return f"{run.gpu} {run.mode} {run.variant}".strip()
+
+
+class _Measured(NamedTuple):
+    """One prediction beside its measurement."""
+
+    fold: int
+    error: float
+    inside: float
+    """1.0 or 0.0; NaN without an interval."""
+    width: float
+
+
+def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> list[Entry]:
+    """The errors of every predictor by split, group and quantity."""
+    lines = []
+    for (split, predictor), predictions in found.items():
+        groups: defaultdict[tuple[str, str], list[_Measured]] = defaultdict(list)
+        sigmas = log_sigmas_of(runs, split, predictions)
+        for at, (fold, predicted) in enumerate(predictions):
+            for position, index in enumerate(fold.judge):
+                run = runs[index]
+                for target in TARGETS:
+                    if target in run.labels and np.isfinite(value := float(predicted[target][position])):
+                        sigma = float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
+                        groups[group_of(run), target].append(_measured(at, target, value, run.labels[target], sigma))
+        lines += [_entry(split, predictor, name, target, some) for (name, target), some in groups.items()]
+    return lines
+
+
+def _measured(fold: int, target: str, value: float, label: float, sigma: float) -> _Measured:
+    half = _Z * sigma
+    inside = math.nan if math.isnan(sigma) else float(abs(label - value) <= half)
+    return _Measured(fold, error_of(target, value, label), inside, math.exp(half) - math.exp(-half))
+
+
+def _entry(split: str, predictor: str, name: str, target: str, some: Sequence[_Measured]) -> Entry:
+    errors = [one.error for one in some]
+    by_fold = [[one.error for one in some if one.fold == fold] for fold in {one.fold for one in some}]
+    inside = [one.inside for one in some]
+    return Entry(
+        split=split,
+        group=name,
+        quantity=_QUANTITIES[target],
+        predictor=predictor,
+        rows=len(errors),
+        mean=statistics.fmean(errors),
+        median=statistics.median(errors),
+        p90=float(np.quantile(errors, 0.9)),
+        spread=statistics.pstdev(map(statistics.fmean, by_fold)),
+        coverage=math.nan if np.isnan(inside).all() else float(np.nanmean(inside)),
+        width=math.nan if np.isnan(inside).all() else float(np.nanmedian([one.width for one in some])),
+    )
+
+
+def error_of(target: str, predicted: float, measured: float) -> float:
+    """Relative for memory and time; the difference of the shares for utilisation."""
+    if target in ("memory", "time"):
+        return float(abs(np.exp(predicted - measured) - 1))
+    return abs(share_of(predicted) - share_of(measured))
+
+
+class FitScore(NamedTuple):
+    """The accuracy of predictions of what fits."""
+
+    failed: int
+    caught: float
+    """Share of the failed runs whose predicted median does not fit."""
+    fitting: int
+    pruned: float
+    """Share of the fitting runs whose predicted median does not fit."""
+    caught_at_risk: float
+    """Share of the failed runs that are out of memory with more than the guard's default risk; NaN: without intervals."""
+    pruned_at_risk: float
+    """Share of the fitting runs that are out of memory with more than the guard's default risk."""
+    pairs: int
+    balanced: float
+    """Mean of both shares, counted right, where the same network has a batch that fitted and a larger one that failed."""
+
+
+def fit_scores(runs: Sequence[Run], found: SplitPredictions) -> dict[tuple[str, str, str], FitScore]:
+    """Scores by split, GPU with mode, and predictor."""
+    pairs = bracketed(runs)
+    scores = {}
+    for (split, predictor), predictions in found.items():
+        groups: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for (fold, predicted), sigma in zip(predictions, log_sigmas_of(runs, split, predictions), strict=True):
+            for position, index in enumerate(fold.judge):
+                run, value = runs[index], float(predicted["memory"][position])
+                if run.table != "workload" or not math.isfinite(value):
+                    continue
+                limit, risky = math.log(run.capacity_bytes), value + _AT_RISK * float(sigma["memory"][position])
+                fails = float(value > limit)
+                flags = groups[f"{run.gpu} {run.mode}"]
+                flags[_outcome(run)].append(fails)
+                flags[f"{_outcome(run)} at risk"].append(math.nan if math.isnan(risky) else float(risky > limit))
+                ok, failed = pairs[run.gpu, run.structure]
+                if index in (ok, failed) and ok is not None and failed is not None:
+                    flags[f"pair {_outcome(run)}"].append(fails)
+        for name, flags in groups.items():
+            if flags["failed"]:
+                both = 1 - _mean(flags["pair fits"]), _mean(flags["pair failed"])
+                scores[split, name, predictor] = FitScore(
+                    failed=len(flags["failed"]),
+                    caught=_mean(flags["failed"]),
+                    fitting=len(flags["fits"]),
+                    pruned=_mean(flags["fits"]),
+                    caught_at_risk=_mean(flags["failed at risk"]),
+                    pruned_at_risk=_mean(flags["fits at risk"]),
+                    pairs=len(flags["pair failed"]),
+                    balanced=sum(both) / 2,
+                )
+    return scores
+
+
+def _outcome(run: Run) -> str:
+    return "fits" if run.fits else "failed"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore], order: Sequence[str]) -> str:
+    """Tables for a person: a row for each group, a column for each predictor."""
+    text: list[str] = []
+    for split in dict.fromkeys(line.split for line in lines):
+        own = [line for line in lines if line.split == split]
+        for quantity in dict.fromkeys(line.quantity for line in own):
+            cells = {(line.group, line.predictor): line for line in own if line.quantity == quantity}
+            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, _errors), ""]
+            known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
+            if known:
+                text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, _interval), ""]
+    for split in dict.fromkeys(key[0] for key in scores):
+        fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
+        text += [f"### What fits, split by {split}", "", *_fits_table(fits, order), ""]
+    return "\n".join(text)
+
+
+def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
+    """Mark a line with the number of its rows, if it was evaluated on fewer rows than others of its group."""
+    names = [name for name in order if any(predictor == name for _, predictor in cells)]
+    text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
+    for group in sorted({group for group, _ in cells}):
+        found = [cells.get((group, name)) for name in names]
+        rows = max(cell.rows for cell in found if cell is not None)
+        written = ["-" if c is None else write(c) + (f" ({c.rows} rows)" if c.rows < rows else "") for c in found]
+        text.append(f"| {group} | {rows} | {' | '.join(written)} |")
+    return text
+
+
+def _fits_table(cells: dict[tuple[str, str], FitScore], order: Sequence[str]) -> list[str]:
+    names = [name for name in order if any(predictor == name for _, predictor in cells)]
+    text = [f"| runs | failed | fitting | pairs | {' | '.join(names)} |", "| --- " * (len(names) + 4) + "|"]
+    for group in sorted({group for group, _ in cells}):
+        found = [cells.get((group, name)) for name in names]
+        first = next(score for score in found if score is not None)
+        written = ["-" if score is None else _fits(score) for score in found]
+        text.append(f"| {group} | {first.failed} | {first.fitting} | {first.pairs} | {' | '.join(written)} |")
+    return text
+
+
+def _errors(line: Entry) -> str:
+    return f"{line.mean:.1%} ± {line.spread:.1%} / {line.median:.1%}"
+
+
+def _interval(line: Entry) -> str:
+    return f"{line.coverage:.1%} / {line.width:.0%}"
+
+
+def _fits(score: FitScore) -> str:
+    at_risk = "-" if math.isnan(score.caught_at_risk) else f"{score.caught_at_risk:.1%} / {score.pruned_at_risk:.1%}"
+    return f"{score.caught:.1%} / {score.pruned:.1%}; {at_risk}; {'-' if math.isnan(score.balanced) else f'{score.balanced:.1%}'}"
+
+
+def as_json(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitScore]) -> str:
+    """Errors and scores as JSON."""
+    fits = [
+        {"split": split, "group": group, "predictor": name, **rounded(score._asdict())}
+        for (split, group, name), score in scores.items()
+    ]
+    return json.dumps({"errors": [rounded(line._asdict()) for line in lines], "fits": fits}, indent=1)
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """Round to four decimals for JSON. NaN and infinity become null."""
+    return {
+        key: (None if math.isnan(value) else round(value, 4)) if isinstance(value, float) else value
+        for key, value in values.items()
+    }

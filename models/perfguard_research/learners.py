@@ -1,0 +1,89 @@
+"""The learners that can be fitted to measured runs, by name: their interface, and what every fit needs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from perfguard.exceptions import PredictorError
+from perfguard_models.learner import Learner
+from perfguard_research.dataset import Run
+
+OnEpoch = Callable[[int, int, float], None]
+"""Called now and then while fitting, with what is done, of how much, and the loss."""
+
+
+class Trainable(Learner, Protocol):
+    """A learner that can be fitted."""
+
+    tables: ClassVar[tuple[str, ...]]
+    """Kinds of table that it is fitted to and evaluated on."""
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """Learn from ``runs``; ``on_epoch(done, of, loss)`` is called now and then."""
+
+
+def labels_of(runs: Sequence[Run], target: str) -> npt.NDArray[np.float64]:
+    """The labels of one target, NaN where there is none. Shape: (len(runs),)."""
+    return np.array([run.labels.get(target, np.nan) for run in runs], dtype=np.float64)
+
+
+def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """Cache key of a training: the learner, its settings and the runs."""
+    digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
+    for run in runs:
+        digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())
+    return digest.hexdigest()
+
+
+def shuffled(number: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch."""
+    order = list(range(number))
+    random.Random(seed * 1_000_003 + epoch).shuffle(order)
+    return order
+
+
+_WHERE = {
+    "memory-forest": ("perfguard_research.memory_forest", "TrainableMemory"),
+    "two-clocks": ("perfguard_research.two_clocks", "TrainableClocks"),
+    "trees": ("perfguard_research.papers.baselines", "Trees"),
+    "dnnperf": ("perfguard_research.papers.dnnperf", "DNNPerf"),
+    "dnnabacus": ("perfguard_research.papers.dnnabacus", "DNNAbacus"),
+    "perfseer": ("perfguard_research.papers.perfseer", "PerfSeer"),
+    "dippm": ("perfguard_research.papers.dippm", "DIPPM"),
+    "lilou": ("perfguard_research.papers.lilou", "Lilou"),
+    "roofline": ("perfguard_research.papers.baselines", "Roofline"),
+}
+"""Modules and classes by name. They are imported late, because they import this module."""
+NAMES = tuple(_WHERE)
+
+
+def learner_class(name: str) -> type[Trainable]:
+    """The class of the learner ``name``.
+
+    Raises:
+        PredictorError: for a name that there is not.
+    """
+    if name not in _WHERE:
+        raise PredictorError(f"No predictor that can be trained is called {name!r}. There are {', '.join(NAMES)}.")
+    module, attribute = _WHERE[name]
+    found: Any = getattr(importlib.import_module(module), attribute)
+    return found  # type: ignore[no-any-return]
+
+
+def source_of(name: str) -> str:
+    """A hash of the code that the learner ``name`` may consist of: its modules here, and all of `perfguard_models`.
+
+    How tables are read and graphs are traced does not count: runs are hashed themselves.
+    """
+    names = {base.__module__ for base in learner_class(name).__mro__ if base.__module__.startswith("perfguard_research.")}
+    own = [Path(str(importlib.import_module(module).__file__)) for module in sorted(names)]
+    folder = Path(str(importlib.import_module("perfguard_models").__file__)).parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*own, *sorted(folder.rglob("*.py"))])).hexdigest()

@@ -1,0 +1,542 @@
+"""The networks of measured runs: each is made from its name, a configuration and an input, as a row of a table has them.
+
+A name is ``PREFIX:NAME``. The prefix says who defines the network: torchvision, timm, hf (Transformers), diffusers, and a few
+others. Networks of ``perfguard:`` are made of a few sizes; `perfguard collect` draws them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from perfguard.exceptions import TableError
+from perfguard.workload import TensorSpec
+from perfguard_research.language_models import BasicsTransformerLM, Mpt
+
+Config = Mapping[str, Any]
+
+
+class Batch(NamedTuple):
+    """Inputs of one step, and its loss (None: the model's own)."""
+
+    inputs: Any
+    targets: Any = None
+    loss: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network, with all that decides how it is built.
+
+    Example:
+        >>> sizes = {"inputs": 8, "width": 16, "depth": 1, "norm": False, "dropout": False, "activation": "relu", "classes": 3}
+        >>> network = Network(name="perfguard:mlp", config=sizes)
+        >>> network.batch(4, train=False).inputs
+        (4, 8)
+    """
+
+    name: str
+    """Name with its prefix: "torchvision:resnet50"."""
+    config: Config = field(default_factory=dict, hash=False)
+    """Arguments of the model, or of its configuration."""
+    input: Config = field(default_factory=dict, hash=False)
+    """Sizes of a sample: "image", "seq_len", "target_len", "latent", "text_len"."""
+    family: str = ""
+    checkpointing: bool = False
+    before_torch2: bool = False
+    """Whether attention is computed product by product, as before PyTorch 2 fused it."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What networks share if they are the same."""
+        config, given = (json.dumps(value, sort_keys=True) for value in (self.config, self.input))
+        return self.name, config, given, self.checkpointing, self.before_torch2
+
+    @property
+    def num_indices(self) -> int:
+        """Integers of a batch and of its targets lie below."""
+        sizes = self.config
+        return int(sizes.get("vocab_size") or sizes.get("vocabulary") or sizes.get("classes") or sizes.get("num_classes") or 1000)
+
+    def make(self) -> nn.Module:
+        """The network, on the current default device. On the meta device it takes no memory.
+
+        Raises:
+            TableError: if it cannot be built, with the reason.
+        """
+        kind, name = self._kind_and_name()
+        if self.checkpointing and not kind.checkpoints:
+            raise TableError(f"Checkpointing of {self.name!r} is not modelled.")
+        try:
+            return kind.make(self, name)
+        except TableError:
+            raise
+        except Exception as error:
+            raise TableError(f"The model {self.name!r} cannot be made: {type(error).__name__}: {error}") from error
+
+    def batch(self, batch_size: int, *, train: bool, optimizes: bool = True) -> Batch:
+        """One batch.
+
+        Args:
+            batch_size: samples.
+            train: whether there is a loss.
+            optimizes: whether the step has an optimizer's; the course's language model has another loss without.
+
+        Raises:
+            TableError: if the input is not what such a model takes.
+        """
+        kind, name = self._kind_and_name()
+        try:
+            batch = kind.batch(self, name, batch_size, train)
+        except KeyError as error:
+            raise TableError(f"column 'input' must hold {error} for {self.name!r}, but is {dict(self.input)}") from error
+        return Batch(batch.inputs, None, mean_of) if self.name.startswith("cs336:") and not optimizes else batch
+
+    def _kind_and_name(self) -> tuple[_Kind, str]:
+        prefix, _, name = self.name.partition(":")
+        key = self.name if prefix == "perfguard" else prefix
+        if key not in _KINDS:
+            raise TableError(f"The model {self.name!r} has no known prefix. Known are {', '.join(_KINDS)}.")
+        return _KINDS[key], name
+
+
+class _Kind(NamedTuple):
+    """How the networks of one prefix are built and fed."""
+
+    make: Callable[[Network, str], nn.Module]
+    batch: Callable[[Network, str, int, bool], Batch]
+    """(network, name, batch size, whether it trains) → one batch."""
+    checkpoints: bool = False
+    """Whether activation checkpointing is modelled."""
+
+
+# Losses
+
+
+def first_output(output: Any) -> torch.Tensor:
+    """The first tensor of what a network returns (auxiliary heads, distillation)."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    return output
+
+
+def cross_entropy(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the first output."""
+    return F.cross_entropy(first_output(output).flatten(1), target)
+
+
+def mean_of(output: Any) -> torch.Tensor:
+    """Mean of the first output, where a network has no loss of its own."""
+    return first_output(output).float().mean()
+
+
+def _next_token_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.roll(-1, 1).flatten())
+
+
+def _noise_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(first_output(output).float(), targets.float())
+
+
+# Batches
+
+
+def _classes(n: int, train: bool, inputs: Any) -> Batch:
+    return Batch(inputs, TensorSpec((n,), "int64") if train else None, cross_entropy)
+
+
+def _pixels(network: Network) -> tuple[int, int]:
+    size = network.input["image"]
+    height, width = size if isinstance(size, list) else (size, size)
+    return height, width
+
+
+def _images(network: Network, name: str, n: int, train: bool) -> Batch:
+    return _classes(n, train, (n, 3, *_pixels(network)))
+
+
+def _tokens(network: Network, name: str, n: int, train: bool) -> Batch:
+    tokens = TensorSpec((n, network.input["seq_len"]), "int64")
+    return Batch(tokens, tokens if train else None, _next_token_loss)
+
+
+_LABELS: dict[str, Callable[[int, int], dict[str, tuple[int, ...]]]] = {  # by what a class is for: (batch, length) → shapes
+    "ForSequenceClassification|ForImageClassification": lambda n, _: {"labels": (n,)},
+    "ForQuestionAnswering": lambda n, _: {"start_positions": (n,), "end_positions": (n,)},
+    "BertForPreTraining": lambda n, length: {"labels": (n, length), "next_sentence_label": (n,)},
+    "LMHeadModel|CausalLM|MaskedLM|ForConditionalGeneration|TokenClassification": lambda n, length: {"labels": (n, length)},
+}
+
+
+def _of_huggingface(network: Network, name: str, n: int, train: bool) -> Batch:
+    """The model's own loss where its class has one, else the mean of its first output."""
+    if "image" in network.input:
+        length, inputs = 0, dict[str, Any](pixel_values=TensorSpec((n, 3, *_pixels(network))))
+    else:
+        length = network.input.get("target_len", network.input["seq_len"])
+        inputs = {"input_ids": TensorSpec((n, network.input["seq_len"]), "int64")}
+        if "target_len" in network.input:
+            inputs["decoder_input_ids"] = TensorSpec((n, length), "int64")
+    if "/" in name:  # an id of the hub: a language model
+        name = "CausalLM"
+    labels = next((shapes(n, length) for words, shapes in _LABELS.items() if re.search(words, name)), None)
+    if not train or labels is None:
+        return Batch(inputs, None, mean_of)
+    return Batch(inputs | {key: TensorSpec(shape, "int64") for key, shape in labels.items()})
+
+
+def _latents(network: Network, name: str, n: int, train: bool) -> Batch:
+    """Noise predicted at one time step, under a text."""
+    latent, channels = network.input["latent"], network.config.get("in_channels", 4)
+    image = TensorSpec((n, channels, latent, latent))
+    text = TensorSpec((n, network.input["text_len"], network.config.get("cross_attention_dim", 1280)))
+    return Batch([image, TensorSpec((n,), "int64"), text], image if train else None, _noise_loss)
+
+
+# Networks of libraries
+
+
+def _library(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a torchvision that was built for another PyTorch raises a RuntimeError
+        raise TableError(f"The model is from {package}, which is not installed: pip install {package} ({error}).") from error
+
+
+def timm_model(name: str, size: int | None = None, *, fused_attention: bool = True, **options: Any) -> nn.Module:
+    """The timm model ``name``, without weights, for square images of ``size`` pixels (None: its own), made with ``options``.
+
+    Raises:
+        TableError: if timm is missing, or does not know the model or the size.
+    """
+    timm = _library("timm", "timm")
+
+    def create(name: str) -> nn.Module:
+        if size is not None:
+            try:
+                return timm.create_model(name, img_size=size, **options)  # type: ignore[no-any-return]
+            except TypeError:  # a convolutional network takes any size
+                pass
+        return timm.create_model(name, **options)  # type: ignore[no-any-return]
+
+    timm.layers.set_fused_attn(fused_attention)
+    try:
+        return create(name)
+    except Exception as error:
+        retired = re.search(r"Invalid pretrained tag \(.*\) for ([\w.]+)\.", str(error))
+        if retired:  # weights that timm no longer has, of an architecture that it still has
+            return create(retired[1])
+        raise TableError(f"timm cannot make the model {name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        timm.layers.set_fused_attn(True)
+
+
+def _timm(network: Network, name: str) -> nn.Module:
+    if not re.fullmatch(r"[\w.]+", name):  # timm would fetch "hf-hub:..." from the network
+        raise TableError(f"{name!r} is no architecture of timm's.")
+    height, width = _pixels(network)
+    size = height if height == width else None
+    model: Any = timm_model(name, size, fused_attention=not network.before_torch2, **network.config)
+    if network.checkpointing:
+        model.set_grad_checkpointing(True)
+    made: nn.Module = model
+    return made
+
+
+def _torchvision(network: Network, name: str) -> nn.Module:
+    if name.startswith("detection."):
+        raise TableError("A detection model of torchvision is not modelled: its operators depend on the boxes that it finds.")
+    get_model = _library("torchvision.models", "torchvision").get_model
+    options = {"init_weights": False, **network.config} if name in ("googlenet", "inception_v3") else network.config  # they warn
+    made: nn.Module
+    try:
+        made = get_model(name, weights=None, **options)
+    except NotImplementedError:  # RegNet computes its widths with tensors, which must have values
+        with torch.device("cpu"):
+            made = get_model(name, weights=None, **options).to("meta")
+    return made
+
+
+_HUB = {  # what an id of the hub holds, or else the family: the first that fits
+    r"gemma-?3": "Gemma3ForCausalLM",
+    r"gemma-?2-|gemma2": "Gemma2ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    r"phi-?3": "Phi3ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "stablelm-base-alpha|stablelm-tuned-alpha|pythia|neox|dolly|redpajama": "GPTNeoXForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "gpt-?neo": "GPTNeoForCausalLM",
+    "gpt-?j": "GPTJForCausalLM",
+    "gpt-?2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen-?3": "Qwen3ForCausalLM",
+    "qwen": "Qwen2ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "bloom": "BloomForCausalLM",
+    r"\bopt\b": "OPTForCausalLM",
+    "llama|vicuna|alpaca": "LlamaForCausalLM",
+}
+
+
+def _huggingface(network: Network, name: str) -> nn.Module:
+    transformers = _library("transformers", "transformers")
+    if "/" in name:
+        words = f"{name} {network.family}".lower()
+        name = next((cls for pattern, cls in _HUB.items() if re.search(pattern, words)), name)
+    cls = getattr(transformers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):  # a table must not name just any class
+        raise TableError(f"transformers {transformers.__version__} has no model {name!r}.")
+    make: Any = cls
+    config = make.config_class(**network.config)
+    if network.checkpointing:
+        config.use_cache = False
+    if network.before_torch2 and "attn_implementation" not in network.config:
+        config._attn_implementation = "eager"
+    model = make(config)
+    if network.checkpointing:
+        turn_on = "activation_checkpointing_enable"  # older versions have only the other name
+        getattr(model, turn_on, model.gradient_checkpointing_enable)({"use_reentrant": False})
+    made: nn.Module = model
+    return made
+
+
+def _diffusers(network: Network, name: str) -> nn.Module:
+    cls = getattr(_library("diffusers", "diffusers"), name)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TableError(f"diffusers has no network {name!r}.")
+    made: nn.Module = cls(**network.config)
+    return made
+
+
+def _kuangliu(network: Network, name: str) -> nn.Module:
+    """torchvision's ResNet with the stem of the CIFAR variant (kuangliu/pytorch-cifar): 3x3, stride 1, no pooling."""
+    model: Any = _library("torchvision.models", "torchvision").get_model(name.lower(), weights=None, **network.config)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    made: nn.Module = model
+    return made
+
+
+# Networks of a few sizes
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+EDGES = ("none", "skip", "conv1x1", "conv3x3", "pool")
+"""Operations on an edge of a cell (NAS-Bench-201, Dong and Yang 2020)."""
+NUM_EDGES = 6
+"""Edges of a cell of four nodes."""
+
+
+class Checkpointed(nn.Module):
+    """``body``, whose activations are not kept but computed again in the backward pass."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+        return out
+
+
+class ConvBlock(nn.Module):
+    """Convolution, norm, activation; plain, with a residual connection, or depthwise and then pointwise."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, sizes: Config) -> None:
+        super().__init__()
+        kernel, depthwise = sizes["kernel"], sizes["style"] == "depthwise"
+        norms: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm2d, "group": functools.partial(nn.GroupNorm, 2)}
+        middle = inputs if depthwise else outputs
+        layers: list[nn.Module] = [
+            nn.Conv2d(inputs, middle, kernel, stride, kernel // 2, groups=inputs if depthwise else 1, bias=False)
+        ]
+        layers += [nn.Conv2d(middle, outputs, 1)] if depthwise else []
+        layers += [norms[sizes["norm"]](outputs)] if sizes["norm"] in norms else []
+        self.body = nn.Sequential(*layers, ACTIVATIONS[sizes["activation"]]())
+        self.is_residual = sizes["style"] == "residual" and inputs == outputs and stride == 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.body(x)
+        return x + y if self.is_residual else y
+
+
+class Cell(nn.Module):
+    """Four nodes, each the sum of its edges from all nodes before it."""
+
+    def __init__(self, width: int, edges: Sequence[str]) -> None:
+        super().__init__()
+        self.edges = nn.ModuleList(_edge(name, width) for name in edges)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes = [x]
+        edges = iter(self.edges)
+        for _ in range(3):
+            nodes.append(torch.stack([next(edges)(node) for node in nodes]).sum(0))
+        return nodes[-1]
+
+
+class Recurrent(nn.Module):
+    """A recurrent network over a sequence of vectors; its last output is classified."""
+
+    def __init__(self, sizes: Config) -> None:
+        super().__init__()
+        layer = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}[sizes["cell"]]
+        both = sizes["bidirectional"]
+        self.body = layer(sizes["inputs"], sizes["width"], sizes["depth"], batch_first=True, bidirectional=both)
+        self.head = nn.Linear((2 if both else 1) * sizes["width"], sizes["classes"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x)[0][:, -1])
+        return out
+
+
+class Applied(nn.Module):
+    """A function of the inputs, without parameters."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs)
+
+
+def _edge(name: str, width: int) -> nn.Module:
+    if name == "none":
+        return Applied(torch.zeros_like)
+    if name == "skip":
+        return nn.Identity()
+    if name == "pool":
+        return nn.AvgPool2d(3, 1, 1)
+    kernel = {"conv1x1": 1, "conv3x3": 3}[name]
+    return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
+
+
+def _blocks(network: Network, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    return [Checkpointed(block) for block in blocks] if network.checkpointing else list(blocks)
+
+
+def _head(width: int, sizes: Config) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, sizes["classes"])]
+
+
+def _cnn(network: Network, name: str) -> nn.Module:
+    sizes, width = network.config, network.config["width"]
+    blocks = [ConvBlock(width, width, 2 if index in sizes["down"] else 1, sizes) for index in range(sizes["depth"])]
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *_blocks(network, blocks), *_head(width, sizes))
+
+
+def _cells(network: Network, name: str) -> nn.Module:
+    sizes, width, layers = network.config, network.config["width"], list[nn.Module]()
+    for stage in range(3):
+        if stage:
+            layers += [nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False), nn.BatchNorm2d(2 * width)]
+            width *= 2
+        layers += _blocks(network, [Cell(width, sizes["edges"]) for _ in range(sizes["cells"])])
+    return nn.Sequential(nn.Conv2d(3, sizes["width"], 3, padding=1), *layers, nn.ReLU(), *_head(width, sizes))
+
+
+def _mlp(network: Network, name: str) -> nn.Module:
+    sizes, before, blocks = network.config, network.config["inputs"], list[nn.Module]()
+    for _ in range(sizes["depth"]):
+        layers: list[nn.Module] = [nn.Linear(before, sizes["width"])]
+        layers += [nn.BatchNorm1d(sizes["width"])] if sizes["norm"] else []
+        layers += [ACTIVATIONS[sizes["activation"]]()]
+        layers += [nn.Dropout(0.1)] if sizes["dropout"] else []
+        blocks.append(nn.Sequential(*layers))
+        before = sizes["width"]
+    return nn.Sequential(*_blocks(network, blocks), nn.Linear(before, sizes["classes"]))
+
+
+_ACTIVATIONS_OF_LAYERS = (
+    "ReLU", "Softplus", "PReLU", "SiLU", "Mish", "Identity", "SELU", "Tanh", "ELU", "LeakyReLU", "GELU", "Sigmoid",
+)  # fmt: skip
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "batch_normalization": nn.BatchNorm1d,
+    "dropout": lambda _: nn.Dropout(),
+    "Softmax": lambda _: nn.Softmax(dim=1),
+    **{name: functools.partial(lambda cls, _: cls(), getattr(nn, name)) for name in _ACTIVATIONS_OF_LAYERS},
+}
+"""Layers of GPUMemNet's perceptrons beside "linear", by their number of features."""
+
+
+def _perceptron(network: Network, name: str) -> nn.Module:
+    """The layers in their order, as GPUMemNet writes them: kind and number of features of each."""
+    modules: list[nn.Module] = []
+    width = network.config["inputs"]
+    for kind, features in network.config["layers"]:
+        modules.append(nn.Linear(width, features) if kind == "linear" else LAYERS[kind](features))
+        width = features
+    return nn.Sequential(*modules)
+
+
+_OPERATORS: dict[str, Callable[[Config], nn.Module]] = {
+    "linear": lambda s: nn.Linear(s["inputs"], s["outputs"]),
+    "conv": lambda s: nn.Conv2d(s["inputs"], s["outputs"], s["kernel"], s["stride"], s["kernel"] // 2),
+    "depthwise-conv": lambda s: nn.Conv2d(s["inputs"], s["inputs"], s["kernel"], s["stride"], s["kernel"] // 2, 1, s["inputs"]),
+    "layer-norm": lambda s: nn.LayerNorm(s["inputs"]),
+    "batch-norm": lambda s: nn.BatchNorm2d(s["inputs"]),
+    "embedding": lambda s: nn.Embedding(s["vocabulary"], s["outputs"]),
+    "bmm": lambda s: Applied(torch.bmm),
+    "softmax": lambda s: nn.Softmax(-1),
+    "gelu": lambda s: nn.GELU(),
+    "add": lambda s: Applied(torch.add),
+    "max-pool": lambda s: nn.MaxPool2d(s["kernel"], s["stride"], s["kernel"] // 2),
+    "attention": lambda s: Applied(F.scaled_dot_product_attention),
+}
+TRAINABLE_OPERATORS = ("linear", "conv", "depthwise-conv", "layer-norm", "batch-norm", "embedding")
+OPERATORS = tuple(_OPERATORS)
+
+
+def _operator_batch(network: Network, name: str, n: int, train: bool) -> Batch:
+    sizes, op = network.config, network.config["op"]
+    matrix = (n, sizes.get("length", 1), sizes.get("inputs", 1))
+    inputs: Any = [matrix, matrix] if op == "add" else matrix
+    if op in ("conv", "depthwise-conv", "batch-norm", "max-pool"):
+        inputs = n, sizes["inputs"], sizes["img_size"], sizes["img_size"]
+    elif op == "embedding":
+        inputs = TensorSpec((n, sizes["length"]), "int64")
+    elif op == "bmm":
+        inputs = [matrix, (n, sizes["inputs"], sizes["outputs"])]
+    elif op == "attention":
+        inputs = [(n, sizes["heads"], sizes["length"], sizes["head_width"])] * 3
+    return Batch(inputs, None, mean_of)
+
+
+def _own_images(network: Network, name: str, n: int, train: bool) -> Batch:
+    size = network.config["img_size"]
+    return _classes(n, train, (n, 3, size, size))
+
+
+def _vectors(network: Network, name: str, n: int, train: bool) -> Batch:
+    return _classes(n, train, (n, network.config["inputs"]))
+
+
+def _sequences(network: Network, name: str, n: int, train: bool) -> Batch:
+    return _classes(n, train, (n, network.config["length"], network.config["inputs"]))
+
+
+_KINDS: dict[str, _Kind] = {
+    "torchvision": _Kind(_torchvision, _images),
+    "timm": _Kind(_timm, _images, checkpoints=True),
+    "hf": _Kind(_huggingface, _of_huggingface, checkpoints=True),
+    "diffusers": _Kind(_diffusers, _latents),
+    "kuangliu": _Kind(_kuangliu, _images),
+    "cs336": _Kind(lambda network, _: BasicsTransformerLM(network.config), _tokens),
+    "mpt": _Kind(lambda network, _: Mpt(network.config, checkpointing=network.checkpointing), _tokens, checkpoints=True),
+    "perfguard:cnn": _Kind(_cnn, _own_images, checkpoints=True),
+    "perfguard:cells": _Kind(_cells, _own_images, checkpoints=True),
+    "perfguard:mlp": _Kind(_mlp, _vectors, checkpoints=True),
+    "perfguard:perceptron": _Kind(_perceptron, _vectors),
+    "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sequences),
+    "perfguard:operator": _Kind(lambda network, _: _OPERATORS[network.config["op"]](network.config), _operator_batch),
+}

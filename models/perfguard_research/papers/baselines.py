@@ -1,0 +1,134 @@
+"""Baselines for a predictor: the roofline, and trees on hand-made features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.learner import TARGETS, Example, Predicted, State, column, sums_table
+from perfguard_models.trees import Forest, forest_of_boosting
+from perfguard_research.dataset import ALL_TABLES, STEPS, Run
+from perfguard_research.learners import OnEpoch, labels_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Roofline:
+    """The replay's reserved bytes and the summed roofline, each times one factor: the median of measured over computed.
+
+    Single operators have a factor of their own.
+    """
+
+    name: ClassVar[str] = "roofline"
+    views: ClassVar[tuple[str, ...]] = ("sums",)
+    tables: ClassVar[tuple[str, ...]] = ALL_TABLES
+    basis: ClassVar[Mapping[str, str]] = {"memory": "log_reserved", "time": "log_roofline"}
+
+    def __init__(self, **settings: Any) -> None:
+        self._factors: dict[str, float] = {}
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        for target, basis in self.basis.items():
+            ratio = labels_of(runs, target) - column(runs, basis)
+            for name, chosen in _groups(runs, target).items():
+                known = ratio[chosen & ~np.isnan(ratio)]
+                if len(known):
+                    self._factors[name] = float(np.median(known))
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        found = {target: np.full(len(runs), np.nan) for target in TARGETS}
+        for target, basis in self.basis.items():
+            for name, chosen in _groups(runs, target).items():
+                found[target][chosen] = column(runs, basis)[chosen] + self._factors.get(name, np.nan)
+        return found
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        return {name: torch.tensor([factor], dtype=torch.float64) for name, factor in self._factors.items()}, {}
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        made._factors = {name: float(value[0]) for name, value in tensors.items()}
+        return made
+
+
+def _groups(runs: Sequence[Example], target: str) -> dict[str, npt.NDArray[np.bool_]]:
+    """Groups of runs that share a factor, by its name."""
+    single = np.array([run.is_single for run in runs])
+    return {target: ~single, f"{target} operator": single}
+
+
+class Trees:
+    """Boosted trees on the sums, on the logarithm of measured over physics."""
+
+    name: ClassVar[str] = "trees"
+    views: ClassVar[tuple[str, ...]] = ("sums",)
+    tables: ClassVar[tuple[str, ...]] = STEPS
+
+    def __init__(self, *, trees: int = 400, learning_rate: float = 0.05, leaves: int = 20, seed: int = 0) -> None:
+        self.settings = {"trees": trees, "learning_rate": learning_rate, "leaves": leaves, "seed": seed}
+        self._forests: dict[str, Forest] = {}
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        from sklearn.ensemble import HistGradientBoostingRegressor
+
+        x = sums_table(runs)
+        for done, target in enumerate(TARGETS):
+            y = labels_of(runs, target) - self._start(runs, target)
+            known = ~np.isnan(y)
+            if known.sum() < 20:
+                continue
+            model = HistGradientBoostingRegressor(
+                loss="absolute_error",
+                max_iter=self.settings["trees"],
+                learning_rate=self.settings["learning_rate"],
+                max_leaf_nodes=self.settings["leaves"],
+                max_features=0.5,
+                random_state=self.settings["seed"],
+            ).fit(x[known], y[known])
+            self._forests[target] = forest_of_boosting(model)
+            if on_epoch is not None:
+                on_epoch(done + 1, len(TARGETS), float(np.abs(model.predict(x[known]) - y[known]).mean()))
+
+    def _start(self, runs: Sequence[Example], target: str) -> npt.NDArray[np.float64]:
+        if target == "memory":
+            return column(runs, "log_reserved")
+        return column(runs, "log_roofline") if target == "time" else np.zeros(len(runs))
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        if not self._forests:
+            raise RuntimeError(f"{self.name} was not fitted.")
+        x = sums_table(runs)
+        return {
+            target: self._forests[target].predict(x) + self._start(runs, target)
+            if target in self._forests
+            else np.full(len(runs), np.nan)
+            for target in TARGETS
+        }
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        tensors: State = {}
+        for target, forest in self._forests.items():
+            tensors |= forest.tensors(target)
+        return tensors, self.settings
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        found = [target for target in TARGETS if f"{target}.roots" in tensors]
+        made._forests = {target: Forest.from_tensors(tensors, target, len(STEP_FEATURES)) for target in found}
+        return made

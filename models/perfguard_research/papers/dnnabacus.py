@@ -1,0 +1,124 @@
+"""DNNAbacus: a stacked ensemble of shallow models on the network structural matrix and nine more features.
+
+Bai et al. 2022, "DNNAbacus: Toward Accurate Computational Cost Prediction for Deep Neural Networks". Table 2 has the
+structure-independent features. Section 3.2.2 and figure 7 have the matrix: how often an operator of one kind feeds one of
+another. Section 3.3 has the learners. The paper uses AutoGluon to stack random forests, boosted trees and extra trees. Here a
+ridge regression stacks scikit-learn's three, on their predictions for held-out rows.
+
+Learning rate and epochs change neither quantity. The paper's kinds are layers; ours are the kinds of a trace. Features of the
+device are added to the table, because there is more than one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perfguard.graph import OP_KINDS
+from perfguard_models.learner import TARGETS, Example, Predicted, State
+from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
+from perfguard_research.dataset import STEPS, Run
+from perfguard_research.learners import OnEpoch, labels_of
+from perfguard_research.papers.layers import GLOBAL_COLUMNS
+
+_NUMBER = len(OP_KINDS)
+_PARTS = 3
+
+
+def structural_matrix(run: Example) -> npt.NDArray[np.float32]:
+    """Number of edges from an operator of kind i to one of kind j. Shape: (len(OP_KINDS), len(OP_KINDS))."""
+    matrix = np.zeros((_NUMBER, _NUMBER), dtype=np.float32)
+    kind = run.view["kind"]
+    source, sink = run.view["edge_index"]
+    np.add.at(matrix, (kind[source], kind[sink]), 1)
+    return matrix
+
+
+class DNNAbacus:
+    """The stacked ensemble, one for each quantity."""
+
+    name: ClassVar[str] = "dnnabacus"
+    views: ClassVar[tuple[str, ...]] = ("layers",)
+    tables: ClassVar[tuple[str, ...]] = STEPS
+
+    def __init__(self, *, trees: int = 40, seed: int = 0) -> None:
+        self.settings = {"trees": trees, "seed": seed}
+        self._members: dict[str, list[Forest]] = {}
+        self._weights: dict[str, npt.NDArray[np.float64]] = {}
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        from sklearn.linear_model import Ridge
+
+        x = _table(runs)
+        order = np.random.default_rng(self.settings["seed"]).permutation(len(runs))
+        for done, target in enumerate(TARGETS):
+            y = labels_of(runs, target)
+            known = order[~np.isnan(y[order])]
+            if len(known) < 2 * _PARTS:
+                continue
+            unseen = np.zeros((len(known), 3))
+            for part in range(_PARTS):
+                held = np.arange(len(known)) % _PARTS == part
+                members = self._fitted(x[known[~held]], y[known[~held]])
+                unseen[held] = np.stack([member.predict(x[known[held]]) for member in members], axis=1)
+            ridge = Ridge(alpha=1e-3).fit(unseen, y[known])
+            self._weights[target] = np.array([*ridge.coef_, ridge.intercept_])
+            self._members[target] = self._fitted(x[known], y[known])
+            if on_epoch is not None:
+                on_epoch(done + 1, len(TARGETS), float(np.mean(np.abs(ridge.predict(unseen) - y[known]))))
+
+    def _fitted(self, x: npt.NDArray[np.float32], y: npt.NDArray[np.float64]) -> list[Forest]:
+        from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor, RandomForestRegressor
+
+        trees, seed = self.settings["trees"], self.settings["seed"]
+        bagging = {"n_estimators": trees, "max_leaf_nodes": 400, "random_state": seed, "max_features": 0.3}
+        return [
+            forest_of_bagging(RandomForestRegressor(**bagging).fit(x, y)),
+            forest_of_bagging(ExtraTreesRegressor(**bagging).fit(x, y)),
+            forest_of_boosting(HistGradientBoostingRegressor(max_iter=5 * trees, random_state=seed).fit(x, y)),
+        ]
+
+    def predict(self, runs: Sequence[Example]) -> Predicted:
+        """See :class:`perfguard_models.learner.Learner`."""
+        if not self._members:
+            raise RuntimeError(f"{self.name} was not fitted.")
+        x = _table(runs)
+        found: Predicted = {}
+        for target in TARGETS:
+            if target not in self._members:
+                found[target] = np.full(len(runs), np.nan)
+                continue
+            members = np.stack([member.predict(x) for member in self._members[target]], axis=1)
+            found[target] = members @ self._weights[target][:-1] + self._weights[target][-1]
+        return found
+
+    def state(self) -> tuple[State, Mapping[str, Any]]:
+        """See :class:`perfguard_models.learner.Learner`."""
+        tensors: State = {}
+        for target, members in self._members.items():
+            tensors[f"{target}.weights"] = torch.from_numpy(self._weights[target])
+            for index, member in enumerate(members):
+                tensors |= member.tensors(f"{target}.{index}")
+        return tensors, self.settings
+
+    @classmethod
+    def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> DNNAbacus:
+        """See :class:`perfguard_models.learner.Learner`."""
+        made = cls(**settings)
+        for target in TARGETS:
+            if f"{target}.weights" in tensors:
+                made._weights[target] = tensors[f"{target}.weights"].numpy()
+                number = _NUMBER**2 + len(GLOBAL_COLUMNS)
+                made._members[target] = [Forest.from_tensors(tensors, f"{target}.{index}", number) for index in range(3)]
+        return made
+
+
+def _table(runs: Sequence[Example]) -> npt.NDArray[np.float32]:
+    """Matrix and facts of each run. Shape: (n, len(OP_KINDS)² + len(GLOBAL_COLUMNS))."""
+    rows = [np.concatenate([structural_matrix(run).ravel(), np.log1p(run.view["globals"])]) for run in runs]
+    return np.array(rows, dtype=np.float32)

@@ -1,0 +1,101 @@
+"""One predictor from tables to weights: evaluated on folds by family, source and GPU, then fitted to all rows.
+
+The folds give the errors in the card and the calibration of the intervals; the weights that ship have seen all rows.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfguard.exceptions import ConfigurationError, TableError
+from perfguard_models.learner import Learner
+from perfguard_models.trained import CPU_PREFIX, write_trained
+from perfguard_research.dataset import Run, dataset_of, feature_sets
+from perfguard_research.intervals import calibrated, errors_of
+from perfguard_research.leaderboard import entries, fit_scores, predictions, rounded
+from perfguard_research.learners import OnEpoch, learner_class
+
+_FEWEST_RUNS = 20
+
+
+def train_and_write(
+    name: str,
+    settings: dict[str, Any],
+    tables: Sequence[Path],
+    out: Path,
+    *,
+    cache: Path,
+    jobs: int = 2,
+    most_operators: int = 60_000,
+    on_epoch: OnEpoch = lambda done, of, loss: None,
+) -> str:
+    """Train ``name`` and write OUT/NAME.safetensors and OUT/NAME.json. For CPUs it is OUT/cpu-NAME.
+
+    Returns:
+        A sentence for a person.
+
+    Raises:
+        TableError: if the tables leave too few rows, or have runs on a CPU and on GPUs.
+        ConfigurationError: for settings that the predictor does not have.
+    """
+    kind = learner_class(name)
+    try:
+        kind(**settings)
+    except TypeError as error:
+        raise ConfigurationError(f"{name} does not take these settings: {error}") from error
+    dataset = dataset_of(tables, kind.views, cache=cache, jobs=jobs, most_operators=most_operators)
+    own = [run for run in dataset.runs if run.table in kind.tables]
+    if len(own) < _FEWEST_RUNS:
+        known = f"{name} learns from tables of these kinds: {', '.join(kind.tables)}."
+        raise TableError(f"{len(own)} rows are too few to learn from. {known} {dataset.rejections()}")
+    gpus = {run.gpu for run in own}
+    if "cpu" in gpus and len(gpus) > 1:
+        raise TableError(
+            "These tables have runs on a CPU and on GPUs. Weights are for one of them: train them one after the other."
+        )
+    stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus else name
+    started = time.monotonic()
+    runs, found = predictions(
+        tables, {name: settings}, ["family", "source", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators
+    )
+    learner = kind(**settings)
+    learner.fit(own, on_epoch=on_epoch)
+    errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]
+    used = _used(learner, own)
+    card = {
+        "version": 1,
+        "trained_devices": sorted({run.gpu for run in used if not run.is_single}),
+        "trained_cpus": sorted(dataset.cpus),
+        "timed": sorted({run.timed_as for run in used if "time" in run.labels and not run.is_single}),
+        "rows": dict(sorted(Counter(f"{run.table} {run.source} {run.gpu} {run.mode}" for run in used).items())),
+        "left_out": dataset.rejections(),
+        "command": _command(name, settings, len(tables), most_operators),
+        "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
+        "errors": [rounded(line._asdict()) for line in entries(runs, found)],
+        "fits": [
+            {"split": split, "group": group, **rounded(score._asdict())}
+            for (split, group, _), score in fit_scores(runs, found).items()
+        ],
+    }
+    write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=feature_sets())
+    size = (out / stem).with_suffix(".safetensors").stat().st_size
+    return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
+
+
+def _used(learner: Learner, runs: Sequence[Run]) -> list[Run]:
+    """The runs that ``learner`` learnt from: those with a label of what it predicts. Of memory, whether a run fits is enough."""
+    targets = {target for target, values in learner.predict(runs[:_FEWEST_RUNS]).items() if np.isfinite(values).any()}
+    return [run for run in runs if "memory" in targets or not targets.isdisjoint(run.labels)]
+
+
+def _command(name: str, settings: dict[str, Any], number: int, most_operators: int) -> str:
+    """Command line that repeats the training. The tables are named by their sources, not by their paths."""
+    words = ["perfguard train", *["TABLE"] * number, f"--predictor {name} --out DIR --most-operators {most_operators}"]
+    return " ".join([*words, *(f"--set {key}={value}" for key, value in settings.items())])

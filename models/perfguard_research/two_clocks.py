@@ -1,0 +1,181 @@
+"""Training of the two clocks on measured step times, and of the trees beside them.
+
+Sources differ in their machines: another host, another clock. Each machine has a host factor and a device factor with a prior
+around one. They are learnt beside the network and left out when serving. CPUs have none: one was measured, and
+the network learns its host, too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from perfguard_models.learner import sums_table
+from perfguard_models.step_forest import DIRECTIONS, StepForest, forest_columns, rough_time, start_of
+from perfguard_models.trees import forest_of_boosting
+from perfguard_models.two_clocks import Clocks, Network, TwoClocks, batches_of, columns_of, trees_apply
+from perfguard_research.dataset import Run
+from perfguard_research.learners import OnEpoch, labels_of
+
+if TYPE_CHECKING:
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+_RUNS_A_BATCH = 16
+_OPERATORS_A_BATCH = 64
+_HUBER = 0.2
+_NOISE = 0.1
+"""Standard deviation of log times beside which the priors of machines are weighed."""
+_HOST_PRIOR = 1e-4
+"""Weight of the prior of the host's costs. Without it the loss and its softmax, once in each step, took what all steps have
+in common. Then a network with many softmaxes was far too slow."""
+_MACHINE_RATE = 2e-2
+_WEIGHT_DECAY = 1e-2
+_ROWS_FOR_SCALE = 400
+_LENGTHS_APART = 60
+"""Runs of one batch have about as many launches, so that little is padded. The order within this many launches is random."""
+_FEWEST_STEPS = 50
+"""With fewer measured steps there are no trees."""
+_TREES_RATE, _LEAVES, _LEAST_LEAF, _FEATURES_A_SPLIT = 0.05, 20, 20, 0.5
+_FARTHEST_LABEL = 0.2
+"""Log times are clipped to this distance from the fitted median."""
+
+
+class _Machines(nn.Module):
+    """The log factors of machines."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__()
+        machines = sorted({run.machine for run in runs})
+        self.index = {machine: at for at, machine in enumerate(machines)}
+        self.has_factors = torch.tensor([[float(gpu != "cpu")] for _, gpu, _ in machines])
+        self.factor = nn.Parameter(torch.zeros(len(machines), 2))
+
+    def of(self, runs: Sequence[Run]) -> torch.Tensor:
+        """Log factors of the host and the device of each run. Shape: (len(runs), 2)."""
+        at = [self.index[run.machine] for run in runs]
+        return self.factor[at] * self.has_factors[at]
+
+
+class TrainableClocks(TwoClocks):
+    """The two clocks, with `fit`."""
+
+    tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
+
+    def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
+        """See :class:`perfguard_research.learners.Trainable`."""
+        timed = [run for run in runs if "time" in run.labels and len(run.view["order"])]
+        sample = random.Random(self.settings["seed"]).sample(timed, min(len(timed), _ROWS_FOR_SCALE))
+        x = np.concatenate([columns_of(run.view) for run in sample])
+        self.scale = torch.from_numpy(np.stack([x.mean(0), x.std(0) + 0.1]))
+        for index in range(self.settings["networks"]):
+            self.networks.append(self._fitted(timed, self.settings["seed"] + index, on_epoch))
+        steps = [run for run in timed if trees_apply(run)]
+        has_trees = self.settings["trees"] > 0 and len(steps) >= _FEWEST_STEPS
+        self.forest = self._fitted_forest(steps) if has_trees else None
+
+    def _fitted_forest(self, steps: Sequence[Run]) -> StepForest:
+        """Trees of the squared error, on log times that are clipped around the median, so that outliers count less.
+
+        scikit-learn does not keep monotonic constraints with the absolute error: its leaves become medians after they have grown.
+        """
+        sums = sums_table(steps)
+        largest = float(np.sort(rough_time(sums))[-_LEAST_LEAF])  # no tree splits beyond
+        x, y = forest_columns(sums), labels_of(steps, "time") - start_of(sums, largest)
+        median = self._boosting("absolute_error", None).fit(x, y).predict(x)
+        mean = self._boosting("squared_error", list(DIRECTIONS.values()))
+        mean.fit(x, np.clip(y, median - _FARTHEST_LABEL, median + _FARTHEST_LABEL))
+        return StepForest(forest_of_boosting(mean), largest)
+
+    def _boosting(self, loss: str, directions: list[int] | None) -> HistGradientBoostingRegressor:
+        from sklearn.ensemble import HistGradientBoostingRegressor
+
+        return HistGradientBoostingRegressor(
+            loss=loss,
+            max_iter=self.settings["trees"],
+            learning_rate=_TREES_RATE,
+            max_leaf_nodes=_LEAVES,
+            min_samples_leaf=_LEAST_LEAF,
+            max_features=_FEATURES_A_SPLIT,
+            early_stopping=False,  # the default depends on the number of rows
+            monotonic_cst=directions,
+            random_state=self.settings["seed"],
+        )
+
+    def _fitted(self, runs: Sequence[Run], seed: int, on_epoch: OnEpoch | None) -> Network:
+        torch.manual_seed(seed)
+        network, machines = Network(self.settings["hidden"]).float(), _Machines(runs)
+        constants = [network.phase, network.kind, network.view, network.latency, network.dependent, network.constant]
+        constants += [network.copy, network.compiled, network.clock_power]
+        slow = {id(parameter) for parameter in constants}
+        weights = [parameter for parameter in network.parameters() if id(parameter) not in slow]
+        rate, epochs = self.settings["learning_rate"], self.settings["epochs"]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": weights, "weight_decay": _WEIGHT_DECAY},
+                {"params": [*constants, *machines.parameters()], "lr": _MACHINE_RATE, "weight_decay": 0.0},
+            ],
+            lr=rate,
+        )
+        weight = _weights_of(runs)
+        steps = sum(len(_batches(runs, _seed_of(seed, epoch))) for epoch in range(epochs))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [rate, _MACHINE_RATE], total_steps=steps, pct_start=0.2)
+        network.train()
+        for epoch in range(epochs):
+            total = 0.0
+            for batch in _batches(runs, _seed_of(seed, epoch)):
+                some = [runs[index] for index in batch]
+                error = self._errors(network, machines, some)
+                own = weight[batch]
+                huber = nn.functional.huber_loss(error, torch.zeros_like(error), delta=_HUBER, reduction="none")
+                loss = (huber * own).sum() / _RUNS_A_BATCH  # each run counts alike, also in a batch of fewer or more
+                loss = loss + self._prior(machines) * _NOISE**2 / len(runs) + _HOST_PRIOR * network.prior
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                total += float(error.detach().abs().mean()) * len(batch)
+            if on_epoch is not None:
+                on_epoch(epoch + 1, epochs, total / len(runs))
+        self.machines = machines
+        return network.eval()
+
+    def _errors(self, network: Network, machines: _Machines, runs: Sequence[Run]) -> torch.Tensor:
+        """log(predicted / measured). Shape: (len(runs),)."""
+        packed = self.pack(runs)
+        measured = torch.tensor([run.labels["time"] for run in runs])
+        clocks: Clocks = network(packed)
+        return clocks.log_step_s(packed.is_launch, machines.of(runs), smooth=True) - measured
+
+    def _prior(self, machines: _Machines) -> torch.Tensor:
+        sigma = torch.tensor([self.settings["host_sigma"], self.settings["device_sigma"]])
+        return (machines.factor / sigma).square().sum() / 2
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    return seed * 1_000_003 + epoch
+
+
+def _weights_of(runs: Sequence[Run]) -> torch.Tensor:
+    """Runs of a large group count less, so that small sources are heard. Their mean is 1. Shape: (len(runs),)."""
+    groups = [(run.source, run.gpu, run.mode, run.variant) for run in runs]
+    sizes = Counter(groups)
+    weight = torch.tensor([sizes[group] ** -0.5 for group in groups])
+    return weight / weight.mean()
+
+
+def _batches(runs: Sequence[Run], seed: int) -> list[list[int]]:
+    """Batches of runs of about the same length, in a random order. Single operators have their own."""
+    random_numbers = np.random.default_rng(seed)
+    lengths = np.array([len(run.view["order"]) for run in runs])
+    order = np.argsort(lengths + random_numbers.normal(size=len(runs)) * _LENGTHS_APART).tolist()
+    steps, single = ([index for index in order if runs[index].is_single == one] for one in (False, True))
+    batches = [*batches_of(runs, steps, _RUNS_A_BATCH), *batches_of(runs, single, _OPERATORS_A_BATCH)]
+    random.Random(seed).shuffle(batches)
+    return batches

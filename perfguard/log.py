@@ -1,0 +1,643 @@
+"""The measurement log: every verdict, and what the launched trials really cost. It never stops a study and never loses a row.
+
+A row goes to the database at once. While the database is locked, full or away, rows go to files beside the log, and a later call
+or the next opening of the log brings them in. Keys of rows are random, and an insert leaves out a row that is there already. So a
+row that is written twice is there once.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+import uuid
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sql
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from perfguard import log_tables as tables
+from perfguard.exceptions import ConfigurationError, LogError, LogWarning, PerfGuardError, warn_user, why_not_imported
+from perfguard.log_database import Database, default_location, leave, parse_url, reason_of, unusable
+from perfguard.log_tables import DecisionRow, DeviceRow, GraphRow, LoggedWeights, MeasurementRow, Row, WeightsRow
+from perfguard.predictor import Observation
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.graph import OpGraph
+    from perfguard.measure import Measurement, Status
+    from perfguard.record import TrialRecord
+    from perfguard.verdict import Action, Verdict
+
+__all__ = ["LoggedWeights", "MeasurementStore", "Selection", "default_location"]
+
+_TROUBLE = (SQLAlchemyError, OSError, LogError)  # the database is away, locked or damaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Selects the decisions, with their measurements, that match every given field. None: any value matches.
+
+    Example:
+        >>> Selection(device="a100-pcie-40gb", status="ok").is_everything
+        False
+
+    Raises:
+        ConfigurationError: for a time without a time zone, or an end that is not after the begin.
+    """
+
+    study: str | None = None
+    device: str | tuple[str, ...] | None = None
+    """Id of the device that was decided for, or that was measured, or several; "a100-sxm-80gb:" means all parts of that GPU."""
+    status: Status | None = None
+    """Status of the measurement."""
+    verdict: Action | None = None
+    host: str | None = None
+    """Name of the machine that ran the trial, or that decided where the trial was not measured."""
+    since: datetime | None = None
+    """Decided at this time or later."""
+    before: datetime | None = None
+    """Decided before this time."""
+
+    def __post_init__(self) -> None:
+        for name in ("since", "before"):
+            value = getattr(self, name)
+            if value is not None and value.tzinfo is None:
+                raise ConfigurationError(
+                    f"{name} must have a time zone, for instance datetime.now(timezone.utc), but got {value!r}."
+                )
+        if self.since is not None and self.before is not None and self.since >= self.before:
+            raise ConfigurationError(f"since must be earlier than before, but got {self.since} and {self.before}.")
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing was given."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    def query(self, *wanted: Any) -> sql.Select[Any]:
+        """Return a query for ``wanted`` of the selected decisions, which are joined with their measurements and devices."""
+        where: list[sql.ColumnElement[bool]] = []
+        if self.study is not None:
+            where.append(DecisionRow.study == self.study)
+        if self.device is not None:
+            ids = (self.device,) if isinstance(self.device, str) else self.device
+            columns = DeviceRow.device_id, MeasurementRow.device_id
+            parts = [column.startswith(id_, autoescape=True) for column in columns for id_ in ids if id_.endswith(":")]
+            where.append(sql.or_(*(column.in_(ids) for column in columns), *parts))
+        if self.status is not None:
+            where.append(MeasurementRow.status == self.status)
+        if self.verdict is not None:
+            where.append(DecisionRow.verdict == self.verdict)
+        if self.host is not None:
+            where.append(sql.func.coalesce(MeasurementRow.host, DecisionRow.host) == self.host)
+        if self.since is not None:
+            where.append(DecisionRow.created_at_ns >= tables.as_ns(self.since))
+        if self.before is not None:
+            where.append(DecisionRow.created_at_ns < tables.as_ns(self.before))
+        return (
+            sql.select(*wanted)
+            .select_from(DecisionRow)
+            .outerjoin(DeviceRow, DeviceRow.content_hash == DecisionRow.device_hash)
+            .outerjoin(MeasurementRow, MeasurementRow.decision_id == DecisionRow.decision_id)
+            .where(*where)
+        )
+
+
+class MeasurementStore:
+    """The measurement log: every verdict, and what the launched trials cost.
+
+    Opening raises an error if the log cannot be used. After that, no failure of the database reaches the study. A row that cannot
+    be written now (database locked, disk full, server down) is kept in a file beside the log, with one :class:`LogWarning`. A
+    later record, read or flush writes it, or the next opening of the log. Such attempts take at most a tenth of the time. Threads
+    and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
+    used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
+
+    Example:
+        >>> from perfguard.verdict import Verdict
+        >>> with MeasurementStore(":memory:") as store:
+        ...     verdict = Verdict(action="launch", unjudged="an example")
+        ...     decision_id = store.record_decision(
+        ...         verdict, graph=None, device=None, study="demo", trial=0, params={"lr": 0.1}
+        ...     )
+        ...     store.records("demo")[0].params
+        {'lr': 0.1}
+
+    Args:
+        location: path of an SQLite file, ":memory:", or a SQLAlchemy URL of SQLite or PostgreSQL. A missing file is made, with
+            its directory.
+        busy_timeout_s: how long a call waits for another process's lock, or for the server.
+
+    Raises:
+        LogCorruptError: the file is damaged or is no measurement log. It stays as it is.
+        LogVersionError: another version of PerfGuard wrote the log. It stays as it is.
+        LogError: the file cannot be opened or made.
+        ConfigurationError: a URL that cannot be used.
+    """
+
+    def __init__(self, location: str | os.PathLike[str], *, busy_timeout_s: float = 2.0) -> None:
+        self._set_up(parse_url(os.fspath(location)), busy_timeout_s)
+        with self._lock:
+            try:
+                self._database.open()
+            except OSError as error:
+                raise LogError(unusable(self.location, error)) from error
+            except SQLAlchemyError as error:
+                self._warn(error)
+
+    def _set_up(self, url: sql.URL, busy_timeout_s: float) -> None:
+        self._lock = threading.RLock()
+        self._database = Database(url, busy_timeout_s)
+        self._rows: list[Row] = []  # rows that neither the database nor the disk could take yet
+        self._warned: set[type[Exception]] = set()
+        self._last_ns = 0
+        self._graphs: OrderedDict[str, OpGraph] = OrderedDict()
+        self._finalizer = weakref.finalize(self, leave, self._rows, self._database)
+        _stores.add(self)
+
+    @classmethod
+    def default(cls) -> MeasurementStore:
+        """The log at :func:`default_location`."""
+        return cls(default_location())
+
+    def record_decision(
+        self,
+        verdict: Verdict,
+        *,
+        graph: OpGraph | None,
+        device: Device | None,
+        study: str,
+        trial: int | None,
+        params: Mapping[str, Any],
+        trial_id: str | None = None,
+    ) -> str:
+        """Log one verdict and return its id, which :meth:`record_measurement` takes.
+
+        Args:
+            verdict: the action, and the numbers behind it.
+            graph: of the trial's workload. None: it could not be traced.
+            device: that was decided for.
+            study: name of the study.
+            trial: number of the trial. None: it has none.
+            params: hyperparameters. Values that JSON does not know are logged as text.
+            trial_id: the tuner's own name of the trial, where it has one beside the number.
+        """
+        decision_id = uuid.uuid4().hex
+        rows = []
+        if graph is not None:
+            rows.append(tables.graph_row(graph))
+        if device is not None:
+            rows.append(tables.device_row(device))
+        with self._lock:
+            values = {
+                "decision_id": decision_id,
+                "created_at_ns": self._now_ns(),
+                "study": study,
+                "trial": trial,
+                "trial_id": trial_id,
+                "host": platform.node(),
+                "graph_hash": None if graph is None else graph.content_hash,
+                "device_hash": None if device is None else rows[-1].values["content_hash"],
+            }
+            if graph is not None:
+                self._remember(graph)
+            self._deliver(*rows, tables.decision_row(verdict, params, **values))
+        return decision_id
+
+    def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
+        """Log what the trial of that decision cost. Only the first measurement of a decision counts.
+
+        The measurement of an interrupted run is replaced by a later one. So a resumed trial fills the row that it began.
+        """
+        with self._lock:
+            values = {"decision_id": decision_id, "recorded_at_ns": self._now_ns(), "set_aside": None}
+            self._deliver(tables.measurement_row(measurement, **values))
+
+    def records(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[TrialRecord]:
+        """The trials of a study (its name) or of a selection, each with its verdict and its measurement, oldest first.
+
+        Args:
+            of: whose. None: all.
+            newest: only so many, the newest ones.
+        """
+        selection = of if isinstance(of, Selection) else Selection(study=of)
+        newest_first = DecisionRow.created_at_ns.desc(), DecisionRow.decision_id.desc()
+        query = selection.query(DecisionRow, MeasurementRow, DeviceRow).order_by(*newest_first).limit(newest)
+        found = []
+        for decision, run, device in reversed(self._read(query)):
+            try:
+                found.append(tables.record_of(decision, run, device))
+            except (PerfGuardError, ValueError, KeyError, TypeError) as error:  # the row is damaged, the others are not
+                self._warn(error)
+        return found
+
+    def observations(self, device: str | Device, limit: int = 500) -> list[Observation]:
+        """The newest ``limit`` runs on that device that ended well or out of memory, and whose graph is known, oldest first.
+
+        For a run with status "oom" the peak memory is a lower bound, and the times are not those of a complete run. Measurements
+        that are set aside, or of another device than the one that was decided for, are left out.
+
+        Args:
+            device: its id, or the device itself: runs on the very same one (see :attr:`Device.identity`) then carry it. The rates
+                of a CPU differ from process to process, and what is learnt must be relative to the rates that predictions use.
+            limit: the most runs.
+        """
+        query = (
+            sql.select(MeasurementRow, DecisionRow, DeviceRow.data)
+            .join(DecisionRow, DecisionRow.decision_id == MeasurementRow.decision_id)
+            .join(DeviceRow, DeviceRow.content_hash == DecisionRow.device_hash)
+            .join(GraphRow, GraphRow.content_hash == DecisionRow.graph_hash)
+            .where(
+                MeasurementRow.status.in_(("ok", "oom")),
+                MeasurementRow.device_id == (device if isinstance(device, str) else device.id),
+                MeasurementRow.device_id == DeviceRow.device_id,
+                MeasurementRow.set_aside.is_(None),
+            )
+            .order_by(MeasurementRow.recorded_at_ns.desc(), MeasurementRow.decision_id.desc())
+            .limit(limit)
+        )
+        rows = self._read(query)
+        graphs = self._graphs_of({decision.graph_hash for _, decision, _ in rows})
+        found = []
+        for run, decision, device_data in reversed(rows):
+            try:
+                of = tables.device_from_json(device_data)
+                if not isinstance(device, str) and of.identity == device.identity:
+                    of = device
+                observation = Observation(
+                    graphs[decision.graph_hash],
+                    of,
+                    tables.measurement_of(run),
+                    tables.predicted_in(decision),
+                    tables.widening_in(decision),
+                    predicted_by=decision.predictor or "",
+                    decision_id=decision.decision_id,
+                    recorded_at_ns=run.recorded_at_ns,
+                    study=decision.study,
+                )
+            except (PerfGuardError, ValueError, KeyError, TypeError) as error:
+                self._warn(error)
+            else:
+                found.append(observation)
+        return found
+
+    def device_ids(self) -> list[str]:
+        """The devices that runs were measured on."""
+        return [row.device_id for row in self._read(sql.select(MeasurementRow.device_id).distinct())]
+
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each table.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        tables = (DecisionRow, MeasurementRow, GraphRow, DeviceRow, WeightsRow)
+        with self._opened() as database, Session(database.engine) as session:
+            return {row.__tablename__: session.scalars(sql.select(sql.func.count()).select_from(row)).one() for row in tables}
+
+    def set_aside(self, selection: Selection, reason: str) -> int:
+        """Mark the selected measurements, so that nothing is learnt from them any more. They stay in the log.
+
+        Args:
+            selection: which. What is set aside already keeps its reason.
+            reason: a sentence that is kept with them.
+
+        Returns:
+            How many are new.
+
+        Raises:
+            LogError: if the log cannot be written now.
+            ConfigurationError: if everything is selected, or without a reason.
+        """
+        if not reason:
+            raise ConfigurationError("Say why the measurements are set aside: reason is empty.")
+        return self._mark(selection, MeasurementRow.set_aside.is_(None), reason)
+
+    def take_back(self, selection: Selection) -> int:
+        """Undo :meth:`set_aside` for the selected measurements, whatever the reason was. They are used again.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            LogError: if the log cannot be written now.
+            ConfigurationError: if everything is selected.
+        """
+        return self._mark(selection, MeasurementRow.set_aside.is_not(None), None)
+
+    def _mark(self, selection: Selection, condition: sql.ColumnElement[bool], set_aside: str | None) -> int:
+        if selection.is_everything:
+            raise ConfigurationError("Say which measurements: a study, a device, a host, a status, a verdict or a time.")
+        chosen = MeasurementRow.decision_id.in_(selection.query(DecisionRow.decision_id))
+        with self._opened() as database, database.transaction() as connection:
+            return connection.execute(sql.update(MeasurementRow).where(condition, chosen).values(set_aside=set_aside)).rowcount
+
+    def prune(self, selection: Selection | None = None, *, keep_newest: int | None = None) -> int:
+        """Remove decisions with their measurements, the oldest first, and the graphs and devices that nothing refers to any more.
+
+        SQLite reuses the space, but the file does not shrink. Weights stay.
+
+        Args:
+            selection: which decisions. None: all. Without ``keep_newest`` all selected decisions are removed.
+            keep_newest: the largest number of selected decisions that may stay. The oldest ones above that number are removed,
+                and all those before ``selection.before``. None: no limit on the number.
+
+        Returns:
+            How many decisions were removed.
+
+        Raises:
+            LogError: if the log cannot be written now. Rows that were removed until then stay removed.
+            ConfigurationError: if everything is selected, and ``keep_newest`` is not given either.
+        """
+        selection = selection or Selection()
+        if selection.is_everything and keep_newest is None:
+            raise ConfigurationError("Say what to remove: a selection, keep_newest, or both.")
+        if keep_newest is not None and keep_newest < 0:
+            raise ConfigurationError(f"keep_newest must be at least 0 or None, but got {keep_newest!r}.")
+        of_any_age = selection if keep_newest is None else replace(selection, before=None)
+        created = DecisionRow.created_at_ns
+        with self._opened() as database, database.engine.connect() as connection:
+            ids = connection.execute(of_any_age.query(DecisionRow.decision_id, created).order_by(created.desc())).all()
+        if keep_newest is not None:
+            cutoff_ns = 0 if selection.before is None else tables.as_ns(selection.before)
+            ids = [row for index, row in enumerate(ids) if index >= keep_newest or row.created_at_ns < cutoff_ns]
+        for start in range(0, len(ids), 900):  # small transactions let others write; SQLite before 3.32 takes 999 variables
+            some = [row.decision_id for row in ids[start : start + 900]]
+            with self._opened() as database, database.transaction() as connection:
+                connection.execute(sql.delete(MeasurementRow).where(MeasurementRow.decision_id.in_(some)))
+                connection.execute(sql.delete(DecisionRow).where(DecisionRow.decision_id.in_(some)))
+        with self._opened() as database, database.transaction() as connection:
+            for row, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
+                used = sql.select(reference).where(reference.is_not(None))
+                connection.execute(sql.delete(row).where(row.content_hash.not_in(used)))
+        return len(ids)
+
+    def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
+        """Write one table with a row for each selected decision. Columns of its measurement begin with "measured_".
+
+        Args:
+            path: a file that ends in ".csv" or ".parquet". Parquet needs pyarrow.
+            selection: only these decisions. None: all.
+
+        Returns:
+            How many rows.
+
+        Raises:
+            LogError: if the log cannot be read, or the file cannot be written.
+            ConfigurationError: for another ending, or without pyarrow.
+        """
+        import pandas
+
+        path = Path(path)
+        if path.suffix not in (".csv", ".parquet"):
+            raise ConfigurationError(f"The file of an export must end in .csv or .parquet, but got {str(path)!r}.")
+        decided = [column for column in DecisionRow.__table__.columns if not column.name.endswith("_hash")]
+        measured = [
+            column.label(f"measured_{column.name}") for column in MeasurementRow.__table__.columns if column.name != "decision_id"
+        ]
+        query = (selection or Selection()).query(*decided, DeviceRow.device_id, *measured).order_by(DecisionRow.created_at_ns)
+        with self._opened() as database, database.engine.connect() as connection:
+            table = pandas.read_sql(query, connection, dtype_backend="numpy_nullable")  # a count of bytes stays an integer
+        table.insert(0, "created_at", pandas.to_datetime(table["created_at_ns"], unit="ns", utc=True))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".csv":
+                table.to_csv(path, index=False)
+            else:
+                table.to_parquet(path, index=False, engine="pyarrow")
+        except ImportError as error:
+            message = "A .parquet file needs pyarrow: pip install 'perfguard[parquet]'. Or write a .csv file."
+            raise ConfigurationError(why_not_imported(error, "pyarrow", message)) from error
+        except OSError as error:
+            raise LogError(f"The log cannot be exported to {path}: {error}.") from error
+        return len(table)
+
+    def promote(self, predictor: str, data: bytes, metrics: Mapping[str, Any] | None = None) -> str:
+        """Put a new generation of weights into use and return its id.
+
+        Args:
+            predictor: whose, for instance "guardnet".
+            data: the bytes of the weights' file.
+            metrics: what the generation was judged by.
+
+        Raises:
+            LogError: if the log cannot be written now. A promotion does not wait.
+        """
+        values = {
+            "weights_id": uuid.uuid4().hex,
+            "predictor": predictor,
+            "created_at_ns": self._now_ns(),
+            "sha256": sha256(data).hexdigest(),
+            "metrics": tables.as_json(metrics or {}),
+            "data": data,
+        }
+        with self._opened() as database, database.transaction() as connection:
+            connection.execute(sql.insert(WeightsRow), values)
+        return str(values["weights_id"])
+
+    def promoted(self, predictor: str) -> tuple[str, bytes] | None:
+        """The id and the bytes of the generation of ``predictor``'s weights that is in use. None: the shipped ones are.
+
+        Raises:
+            LogError: if the log cannot be read now.
+        """
+        if self._database.is_away:
+            raise LogError(f"The measurement log {self.location} could not be reached. Try again.")
+        with self._opened() as database, database.engine.connect() as connection:
+            row = connection.execute(_in_use(predictor, WeightsRow.weights_id, WeightsRow.data)).first()
+        return None if row is None else (row.weights_id, row.data)
+
+    def roll_back(self, predictor: str) -> str | None:
+        """Take the generation of ``predictor``'s weights in use out of use, and put the one before it back in.
+
+        Returns:
+            The generation that is now in use. None: the shipped weights.
+
+        Raises:
+            LogError: if the shipped weights are in use, or the log cannot be written now.
+        """
+        with self._opened() as database, database.transaction() as connection:
+            weights_id = connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
+            if weights_id is None:
+                raise LogError(f"No fine-tuned weights of {predictor!r} are in use, so there is nothing to roll back.")
+            chosen = sql.update(WeightsRow).where(WeightsRow.weights_id == weights_id)
+            connection.execute(chosen.values(rolled_back_at_ns=self._now_ns()))
+            return connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
+
+    def weights(self, predictor: str | None = None) -> list[LoggedWeights]:
+        """The generations of ``predictor``'s weights, or of all predictors', oldest first."""
+        columns = [column for column in WeightsRow.__table__.columns if column.name != "data"]
+        query = sql.select(*columns).order_by(WeightsRow.created_at_ns, WeightsRow.weights_id)
+        rows = self._read(query if predictor is None else query.where(WeightsRow.predictor == predictor))
+        in_use = {row.predictor: row.weights_id for row in rows if row.rolled_back_at_ns is None}  # the newest of each
+        return [tables.weights_of(row, is_in_use=in_use.get(row.predictor) == row.weights_id) for row in rows]
+
+    def flush(self) -> None:
+        """Try once more to write what is waiting."""
+        with self._lock:
+            self._deliver(at_once=True)
+
+    def close(self) -> None:
+        """Write what is waiting, or leave it beside the log. A later call opens the log again."""
+        with self._lock:
+            self._deliver(at_once=True)
+            leave(self._rows, self._database)
+
+    def __enter__(self) -> MeasurementStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"MeasurementStore({self.location!r})"
+
+    @property
+    def location(self) -> str:
+        """The path, or the URL without its password; ":memory:" for a log in this process's memory."""
+        return self._database.name
+
+    @property
+    def url(self) -> str | None:
+        """The URL with which another process can open the same log, with its password.
+
+        None: the log is in this process's memory.
+        """
+        return None if self._database.in_memory else self._database.url.render_as_string(hide_password=False)
+
+    def __getstate__(self) -> tuple[sql.URL, float]:
+        return self._database.url, self._database.busy_timeout_s
+
+    def __setstate__(self, state: tuple[sql.URL, float]) -> None:
+        self._set_up(*state)
+
+    def _after_fork(self) -> None:
+        """Begin anew in a forked child. The parent keeps its connections and writes what is waiting."""
+        self._lock = threading.RLock()  # a thread of the parent may have held the old one
+        if not self._database.in_memory:
+            self._finalizer.detach()
+            _of_parents.append(self._database.engine)
+            self._set_up(*self.__getstate__())
+
+    def _now_ns(self) -> int:
+        """The time since 1970. It strictly increases, so that rows keep their order."""
+        self._last_ns = max(time.time_ns(), self._last_ns + 1)
+        return self._last_ns
+
+    def _deliver(self, *rows: Row, at_once: bool = False) -> None:
+        """Write ``rows``, or keep them beside the log if that fails, with one warning. The caller holds the lock."""
+        self._rows += rows
+        if at_once or not self._database.is_away:
+            begun_s = time.monotonic()
+            try:
+                self._database.write(self._rows)
+                self._rows.clear()
+            except _TROUBLE as error:
+                self._failed(error, begun_s)
+        if self._rows:
+            with suppress(OSError):  # the disk is full, perhaps; they wait in memory, and the next call tries again
+                self._database.keep(self._rows)
+
+    def _read(self, query: sql.Executable) -> Sequence[Any]:
+        """The rows that ``query`` finds; none, and a warning, if the log cannot be read."""
+        with self._lock:
+            if self._rows:
+                self._deliver()
+            if self._database.is_away:
+                return []
+            begun_s = time.monotonic()
+            try:
+                self._database.open()
+                with Session(self._database.engine) as session:
+                    return session.execute(query).all()
+            except _TROUBLE as error:
+                self._failed(error, begun_s)
+                return []
+
+    @contextmanager
+    def _opened(self) -> Iterator[Database]:
+        """The database, for what must not wait. Any error of it becomes a LogError."""
+        with self._lock:
+            try:
+                self._database.write(self._rows)
+                self._rows.clear()
+                yield self._database
+            except LogError:
+                raise
+            except (SQLAlchemyError, OSError) as error:
+                self._database.is_open = False
+                raise LogError(f"The measurement log {self.location} cannot be used now: {reason_of(error)}.") from error
+
+    def _failed(self, error: Exception, begun_s: float) -> None:
+        self._database.is_open = False
+        self._database.pause_after(time.monotonic() - begun_s)
+        self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        """Warn once of each kind of trouble: a log that is damaged now may have been locked before."""
+        if type(error) in self._warned:
+            return
+        self._warned.add(type(error))
+        if isinstance(error, LogError):
+            message = f"{error} Rows wait in files beside it, and are written when it can be opened again."
+        elif isinstance(error, _TROUBLE):
+            message = (
+                f"The measurement log {self.location} cannot be used now ({reason_of(error)}). Rows are kept and written later, "
+                "at the latest when the log is opened again. Close the program that locks it, or fix the cause."
+            )
+        else:
+            message = f"The measurement log {self.location} has damaged rows, which are left out ({reason_of(error)})."
+        warn_user(message, LogWarning)
+
+    def _graphs_of(self, hashes: set[str]) -> Mapping[str, OpGraph]:
+        """The graphs with those hashes. One that is damaged is left out, with a warning."""
+        from perfguard.graph import OpGraph
+
+        missing = [content_hash for content_hash in hashes if content_hash not in self._graphs]
+        found = {content_hash: self._graphs[content_hash] for content_hash in hashes if content_hash in self._graphs}
+        for start in range(0, len(missing), 900):  # SQLite before 3.32 takes 999 variables
+            some = missing[start : start + 900]
+            for row in self._read(sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(some))):
+                try:
+                    found[row.content_hash] = OpGraph.from_bytes(row.data)
+                except (PerfGuardError, ValueError, KeyError, TypeError) as error:
+                    self._warn(error)
+        for graph in found.values():
+            self._remember(graph)
+        return found
+
+    def _remember(self, graph: OpGraph) -> None:
+        """Keep the graph object itself: a predictor recognises graphs that it has seen by identity."""
+        self._graphs[graph.content_hash] = graph
+        self._graphs.move_to_end(graph.content_hash)
+        if len(self._graphs) > 512:  # somewhat more than one call of observations() takes
+            self._graphs.popitem(last=False)
+
+
+def _in_use(predictor: str, *columns: Any) -> sql.Select[Any]:
+    """A query for columns of the generation of weights in use: the newest that was not rolled back."""
+    query = sql.select(*columns).where(WeightsRow.predictor == predictor, WeightsRow.rolled_back_at_ns.is_(None))
+    return query.order_by(WeightsRow.created_at_ns.desc(), WeightsRow.weights_id.desc()).limit(1)
+
+
+_stores: weakref.WeakSet[MeasurementStore] = weakref.WeakSet()
+_of_parents: list[sql.Engine] = []  # of the parent in a forked child; closing one would end the parent's connections
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

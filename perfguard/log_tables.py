@@ -1,0 +1,303 @@
+"""Tables of the measurement log, and the conversion of PerfGuard's types to rows and back.
+
+    meta           "format" of the log
+    graphs         one OpGraph each. Equal graphs are stored once.
+    devices        one Device each, as JSON, also stored once.
+    decisions      one verdict on one trial, with the columns of perfguard.record
+    measurements   the measured cost of that trial. Each decision has at most one.
+    weights        one generation of a predictor's fine-tuned weights
+
+There are no foreign keys, because a row that was delayed may arrive after the rows that refer to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timedelta, timezone
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from sqlalchemy import BigInteger, Double, Index, LargeBinary, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from perfguard.devices import Device
+from perfguard.measure import NOT_A_NUMBER, Measurement
+from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
+
+if TYPE_CHECKING:
+    from perfguard.graph import OpGraph
+    from perfguard.predictor import Estimate, Target
+    from perfguard.verdict import Verdict
+
+LOG_FORMAT = "1"
+_1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_ENDED = ("ok", "oom", "timeout")
+
+
+class Base(DeclarativeBase):
+    """Base of the tables. The types are those that SQLite and PostgreSQL both have."""
+
+    type_annotation_map: ClassVar[dict[Any, Any]] = {str: Text, int: BigInteger, float: Double, bytes: LargeBinary}
+
+
+class MetaRow(Base):
+    """A property of the log itself."""
+
+    __tablename__ = "meta"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str | None]
+
+
+class GraphRow(Base):
+    """A graph, as :meth:`OpGraph.to_bytes` writes it."""
+
+    __tablename__ = "graphs"
+    content_hash: Mapped[str] = mapped_column(primary_key=True)
+    data: Mapped[bytes]
+
+
+class DeviceRow(Base):
+    """A device. Its key is the hash of what identifies it, so the rates of a CPU stay as its first process measured them."""
+
+    __tablename__ = "devices"
+    content_hash: Mapped[str] = mapped_column(primary_key=True)
+    device_id: Mapped[str]
+    data: Mapped[str]
+
+
+class DecisionRow(Base):
+    """A verdict on a trial. The other columns of :data:`perfguard.record.VERDICT_COLUMNS` are added below."""
+
+    __tablename__ = "decisions"
+    decision_id: Mapped[str] = mapped_column(primary_key=True)
+    created_at_ns: Mapped[int] = mapped_column(index=True)
+    study: Mapped[str] = mapped_column(index=True)
+    trial: Mapped[int | None]
+    trial_id: Mapped[str | None]
+    host: Mapped[str | None]
+    params: Mapped[str]
+    graph_hash: Mapped[str | None]
+    device_hash: Mapped[str | None]
+    verdict: Mapped[str]
+    predictor: Mapped[str | None]
+
+
+class MeasurementRow(Base):
+    """What a trial cost. The other fields of :class:`perfguard.measure.Measurement` are added below."""
+
+    __tablename__ = "measurements"
+    __table_args__ = (Index("ix_measurements_device_id_recorded_at_ns", "device_id", "recorded_at_ns"),)
+    decision_id: Mapped[str] = mapped_column(primary_key=True)
+    recorded_at_ns: Mapped[int]
+    set_aside: Mapped[str | None]
+    status: Mapped[str]
+    device_id: Mapped[str]
+    host: Mapped[str | None]
+
+
+class WeightsRow(Base):
+    """A generation of weights. The newest one of a predictor that was not rolled back is in use."""
+
+    __tablename__ = "weights"
+    weights_id: Mapped[str] = mapped_column(primary_key=True)
+    predictor: Mapped[str] = mapped_column(index=True)
+    created_at_ns: Mapped[int]
+    sha256: Mapped[str]
+    metrics: Mapped[str]
+    rolled_back_at_ns: Mapped[int | None]
+    data: Mapped[bytes]
+
+
+def _add_columns(row: type[Base], kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if not hasattr(row, name):
+            setattr(row, name, mapped_column(kind))
+
+
+_MEASUREMENT_FIELDS = tuple(field.name for field in fields(Measurement))
+_add_columns(DecisionRow, {name: {str: Text, float: Double}[kind] for name, kind in VERDICT_COLUMNS.items()})
+_add_columns(
+    MeasurementRow,
+    {  # annotations are texts here, for instance "int | None"; all that is no number is a text
+        field.name: {"int": BigInteger, "float": Double}.get(str(field.type).partition(" ")[0], Text)
+        for field in fields(Measurement)
+    },
+)
+
+
+class Row(NamedTuple):
+    """One row on its way to its table: None, int, float and str, and in a graph's "data" the graph itself, or bytes."""
+
+    table: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedWeights:
+    """One generation of a predictor's fine-tuned weights."""
+
+    weights_id: str
+    predictor: str
+    created_at: datetime
+    """Time in UTC."""
+    sha256: str
+    """SHA-256 of the weights' bytes, hexadecimal."""
+    metrics: Mapping[str, Any]
+    """What it was judged by."""
+    state: Literal["promoted", "superseded", "rolled back"]
+    """Only one generation of a predictor is "promoted": the one in use."""
+    state_changed_at: datetime
+    """When it was promoted, or rolled back."""
+
+
+def graph_row(graph: OpGraph) -> Row:
+    """Return the row of a graph. Its bytes are made when they are written, because most graphs are there already."""
+    return Row("graphs", {"content_hash": graph.content_hash, "data": graph})
+
+
+def device_row(device: Device) -> Row:
+    """Return the row of a device."""
+    key = hashlib.sha256(json.dumps(dict(device.identity), sort_keys=True).encode()).hexdigest()
+    data = json.dumps(asdict(device), sort_keys=True)
+    return Row("devices", {"content_hash": key, "device_id": device.id, "data": data})
+
+
+def decision_row(verdict: Verdict, params: Mapping[str, Any], **values: Any) -> Row:
+    """Return the row of a verdict."""
+    values |= {"params": as_json(params)} | dict.fromkeys(VERDICT_COLUMNS) | columns_of(verdict)
+    return Row("decisions", {name: _plain(value) for name, value in values.items()})
+
+
+def measurement_row(measurement: Measurement, **values: Any) -> Row:
+    """Return the row of a measurement. NaN and infinity go into the note, in words, because SQLite stores them as NULL."""
+    values |= asdict(measurement)
+    strange = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    notes = [measurement.note, *(NOT_A_NUMBER.format(name, value) for name, value in strange.items())]
+    values |= dict.fromkeys(strange) | {"note": "; ".join(filter(None, notes))}
+    return Row("measurements", {name: _plain(value) for name, value in values.items()})
+
+
+def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: DeviceRow | None) -> TrialRecord:
+    """Return the record of a trial.
+
+    Raises:
+        ValueError: if the row holds what no PerfGuard writes. Also KeyError and TypeError.
+    """
+    verdict = verdict_from(_columns_in(decision))
+    device = None if device_row is None else device_from_json(device_row.data)
+    measurement = None if run is None else measurement_of(run)
+    is_of_device = measurement is not None and (device is None or measurement.is_of(device))
+    ended = measurement is not None and measurement.status in _ENDED
+    predicted: Mapping[Any, Estimate] = {} if verdict is None else verdict.predicted
+    price_per_hour = None
+    if "cost" in predicted and "time" in predicted:  # the log has the cost, but not the price that the user gave
+        price_per_hour = 3600 * predicted["cost"].median / predicted["time"].median
+    return TrialRecord(
+        number=decision.trial,
+        verdict=verdict,
+        measured=measured_by(measurement, price_per_hour) if measurement is not None and is_of_device else {},
+        status=None if measurement is None else measurement.status,
+        not_measured=_why_not_measured(run, measurement, device) if run and measurement and ended else "",
+        note="" if measurement is None else measurement.note,
+        set_aside=(run.set_aside if run is not None else None) or "",
+        params=json.loads(decision.params),
+        study=decision.study,
+        trial_id=decision.trial_id,
+        decision_id=decision.decision_id,
+        created_at=as_time(decision.created_at_ns),
+        host=(run.host if run is not None else None) or decision.host,
+        device_id=None if device_row is None else device_row.device_id,
+        device_name="" if device is None else device.name,
+        capacity_bytes=None if device is None else device.memory_bytes,
+        predictor=decision.predictor or "",
+    )
+
+
+def _why_not_measured(run: MeasurementRow, measurement: Measurement, device: Device | None) -> str:
+    """The reason why a finished trial says nothing of the guarded device; empty: it does."""
+    if run.set_aside:
+        return run.set_aside
+    if device is not None and not measurement.is_of(device):
+        return f"their workers used no {device.name}; they ran on {measurement.device_name or 'another device'}"
+    is_silent = measurement.peak_memory_bytes is None and measurement.step_time_s is None
+    return "they did not report what they cost" if is_silent and measurement.status == "ok" else ""
+
+
+def measurement_of(run: MeasurementRow) -> Measurement:
+    """Return the measurement that a row holds. A total time that was no number is NaN again."""
+    known = {name: getattr(run, name) for name in _MEASUREMENT_FIELDS}
+    return Measurement(**known | {"total_time_s": math.nan if known["total_time_s"] is None else known["total_time_s"]})
+
+
+def predicted_in(decision: DecisionRow) -> dict[Target, Estimate]:
+    """Return what was predicted of the peak memory and of the time of a step. Empty: nothing could be predicted."""
+    verdict = verdict_from(_columns_in(decision))
+    predicted = {} if verdict is None else verdict.predicted
+    found: dict[Target, Estimate | None] = {"memory": predicted.get("memory"), "time": predicted.get("step_time")}
+    return {target: estimate for target, estimate in found.items() if estimate is not None}
+
+
+def widening_in(decision: DecisionRow) -> dict[Target, float]:
+    """Return the factors by which the intervals that were issued had been widened."""
+    columns = _columns_in(decision)
+    found: dict[Target, float | None] = {"memory": columns["memory_widening"], "time": columns["step_time_widening"]}
+    return {target: factor for target, factor in found.items() if factor is not None}
+
+
+def weights_of(row: WeightsRow, *, is_in_use: bool) -> LoggedWeights:
+    """Return a generation of weights, without its bytes."""
+    is_rolled_back = row.rolled_back_at_ns is not None
+    return LoggedWeights(
+        weights_id=row.weights_id,
+        predictor=row.predictor,
+        created_at=as_time(row.created_at_ns),
+        sha256=row.sha256,
+        metrics=json.loads(row.metrics),
+        state="rolled back" if is_rolled_back else "promoted" if is_in_use else "superseded",
+        state_changed_at=as_time(row.rolled_back_at_ns or row.created_at_ns),
+    )
+
+
+def _columns_in(decision: DecisionRow) -> dict[str, Any]:
+    return {name: getattr(decision, name) for name in VERDICT_COLUMNS}
+
+
+@functools.lru_cache(maxsize=64)
+def device_from_json(data: str) -> Device:
+    """Return the device that :func:`device_row` wrote. Equal texts give the same object."""
+    document = json.loads(data)
+    return Device(**{field.name: document[field.name] for field in fields(Device)})
+
+
+def as_ns(time: datetime) -> int:
+    """Return nanoseconds since 1970, within what a database's integer holds."""
+    return max(-(2**63), min((time - _1970) // timedelta(microseconds=1) * 1000, 2**63 - 1))
+
+
+def as_time(time_ns: int) -> datetime:
+    """Return whole microseconds, rounded down, so that a row is found by its own time."""
+    return _1970 + timedelta(microseconds=time_ns // 1000)
+
+
+def as_json(params: Mapping[str, Any]) -> str:
+    """Return ``params`` as JSON. A value that JSON does not know is written as text."""
+    try:
+        return json.dumps(dict(params), default=str)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
+        return json.dumps({str(name): repr(value) for name, value in params.items()})
+
+
+def _plain(value: Any) -> int | float | str | None:
+    """``value`` as every driver takes it: no numpy scalars, no lone surrogates, no NUL, no integer of more than 64 bits."""
+    if value is None:
+        return None
+    if isinstance(value, Integral):
+        return int(value) if -(2**63) <= int(value) < 2**63 else None
+    if isinstance(value, Real):
+        return float(value)
+    return str(value).encode("utf-8", "replace").decode().replace("\0", "?")

@@ -1,0 +1,77 @@
+"""Rows that several tests of the log write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from perfguard import Device, Estimate, Measurement, MeasurementStore, OpGraph, Prediction, TensorSpec, Workload, trace
+from perfguard.budget import Limit
+from perfguard.verdict import Verdict
+
+DEVICE = Device(
+    id="toy",
+    name="Toy",
+    kind="cuda",
+    memory_bytes=2**30,
+    bandwidth_bytes_per_s=1e11,
+    peak_flops={"fp32": 1e12, "fp16": 4e12},
+    num_sms=8,
+    boost_clock_hz=1e9,
+    l2_bytes=2**20,
+    tdp_w=50.0,
+    architecture="toy",
+    context_bytes=2**28,
+    launch_overhead_s=5e-6,
+    source="made up",
+)
+CPU = replace(DEVICE, id="cpu", name="A processor", kind="cpu", context_bytes=0, source="measured on this machine")
+PREDICTION = Prediction(
+    peak_memory=Estimate(1000.0, 0.1),
+    step_time=Estimate(0.25, 0.2),
+    total_time=Estimate(25.0, 0.2),
+    predictor="double-1",
+    device_id="toy",
+    trained_on_device=True,
+)
+LIMITS = (Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("step_time", 1.0, PREDICTION.step_time))
+LAUNCHED = Verdict.of(PREDICTION, LIMITS, accepted=0.05)
+PRUNED = Verdict.of(PREDICTION, [Limit("memory", 500.0, PREDICTION.peak_memory)], accepted=0.05)
+UNJUDGED = Verdict(action="launch", unjudged="a test")
+MEASUREMENT = Measurement(
+    status="ok",
+    device_id="toy",
+    device_name="Toy",
+    peak_memory_bytes=1100,
+    step_time_s=0.3,
+    total_time_s=30.0,
+    num_steps=100,
+    method="nvml-process+allocator",
+    framework="torch",
+    note="a note",
+    allocated_peak_bytes=600,
+    reserved_peak_bytes=700,
+    sm_utilisation=0.5,
+    energy_j=12.5,
+    sm_clock_hz=1.4e9,
+    throttled="",
+    data_wait_s=0.01,
+    oom_retries=0,
+    driver="550.54",
+    confidence="high",
+    host="node-7",
+)
+
+
+def make_graph(width: int = 8) -> OpGraph:
+    """A perceptron's step."""
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+    return trace(Workload(model, (4, 8), TensorSpec((4,), "int64"), nn.functional.cross_entropy))
+
+
+def record(store: MeasurementStore, trial: int | None = 0, verdict: Verdict = UNJUDGED, **changes: Any) -> str:
+    """Log a decision that differs from the plainest one by ``changes``."""
+    arguments: dict[str, Any] = {"study": "s", "graph": None, "device": None, "params": {}}
+    return store.record_decision(verdict, trial=trial, **(arguments | changes))

@@ -1,0 +1,589 @@
+"""The measurement log keeps every row, whatever happens to its file."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfguard import Estimate
+from perfguard.budget import Limit
+from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
+from perfguard.graph import OpGraph
+from perfguard.log import MeasurementStore
+from perfguard.log_tables import WeightsRow
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import DEVICE, LAUNCHED, MEASUREMENT, PREDICTION, make_graph, record
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return make_graph()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.db"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+@contextmanager
+def one_warning() -> Iterator[None]:
+    with pytest.warns(LogWarning, match=r"cannot be used now \(database is locked\)") as caught:
+        yield
+    assert len(caught) == 1
+
+
+def trials(path: Path) -> list[int | None]:
+    with MeasurementStore(path) as store:
+        return [trial.number for trial in store.records()]
+
+
+def beside(path: Path) -> list[Path]:
+    return list(path.parent.glob("*.rows.jsonl"))
+
+
+def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None:
+    before = datetime.now(timezone.utc)
+    with MeasurementStore(path) as store:
+        params = {"lr": 0.1, "path": Path("x")}
+        decision_id = record(store, 3, LAUNCHED, graph=graph, device=DEVICE, params=params, trial_id="tune_3")
+        store.record_measurement(decision_id, MEASUREMENT)
+    with MeasurementStore(path) as store:
+        (trial,) = store.records("s")
+        (observation,) = store.observations("toy")
+        assert store.observations("toy")[0].graph is observation.graph
+        assert store.records("another") == []
+        assert store.observations("another") == []
+    assert trial.created_at is not None
+    assert before <= trial.created_at <= datetime.now(timezone.utc)
+    assert (trial.decision_id, trial.study, trial.number, trial.trial_id) == (decision_id, "s", 3, "tune_3")
+    assert (trial.params, trial.host, trial.predictor) == ({"lr": 0.1, "path": "x"}, "node-7", "double-1")
+    assert (trial.device_id, trial.device_name, trial.capacity_bytes) == ("toy", "Toy", 2**30)
+    assert trial.verdict is not None
+    assert (trial.reason, trial.limits) == (LAUNCHED.reason, {"memory": 2000.0, "step_time": 1.0})
+    assert {quantity: estimate.median for quantity, estimate in trial.predicted.items()} == {
+        "memory": 1000.0, "step_time": 0.25, "time": 25.0
+    }  # fmt: skip
+    assert trial.predicted["memory"].log_sigma == pytest.approx(0.1, rel=1e-12)
+    assert (trial.measured, trial.status, trial.note) == ({"memory": 1100, "step_time": 0.3, "time": 30.0}, "ok", "a note")
+    assert trial.is_measured
+    assert not trial.violates
+    assert observation.graph.content_hash == graph.content_hash
+    assert (observation.device, observation.measurement, observation.predicted_by) == (DEVICE, MEASUREMENT, "double-1")
+    assert observation.predicted["time"].median == 0.25
+
+
+def test_what_is_not_known_comes_back_as_none(path: Path) -> None:
+    with MeasurementStore(path) as store:
+        record(store, trial=None)
+        (trial,) = store.records()
+    assert (trial.number, trial.device_id, trial.capacity_bytes, trial.status, trial.trial_id) == (None,) * 5
+    assert (dict(trial.predicted), dict(trial.measured), trial.reason) == ({}, {}, "not judged: a test")
+    assert trial.is_unguarded
+
+
+def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
+    """Promise 3: a reading belongs to the device that ran."""
+    with MeasurementStore(path) as store:
+        laptop = replace(MEASUREMENT, device_id="cpu", device_name="A processor")
+        store.record_measurement(record(store, 0, LAUNCHED, device=DEVICE), laptop)
+        store.record_measurement(record(store, 1, LAUNCHED, device=DEVICE), replace(laptop, status="failed"))
+        silent = replace(MEASUREMENT, peak_memory_bytes=None, step_time_s=None)
+        store.record_measurement(record(store, 2, LAUNCHED, device=DEVICE), silent)
+        absent, failed, mute = store.records()
+    assert absent.not_measured == "their workers used no Toy; they ran on A processor"
+    assert (dict(absent.measured), absent.status, absent.is_measured, absent.is_pruned) == ({}, "ok", False, False)
+    assert (dict(failed.measured), failed.status, failed.not_measured) == ({}, "failed", "")
+    assert mute.not_measured == "they did not report what they cost"
+
+
+def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
+    limits = [Limit("memory", 2000.0, PREDICTION.peak_memory), Limit("cost", 1.0, PREDICTION.cost(72.0) or Estimate(1, 1))]
+    with MeasurementStore(path) as store:
+        verdict = Verdict.of(PREDICTION, limits, accepted=0.5)
+        store.record_measurement(record(store, 0, verdict, device=DEVICE), replace(MEASUREMENT, total_time_s=100.0))
+        (trial,) = store.records()
+    assert trial.measured["cost"] == pytest.approx(2.0)
+    assert trial.breaks("cost")
+
+
+def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
+    for _ in range(2):
+        with MeasurementStore(path) as store:
+            for trial in range(2):
+                record(store, trial, graph=graph, device=DEVICE)
+    with closing(sqlite3.connect(path)) as connection:
+        counts = [
+            connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("graphs", "devices", "decisions")
+        ]
+    assert counts == [1, 1, 4]
+
+
+def test_observations_are_newest_runs_oldest_first(graph: OpGraph) -> None:
+    """Only runs on the device that teach something."""
+    with MeasurementStore(":memory:") as store:
+        for total_time_s in range(5):
+            measurement = replace(MEASUREMENT, total_time_s=float(total_time_s))
+            store.record_measurement(record(store, graph=graph, device=DEVICE), measurement)
+        for status in ("oom", "timeout", "failed"):
+            store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, status=status))
+        store.record_measurement(record(store, graph=graph, device=DEVICE), replace(MEASUREMENT, device_id="cpu"))
+        store.record_measurement(record(store, graph=None, device=DEVICE), MEASUREMENT)
+        found = [observation.measurement for observation in store.observations("toy", limit=3)]
+    assert [(measurement.status, measurement.total_time_s) for measurement in found] == [("ok", 3.0), ("ok", 4.0), ("oom", 30.0)]
+
+
+def test_only_first_measurement_of_decision_counts() -> None:
+    with MeasurementStore(":memory:") as store:
+        decision_id = record(store)
+        store.record_measurement(decision_id, MEASUREMENT)
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="failed"))
+        assert [trial.status for trial in store.records()] == ["ok"]
+
+
+def test_interrupted_measurement_is_replaced_on_resume() -> None:
+    """Ray Tune resumes a trial under its decision; what it costs in the end must not be lost to the row of its interruption."""
+    with MeasurementStore(":memory:") as store:
+        decision_id = record(store, graph=make_graph(), device=DEVICE)
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=3.0))
+        assert store.observations("toy") == [], "it says nothing about the trial"
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=4.0))
+        assert [(trial.status, trial.measured["time"]) for trial in store.records()] == [("interrupted", 4.0)]
+        store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=9.0))
+        store.record_measurement(decision_id, replace(MEASUREMENT, status="interrupted", total_time_s=10.0))
+        store.record_measurement(decision_id, replace(MEASUREMENT, total_time_s=11.0))
+        assert [(trial.status, trial.measured["time"]) for trial in store.records()] == [("ok", 9.0)]
+        assert [observation.measurement.total_time_s for observation in store.observations("toy")] == [9.0]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def memory_store() -> Iterator[MeasurementStore]:
+    with MeasurementStore(":memory:") as store:
+        yield store
+
+
+@given(params=st.dictionaries(st.text(), json_values, max_size=4), remark=st.text())
+def test_params_that_json_knows_come_back_equal(memory_store: MeasurementStore, params: dict[str, Any], remark: str) -> None:
+    record(memory_store, 0, Verdict(action="prune", remark=remark), params=params, study=(study := os.urandom(8).hex()))
+    (trial,) = memory_store.records(study)
+    assert trial.params == params
+    assert trial.reason == remark.replace("\0", "?")
+
+
+def test_unstorable_params_and_text_stop_no_study() -> None:
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+    with MeasurementStore(":memory:") as store:
+        record(store, 0, Verdict(action="prune", remark="\udcff"), params={"a": {(1, 2): 3}})
+        record(store, params=circle)
+        record(store, trial=2**80)
+        record(store, trial=4)
+        found = store.records()
+    assert [trial.number for trial in found] == [0, 0, None, 4]
+    assert found[0].params == {"a": "{(1, 2): 3}"}
+    assert found[0].reason == "?"
+
+
+def not_sqlite(path: Path) -> None:
+    path.write_bytes(b"mode,step\ntrain,1\n" * 100)
+
+
+def a_few_bytes(path: Path) -> None:
+    path.write_bytes(b"no")
+
+
+def another_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE studies (x)")
+
+
+def damaged(path: Path) -> None:
+    with MeasurementStore(path) as store:
+        for trial in range(50):
+            record(store, trial, Verdict(action="prune", remark="x" * 1000))
+    path.write_bytes(path.read_bytes()[:4096] + os.urandom(8192) + path.read_bytes()[12288:])
+
+
+def truncated(path: Path) -> None:
+    MeasurementStore(path).close()
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def without_version(path: Path) -> None:
+    MeasurementStore(path).close()
+    set_version(path, None)
+
+
+def set_version(path: Path, version: str | None) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("UPDATE meta SET value = ?", (version,))
+
+
+@pytest.mark.parametrize("make", [not_sqlite, a_few_bytes, another_database, damaged, truncated, without_version])
+def test_unsound_log_file_is_named_and_left_alone(path: Path, make: Any) -> None:
+    make(path)
+    content = path.read_bytes()
+    with pytest.raises(LogCorruptError, match=r"log\.db is no measurement log, or is damaged .* Move it away"):
+        MeasurementStore(path)
+    assert path.read_bytes() == content
+
+
+def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
+    MeasurementStore(path).close()
+    set_version(path, "99")
+    content = path.read_bytes()
+    with pytest.raises(LogVersionError, match=r"log\.db has format 99, this PerfGuard reads 1; it is left .* Update perfguard"):
+        MeasurementStore(path)
+    assert path.read_bytes() == content
+    path.unlink()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:  # as developer versions made it, up to schema 4
+        connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)")
+        connection.execute("INSERT INTO meta VALUES ('schema_version', '4')")
+    content = path.read_bytes()
+    with pytest.raises(LogVersionError, match=r"of an early version .* left as it is\. Give another path, .* PERFGUARD_LOG\.$"):
+        MeasurementStore(path)
+    assert path.read_bytes() == content
+
+
+def test_missing_directory_is_made(tmp_path: Path) -> None:
+    """An impossible one is an error."""
+    MeasurementStore(tmp_path / "a" / "b" / "log.db").close()
+    (tmp_path / "file").write_text("")
+    for impossible in (tmp_path / "file" / "log.db", tmp_path):
+        with pytest.raises(LogError, match=r"cannot be opened: .* PERFGUARD_LOG"):
+            MeasurementStore(impossible)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("postgresql+nodriver://host/db", "needs a driver"),
+        ("oracle://host/db", "SQLite or PostgreSQL"),
+        ("://", "must look like"),
+    ],
+)
+def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        MeasurementStore(url)
+
+
+def test_an_sqlite_url_and_a_path_name_the_same_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    for location in (f"sqlite:///{path}", "sqlite:///log.db", "log.db"):
+        with MeasurementStore(location) as store:
+            record(store)
+    assert trials(path) == [0, 0, 0]
+
+
+def test_path_may_have_odd_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a ?b#c%20[x].db"
+    with MeasurementStore(path, busy_timeout_s=0.05) as store:
+        record(store)
+        with locked(path), one_warning():
+            record(store, 1)
+            store.close()
+    assert trials(path) == [0, 1]
+    assert path.exists()
+    assert not beside(path)
+
+
+def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERFGUARD_LOG", str(path))
+    MeasurementStore.default().close()
+    assert path.exists()
+    monkeypatch.delenv("PERFGUARD_LOG")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(path.parent))
+    MeasurementStore.default().close()
+    assert (path.parent / "perfguard" / "log.db").exists()
+
+
+def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> None:
+    with MeasurementStore(path, busy_timeout_s=0.05) as store:
+        with locked(path), one_warning():
+            ids = [record(store, trial, graph=graph, device=DEVICE) for trial in range(3)]
+            store.record_measurement(ids[0], MEASUREMENT)
+            store.flush()
+            assert store.records() == []
+        record(store, 3)
+        found = store.records()
+        assert [trial.number for trial in found] == [0, 1, 2, 3]
+        assert [trial.decision_id for trial in found[:3]] == ids
+        assert len(store.observations("toy")) == 1
+    assert not beside(path)
+
+
+def test_reading_goes_on_while_another_process_writes(path: Path, graph: OpGraph) -> None:
+    with MeasurementStore(path, busy_timeout_s=0.05) as store:
+        store.record_measurement(record(store, graph=graph, device=DEVICE), MEASUREMENT)
+        with locked(path), MeasurementStore(path, busy_timeout_s=0.05) as other:
+            assert len(other.observations("toy")) == len(other.records()) == 1
+
+
+def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:
+    """The next opening delivers them."""
+    MeasurementStore(path).close()
+    with locked(path), one_warning():
+        store = MeasurementStore(path, busy_timeout_s=0.05)
+        store.record_measurement(record(store, 0, graph=graph, device=DEVICE), MEASUREMENT)
+        store.close()
+        record(store, 1)
+        store.close()
+    assert len(beside(path)) == 3, "one for each call, and the first process could open nothing"
+    content = [(file, file.read_bytes()) for file in beside(path)]
+    for _ in range(2):
+        with MeasurementStore(path) as store:
+            assert [trial.number for trial in store.records()] == [0, 1]
+            (observation,) = store.observations("toy")
+            assert observation.graph.content_hash == graph.content_hash
+        assert not beside(path)
+        for file, data in content:  # as if it had died after it had written the rows, before it removed the files
+            file.write_bytes(data)
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.touch()])
+def test_a_new_log_opens_under_a_lock(path: Path, make: Any) -> None:
+    make(path)
+    with locked(path), one_warning():
+        store = MeasurementStore(path, busy_timeout_s=0.05)
+        record(store, 7)
+        assert store.records() == []
+        assert store.observations("toy") == []
+    store.close()
+    assert trials(path) == [7]
+
+
+def test_another_version_at_writing_spares_the_study(path: Path) -> None:
+    MeasurementStore(path).close()
+    store = pickle.loads(pickle.dumps(MeasurementStore(path)))
+    set_version(path, "99")
+    with pytest.warns(LogWarning, match="format 99"):
+        record(store)
+    store.close()
+    assert len(beside(path)) == 1
+
+
+def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
+    MeasurementStore(path).close()
+    with locked(path):
+        with pytest.warns(LogWarning):
+            record(MeasurementStore(path, busy_timeout_s=0.05), 1)
+        gc.collect()
+        assert len(beside(path)) == 1
+        run_python(path, "store = MeasurementStore(path, busy_timeout_s=0.05); record(store, 2)")
+        assert len(beside(path)) == 2
+    assert trials(path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        json.dumps({"table": "decisions", "row": {"nonsense": 1}}),
+        json.dumps({"table": "nonsense", "row": {}}),
+        json.dumps({"table": "devices", "row": {"content_hash": "a", "device_id": 3, "data": "{}"}}),
+        json.dumps(
+            {"table": "weights", "row": dict.fromkeys(WeightsRow.__table__.columns.keys(), "a") | {"created_at_ns": 10**30}}
+        ),
+        json.dumps({"table": "devices", "row": {"content_hash": None, "device_id": "a", "data": "{}"}}),
+    ],
+)
+def test_damaged_rows_beside_the_log_are_set_aside(path: Path, line: str) -> None:
+    MeasurementStore(path).close()
+    path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_text(line + "\n")
+    with pytest.warns(LogWarning, match="are damaged .* set aside"):
+        assert trials(path) == []
+    assert trials(path) == []
+    assert not beside(path)
+
+
+def test_nothing_is_unpickled(path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(path.parent / "sprung"),)
+
+    MeasurementStore(path).close()
+    path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_bytes(pickle.dumps(Trap()))
+    with pytest.warns(LogWarning, match="are damaged"):
+        store = MeasurementStore(path)
+    store.promote("guardnet", pickle.dumps(Trap()))
+    assert store.promoted("guardnet") is not None
+    store.close()
+    assert not (path.parent / "sprung").exists()
+
+
+def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGraph) -> None:
+    with MeasurementStore(path) as store:
+        record(store, 0, graph=graph)
+        path.unlink()
+        with pytest.warns(LogWarning, match="was moved or removed; another is begun"):
+            record(store, 1, graph=graph, device=DEVICE)
+        store.record_measurement(record(store, 2, graph=graph, device=DEVICE), MEASUREMENT)
+        assert [trial.number for trial in store.records()] == [1, 2]
+        assert len(store.observations("toy")) == 1
+
+
+@pytest.mark.parametrize("other", ["garbage", "another log", "an older copy", "nothing"])
+@pytest.mark.parametrize("num_after", [1, 60])
+def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
+    path: Path, tmp_path: Path, other: str, num_after: int
+) -> None:
+    # STRANGERS A8: the rows of the rest of the run went into a file that nobody could open any more, without a warning.
+    copy = tmp_path / "copy.db"
+
+    def fill(log: Path, trials: range) -> None:
+        with MeasurementStore(log) as store:
+            for trial in trials:
+                record(store, trial, Verdict(action="prune", remark="x" * (500 + 7 * trial)), study=f"{log.name} {trial % 7}")
+
+    fill(copy, range(1000, 1100))
+    if other == "an older copy":
+        fill(path, range(30))
+        shutil.copy(path, copy)
+    fill(path, range(200))
+    with MeasurementStore(path) as store:
+        for trial in range(200, 200 + num_after):
+            record(store, trial)
+        path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
+        with pytest.warns(LogWarning, match=r"is damaged .* Rows wait in files beside it|was moved or removed") as caught:
+            record(store, 1)
+        assert len(caught) == 1
+        record(store, 2)
+        store.records()
+    if beside(path):
+        with pytest.raises(LogCorruptError, match=r"Move it away"):
+            MeasurementStore(path)
+        path.unlink()
+    assert trials(path)[-2:] == [1, 2]
+    assert not beside(path)
+
+
+def test_own_checkpoints_do_not_count_as_an_overwritten_log(path: Path) -> None:
+    with MeasurementStore(path) as store, MeasurementStore(path) as other:
+        for trial in range(10):
+            record(store, trial)
+            with closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            record(other, trial)
+        assert len(store.records()) == 20
+    assert not beside(path)
+
+
+@pytest.mark.parametrize("location", [":memory:", "log.db"])
+def test_threads_share_a_store(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with MeasurementStore(location) as store:
+
+        def work(worker: int) -> None:
+            for trial in range(10):
+                store.record_measurement(record(store, worker * 100 + trial, device=DEVICE), MEASUREMENT)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = store.records()
+        assert all(trial.status == "ok" for trial in found)
+        for worker in range(4):
+            mine = [trial.number for trial in found if trial.number is not None and trial.number // 100 == worker]
+            assert mine == [worker * 100 + trial for trial in range(10)]
+
+
+SCRIPT = """
+import sys, warnings
+from pathlib import Path
+from perfguard.log import MeasurementStore
+from perfguard.verdict import Verdict
+path = Path(sys.argv[1])
+def record(store, trial):
+    store.record_decision(Verdict(action="launch"), graph=None, device=None, study="s", trial=trial, params={})
+"""
+
+
+def start_python(path: Path, code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + code, str(path)], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def run_python(path: Path, code: str) -> None:
+    assert start_python(path, code).wait(timeout=60) == 0
+
+
+def test_processes_share_a_log_from_its_making(path: Path) -> None:
+    code = (
+        "warnings.simplefilter('error'); store = MeasurementStore(path, busy_timeout_s=30)\nfor i in range(30): record(store, i)"
+    )
+    processes = [start_python(path, code) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert sorted(trial for trial in trials(path) if trial is not None) == sorted([*range(30), *range(30)])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_neither_repeats_nor_loses_rows(path: Path) -> None:
+    code = """
+import os, sqlite3
+store = MeasurementStore(path, busy_timeout_s=0.05)
+lock = sqlite3.connect(path, isolation_level=None)
+lock.execute("BEGIN EXCLUSIVE")
+warnings.simplefilter("ignore")
+record(store, 0)
+lock.execute("ROLLBACK"); lock.close()
+store._lock.acquire()   # as a thread that is busy while another one forks
+if (child := os.fork()) == 0:
+    record(store, 1)
+    store.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+store._lock.release()
+assert [trial.number for trial in store.records()] == [0, 1]   # once each, whoever brought in the rows beside the log
+store.close()
+"""
+    run_python(path, code)
+    assert trials(path) == [0, 1]
+
+
+def test_store_pickles_by_address_and_opens_on_use(path: Path) -> None:
+    with MeasurementStore(path) as store:
+        record(store, 1)
+        data = pickle.dumps(store)
+    path.rename(path.with_name("moved.db"))
+    copy = pickle.loads(data)
+    assert not path.exists()
+    path.with_name("moved.db").rename(path)
+    record(copy, 2)
+    copy.close()
+    assert trials(path) == [1, 2]
+    assert repr(copy) == f"MeasurementStore({str(path)!r})"

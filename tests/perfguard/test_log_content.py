@@ -1,0 +1,341 @@
+"""What the log holds and gives out, and which weights are in use: the same on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from sqlalchemy import create_engine, event, text
+
+from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
+from perfguard.graph import OpGraph
+from perfguard.log import MeasurementStore, Selection
+from perfguard.log_tables import Base
+from perfguard.measure import Measurement, Status
+from perfguard.record import VERDICT_COLUMNS, columns_of
+from perfguard.repair import Repair
+from perfguard.summary import summarize
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import CPU, DEVICE, LAUNCHED, MEASUREMENT, PRUNED, make_graph, record
+
+
+@pytest.fixture(scope="module")
+def graphs() -> list[OpGraph]:
+    return [make_graph(width) for width in (4, 8, 16)]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'log.db'}" if request.param == "sqlite" else str(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[MeasurementStore]:
+    with MeasurementStore(url, busy_timeout_s=10) as store:
+        yield store
+
+
+def run(store: MeasurementStore, trial: int, graph: OpGraph | None, **changes: Any) -> str:
+    """A decision and its measurement, which has the trial's number as its number of steps."""
+    device = replace(DEVICE, id=changes.get("device_id", "toy"))
+    decision_id = record(store, trial, LAUNCHED, graph=graph, device=device)
+    store.record_measurement(decision_id, replace(MEASUREMENT, num_steps=trial, **changes))
+    return decision_id
+
+
+def test_a_run_comes_back_as_it_was_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    run(store, 7, graphs[0])
+    (record,), (observation,) = store.records("s"), store.observations("toy")
+    assert (record.number, record.status, record.note) == (7, "ok", "a note")
+    assert observation.measurement == replace(MEASUREMENT, num_steps=7)
+    assert (observation.device, observation.graph.content_hash) == (DEVICE, graphs[0].content_hash)
+
+
+def test_observations_take_oom_and_no_other_failures(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    """Out of memory is a lower bound of the peak."""
+    for trial, status in enumerate(("ok", "oom", "timeout", "failed")):
+        run(store, trial, graphs[0], status=status)
+    found = [observation.measurement for observation in store.observations("toy")]
+    assert [(measurement.status, measurement.peak_memory_bytes) for measurement in found] == [("ok", 1100), ("oom", 1100)]
+
+
+def test_the_newest_decisions_are_shown_oldest_first(store: MeasurementStore) -> None:
+    for trial in range(5):
+        record(store, trial, study="even" if trial % 2 == 0 else "odd")
+    assert [trial.number for trial in store.records(newest=2)] == [3, 4]
+    assert [trial.number for trial in store.records("even", newest=2)] == [2, 4]
+    assert [trial.number for trial in store.records("even")] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        LAUNCHED,
+        PRUNED,
+        replace(PRUNED, bound="at least 1.0 GiB for its tensors"),
+        replace(PRUNED, action="launch", remark="on_violation is 'warn'"),
+        replace(LAUNCHED, action="repair", repair=Repair(precision="bf16"), as_proposed=PRUNED.limits[0]),
+        Verdict(action="launch", unjudged="build failed"),
+    ],
+)
+def test_verdict_is_stored_once_and_in_one_schema(store: MeasurementStore, verdict: Verdict) -> None:
+    """Its numbers and limits are columns, and the sentence is made from them when it is shown."""
+    record(store, 0, verdict)
+    (trial,) = store.records()
+    assert trial.verdict is not None
+    assert trial.reason == verdict.reason
+    written, read = columns_of(verdict), columns_of(trial.verdict)
+    assert written.pop("predictor", "") == trial.predictor
+    for name, value in written.items():
+        assert read[name] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
+    assert set(read) == set(written)
+
+
+def test_all_fields_are_columns(store: MeasurementStore) -> None:
+    """A field that is added to a measurement or to a verdict is stored without a change here."""
+    names = {table: set(columns.keys()) for table, columns in ((t.name, t.columns) for t in Base.metadata.sorted_tables)}
+    assert names["decisions"] >= set(VERDICT_COLUMNS)
+    assert names["measurements"] >= {field.name for field in fields(Measurement)}
+    kinds = {column.name: column.type.python_type for column in Base.metadata.tables["measurements"].columns}
+    assert (kinds["peak_memory_bytes"], kinds["energy_j"], kinds["method"]) == (int, float, str)
+
+
+def test_statements_keep_to_old_sqlite_variable_limit(url: str, graphs: list[OpGraph]) -> None:
+    numbers: list[int] = []
+
+    def count(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
+        numbers.extend(map(len, parameters if executemany else [parameters]))
+
+    with MeasurementStore(url, busy_timeout_s=10) as store:
+        for trial in range(1000):
+            record(store, trial)
+        event.listen(store._database.engine, "before_cursor_execute", count)
+        assert store.prune(keep_newest=10) == 990
+        assert [trial.number for trial in store.records()] == list(range(990, 1000))
+    assert 900 <= max(numbers) < 999
+
+
+def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    for trial in range(10):
+        run(store, trial, graphs[trial // 4])
+    assert store.prune(Selection(before=datetime.now(timezone.utc) - timedelta(hours=1))) == 0
+    assert store.prune(keep_newest=10) == 0
+    assert store.counts()["measurements"] == 10
+    assert store.prune(keep_newest=5) == 5
+    assert [trial.number for trial in store.records()] == [5, 6, 7, 8, 9]
+    assert store.counts() == {"decisions": 5, "measurements": 5, "graphs": 2, "devices": 1, "weights": 0}
+    assert len(store.observations("toy")) == 5
+    assert store.prune(Selection(before=datetime.now(timezone.utc) + timedelta(seconds=1))) == 5
+    assert store.counts() == dict.fromkeys(("decisions", "measurements", "graphs", "devices", "weights"), 0)
+
+
+def several(store: MeasurementStore, graph: OpGraph) -> dict[str, str]:
+    """A log of four decisions; their ids by what each is the only one of."""
+    laptop = replace(MEASUREMENT, host="laptop")
+    ids = {
+        "a": record(store, 0, LAUNCHED, study="a", graph=graph, device=DEVICE),
+        "b": record(store, 1, study="b", graph=graph, device=CPU, trial_id="tune_00001"),
+        "oom": record(store, 2, study="c", graph=graph, device=DEVICE),
+        "pruned": record(store, 3, PRUNED, study="c", graph=graph, device=DEVICE),
+    }
+    store.record_measurement(ids["a"], laptop)
+    store.record_measurement(ids["b"], replace(MEASUREMENT, device_id="cpu", host="node-1"))
+    store.record_measurement(ids["oom"], replace(MEASUREMENT, status="oom", host="node-1"))
+    return ids
+
+
+def test_selection_means_same_rows_for_all_commands(store: MeasurementStore, graphs: list[OpGraph], tmp_path: Path) -> None:
+    # Finding 1: `log prune` could choose neither a device nor a study, so a poisoned stretch could not be got rid of.
+    several(store, graphs[0])
+    middle = store.records()[2].created_at
+    assert middle is not None
+    selections = {
+        Selection(): [0, 1, 2, 3],
+        Selection(study="c"): [2, 3],
+        Selection(device="toy"): [0, 2, 3],
+        Selection(device="cpu"): [1],
+        Selection(status="oom"): [2],
+        Selection(verdict="prune"): [3],
+        Selection(host="laptop"): [0],
+        Selection(host=platform.node()): [3],  # never measured: where it was decided
+        Selection(since=middle): [2, 3],
+        Selection(before=middle): [0, 1],
+        Selection(device="toy", host="node-1", status="oom", since=middle): [2],
+        Selection(study="c", device="cpu"): [],
+    }
+    for number, (selection, trials) in enumerate(selections.items()):
+        assert [trial.number for trial in store.records(selection)] == trials
+        assert store.export(tmp_path / f"{number}.csv", selection) == len(trials)
+        if selection.is_everything:
+            continue
+        with MeasurementStore(":memory:") as copy:
+            several(copy, graphs[0])
+            of_copy = replace(
+                selection,
+                since=selection.since and copy.records()[2].created_at,
+                before=selection.before and copy.records()[2].created_at,
+            )
+            assert copy.set_aside(of_copy, "a test") == len(set(trials) - {3})
+            assert {trial.number for trial in copy.records() if trial.set_aside} == set(trials) - {3}
+            assert copy.prune(of_copy) == len(trials)
+            assert [trial.number for trial in copy.records()] == [trial for trial in range(4) if trial not in trials]
+
+
+def test_set_aside_rows_are_not_learnt_until_undone(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    several(store, graphs[0])
+    before = [row.decision_id for row in store.observations("toy")]
+    assert len(before) == 2
+    assert store.set_aside(Selection(device="toy"), "a test") == 2
+    assert store.set_aside(Selection(device="toy"), "another reason") == 0
+    aside = [trial for trial in store.records(Selection(device="toy")) if trial.set_aside]
+    assert {(trial.set_aside, trial.not_measured, trial.is_measured) for trial in aside} == {("a test", "a test", False)}
+    assert len(aside) == 2
+    assert store.observations("toy") == []
+    assert store.take_back(Selection(status="oom")) == 1
+    assert store.take_back(Selection(device="toy")) == 1
+    assert [row.decision_id for row in store.observations("toy")] == before
+
+
+def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> None:
+    with pytest.raises(ConfigurationError, match="Say which measurements"):
+        store.set_aside(Selection(), "why")
+    with pytest.raises(ConfigurationError, match="Say which measurements"):
+        store.take_back(Selection())
+    with pytest.raises(ConfigurationError, match="reason is empty"):
+        store.set_aside(Selection(study="s"), "")
+    with pytest.raises(ConfigurationError, match="Say what to remove"):
+        store.prune()
+    with pytest.raises(ConfigurationError, match="must have a time zone"):
+        Selection(since=datetime(2026, 1, 1))
+    now = datetime.now(timezone.utc)
+    with pytest.raises(ConfigurationError, match="since must be earlier than before"):
+        Selection(since=now, before=now)
+
+
+def test_prune_by_age_and_number_keeps_to_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    several(store, graphs[0])
+    assert store.prune(Selection(study="c"), keep_newest=1) == 1
+    assert [trial.number for trial in store.records()] == [0, 1, 3]
+    assert store.prune(Selection(device="toy", before=datetime.now(timezone.utc)), keep_newest=5) == 2
+    assert [trial.number for trial in store.records()] == [1]
+
+
+def test_the_tuner_s_id_and_the_host_are_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    ids = several(store, graphs[0])
+    rows = {row.decision_id: row for row in store.records()}
+    assert (rows[ids["b"]].trial_id, rows[ids["b"]].host) == ("tune_00001", "node-1")
+    assert (rows[ids["pruned"]].trial_id, rows[ids["pruned"]].host) == (None, platform.node())
+
+
+def test_cpu_processes_are_one_device_with_own_rates(store: MeasurementStore, graphs: list[OpGraph]) -> None:
+    """Each learns by its own rates."""
+    # Part of finding 1: twelve processes on one CPU left twelve rows of devices, because each measured other rates.
+    for trial in range(12):
+        device = replace(CPU, bandwidth_bytes_per_s=1e9 + trial, peak_flops={"fp32": 1e10 + trial}, boost_clock_hz=2e9 + trial)
+        decision_id = record(store, trial, graph=graphs[0], device=device)
+        store.record_measurement(decision_id, replace(MEASUREMENT, device_id="cpu"))
+    assert store.counts()["devices"] == 1
+    here = replace(CPU, bandwidth_bytes_per_s=5e9)
+    assert [row.device for row in store.observations(here)] == [here] * 12
+    other = replace(here, num_sms=2 * CPU.num_sms)  # with another number of threads it is another device
+    assert all(row.device.bandwidth_bytes_per_s == 1e9 for row in store.observations(other))
+    record(store, 12, device=other)
+    assert store.counts()["devices"] == 2
+
+
+def test_graph_pruned_by_another_process_comes_again(url: str, graphs: list[OpGraph]) -> None:
+    with MeasurementStore(url) as store, MeasurementStore(url) as other:
+        run(store, 0, graphs[0])
+        assert other.prune(keep_newest=0) == 1
+        assert other.counts()["graphs"] == 0
+        run(store, 1, graphs[0])
+        assert [observation.measurement.num_steps for observation in other.observations("toy")] == [1]
+
+
+def test_keeping_less_than_nothing_is_refused(store: MeasurementStore) -> None:
+    with pytest.raises(ConfigurationError, match="at least 0 or None, but got -1"):
+        store.prune(keep_newest=-1)
+
+
+def test_newest_weights_are_in_use_until_rolled_back(store: MeasurementStore) -> None:
+    assert store.promoted("guardnet") is None
+    first = store.promote("guardnet", b"one", {"error": 0.1})
+    other = store.promote("another", b"three")
+    second = store.promote("guardnet", b"two")
+    assert store.promoted("guardnet") == (second, b"two")
+    states = {weights.weights_id: weights.state for weights in store.weights()}
+    assert states == {first: "superseded", second: "promoted", other: "promoted"}
+    assert store.roll_back("guardnet") == first
+    assert store.promoted("guardnet") == (first, b"one")
+    one, two = store.weights("guardnet")
+    assert (one.state, two.state) == ("promoted", "rolled back")
+    assert (one.metrics, one.sha256) == ({"error": 0.1}, hashlib.sha256(b"one").hexdigest())
+    assert one.created_at == one.state_changed_at < two.created_at < two.state_changed_at <= datetime.now(timezone.utc)
+    third = store.promote("guardnet", b"four")
+    assert store.roll_back("guardnet") == first, "what was rolled back does not come again"
+    assert store.roll_back("guardnet") is None
+    assert store.promoted("guardnet") is None
+    with pytest.raises(LogError, match="No fine-tuned weights of 'guardnet' are in use"):
+        store.roll_back("guardnet")
+    assert [weights.state for weights in store.weights("guardnet")] == ["rolled back"] * 3
+    assert store.promoted("another") == (other, b"three")
+    assert third != first
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_export_is_one_table_with_a_row_for_each_decision(store: MeasurementStore, tmp_path: Path, ending: str) -> None:
+    several(store, make_graph())
+    path = tmp_path / "folder" / f"log{ending}"
+    assert store.export(path) == 4
+    table = pandas.read_csv(path) if ending == ".csv" else pandas.read_parquet(path)
+    assert list(table["trial"]) == [0, 1, 2, 3]
+    assert list(table["verdict"]) == ["launch", "launch", "launch", "prune"]
+    assert table["measured_status"].fillna("").tolist() == ["ok", "ok", "oom", ""]
+    assert table["measured_peak_memory_bytes"].dropna().tolist() == [1100, 1100, 1100]
+    assert (table["memory_limit_bytes"][0], table["memory_predicted_bytes"][0]) == (2000.0, 1000.0)
+    assert table["device_id"].tolist() == ["toy", "cpu", "toy", "toy"]
+    assert json.loads(table["params"][0]) == {}
+    created = pandas.to_datetime(table["created_at"], format="ISO8601")
+    assert abs(created[0] - store.records()[0].created_at) < timedelta(milliseconds=1)
+    assert store.export(path, Selection(study="a")) == 1, "an earlier file is replaced"
+
+
+def test_export_says_what_cannot_be_written(store: MeasurementStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"must end in \.csv or \.parquet, but got '.*log\.xlsx'"):
+        store.export(tmp_path / "log.xlsx")
+    (tmp_path / "file").touch()
+    with pytest.raises(LogError, match="cannot be exported to"):
+        store.export(tmp_path / "file" / "log.csv")
+    assert store.export(tmp_path / "empty.csv") == 0
+
+
+def test_a_newer_log_is_refused_and_left_as_it_is(url: str) -> None:
+    MeasurementStore(url).close()
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE meta SET value = '99'"))
+        connection.execute(text("ALTER TABLE decisions ADD COLUMN novelty TEXT"))
+    with pytest.raises(LogVersionError, match="has format 99"):
+        MeasurementStore(url)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT value FROM meta")).scalars().all() == ["99"]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_run_that_was_cut_off_is_no_violation_and_no_measurement(store: MeasurementStore, status: Status) -> None:
+    too_much = replace(MEASUREMENT, status=status, peak_memory_bytes=10**9, total_time_s=float("nan"))
+    store.record_measurement(record(store, 0, LAUNCHED, device=DEVICE), too_much)
+    (trial,) = store.records()
+    assert (trial.status, trial.is_measured, trial.error("memory")) == (status, False, None)
+    assert "time" not in trial.measured
+    assert trial.note == "a note; total_time_s was nan"
+    assert summarize([trial]).num_violations is None

@@ -1,0 +1,239 @@
+"""Nothing that was acknowledged is lost, and nothing is there twice: killed processes, many at once, no server, a full disk."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perfguard.exceptions import LogWarning
+from perfguard.graph import OpGraph
+from perfguard.log import MeasurementStore
+from perfguard.verdict import Verdict
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, make_graph, record
+from tests.postgres import Postgres
+
+CROWD = Path(__file__).with_name("log_crowd.py")
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    return make_graph()
+
+
+def crowd(*words: object) -> Any:
+    """What a run of ``log_crowd.py`` printed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(CROWD), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def complete_rows(location: object) -> list[str]:
+    """The ids of all decisions, each of which must have its measurement."""
+    with MeasurementStore(str(location)) as store:
+        return [trial.decision_id for trial in store.records() if trial.status == "ok"]
+
+
+@pytest.mark.slow
+def test_killed_writers_lose_no_acknowledged_row(tmp_path: Path) -> None:
+    """One generation of weights is promoted."""
+    path = tmp_path / "log.db"
+    acknowledged = crowd("kill_writers", path, 100)
+    assert len(acknowledged) == len(set(acknowledged)) > 50  # a busy machine writes fewer
+    assert set(acknowledged) <= set(complete_rows(path))
+    with MeasurementStore(path) as store:
+        generations = store.weights("crowd")
+        assert [weights.state for weights in generations].count("promoted") == 1
+        assert store.promoted("crowd") == (generations[-1].weights_id, b"x" * 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_sixteen_processes_write_every_row_once(database: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url = str(tmp_path / "log.db") if database == "sqlite" else request.getfixturevalue("postgres_url")
+    written = crowd("write_together", url, 16, 25)
+    assert len(set(written)) == 16 * 25
+    assert sorted(complete_rows(url)) == sorted(written)
+
+
+@pytest.fixture
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the rows of a server that is away wait."""
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "perfguard"
+
+
+def beside(folder: Path) -> list[Path]:
+    return list(folder.glob("*.rows.jsonl"))
+
+
+@contextmanager
+def away(postgres: Postgres) -> Iterator[None]:
+    postgres.stop()
+    try:
+        yield
+    finally:
+        postgres.start()
+
+
+def test_server_away_rows_arrive_later_once(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
+    """Trials run on meanwhile."""
+    url = postgres.new_database()
+    known: dict[str, Any] = {"graph": graph, "device": DEVICE}
+    with MeasurementStore(url) as store:
+        store.record_measurement(record(store, 0, **known), MEASUREMENT)
+        with away(postgres):
+            start = time.monotonic()
+            with pytest.warns(LogWarning, match="cannot be used now") as caught:
+                decision_id = record(store, 1, **known)
+            store.record_measurement(decision_id, MEASUREMENT)
+            for trial in range(2, 80):
+                store.record_measurement(record(store, trial, **known), MEASUREMENT)
+            assert time.monotonic() - start < 15
+            assert store.records() == []
+            assert len(beside(data_folder)) == 2 * 79
+        assert len(caught) == 1
+        store.record_measurement(record(store, 80, **known), MEASUREMENT)
+        end = time.monotonic() + 60
+        while not store.records() and time.monotonic() < end:  # on a busy machine the server is back a little later
+            time.sleep(0.2)
+        assert [trial.number for trial in store.records()] == list(range(81))
+        assert len(store.observations("toy")) == 81
+        assert beside(data_folder) == []
+
+
+@pytest.mark.slow
+def test_server_away_for_a_while_loses_nothing(postgres: Postgres, data_folder: Path, graph: OpGraph) -> None:
+    """Trials wait for a small part of the time only."""
+
+    def run_on(store: MeasurementStore, seconds: float) -> list[float]:
+        """Seconds that each trial's two rows took."""
+        waits: list[float] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            begun = time.monotonic()
+            store.record_measurement(record(store, len(waits), graph=graph, device=DEVICE), MEASUREMENT)
+            waits.append(time.monotonic() - begun)
+            time.sleep(0.2)
+        return waits
+
+    with MeasurementStore(postgres.new_database()) as store:
+        with away(postgres), pytest.warns(LogWarning, match="cannot be used now"):
+            waits = run_on(store, 12)
+        assert sum(waits) < 4
+        store.flush()
+        assert [trial.number for trial in store.records()] == list(range(len(waits)))
+        assert beside(data_folder) == []
+
+
+def test_server_away_rows_of_dead_process_arrive(postgres: Postgres, data_folder: Path) -> None:
+    """Another process delivers them."""
+    url = postgres.new_database()
+    MeasurementStore(url).close()
+    with away(postgres):
+        code = (
+            "import os, sys, warnings; warnings.simplefilter('ignore')\n"
+            "from perfguard.log import MeasurementStore; from tests.perfguard.log_crowd import write\n"
+            f"store = MeasurementStore({url!r})\n"
+            "print(write(store, 1), write(store, 2), flush=True); os.kill(os.getpid(), 9)"
+        )
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == -9, done.stderr
+        assert beside(data_folder)
+    assert complete_rows(url) == done.stdout.split()
+    assert complete_rows(url) == done.stdout.split()
+    assert beside(data_folder) == []
+
+
+def test_server_away_at_start_gets_rows_later(postgres: Postgres, data_folder: Path) -> None:
+    url = postgres.new_database()
+    with away(postgres):
+        with pytest.warns(LogWarning, match="cannot be used now"):
+            store = MeasurementStore(url)
+        record(store, 1)
+    store.flush()
+    assert [trial.number for trial in store.records()] == [1]
+    store.close()
+
+
+def test_a_slow_failure_is_not_repeated_at_each_call(tmp_path: Path) -> None:
+    """A server behind a dead network makes a call wait for its timeout; a trial must not wait so each time."""
+    path = tmp_path / "log.db"
+    MeasurementStore(path).close()
+    store = MeasurementStore(path, busy_timeout_s=0.5)
+    import sqlite3
+
+    lock = sqlite3.connect(path, isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    with pytest.warns(LogWarning, match="locked"):
+        record(store, 0)
+    start = time.monotonic()
+    for trial in range(1, 20):
+        record(store, trial)
+    assert time.monotonic() - start < 5
+    lock.execute("ROLLBACK")
+    lock.close()
+    store.close()
+    assert len(complete_or_not(path)) == 20
+
+
+def complete_or_not(path: Path) -> list[int | None]:
+    with MeasurementStore(path) as store:
+        return [trial.number for trial in store.records()]
+
+
+@contextmanager
+def full_disk(free_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``free_bytes``; the error is another than a full disk's, the effect is the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("free_bytes", [1, 200_000])
+def test_full_disk_rows_arrive_when_there_is_room(tmp_path: Path, free_bytes: int) -> None:
+    """Trials run on meanwhile."""
+    path = tmp_path / "log.db"
+    with MeasurementStore(path) as store:
+        record(store, 0)
+        with full_disk(free_bytes), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for trial in range(1, 40):
+                record(store, trial, Verdict(action="prune", remark="x" * 20_000))
+        assert ["cannot be used now" in str(warning.message) for warning in caught] == [True]
+        store.flush()
+        assert [trial.number for trial in store.records()] == list(range(40))
+    assert list(tmp_path.glob("*.rows*")) == []
+
+
+def test_full_disk_warns_of_lost_rows_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    store = MeasurementStore(path)
+    record(store, 0)
+    with full_disk(1):
+        with pytest.warns(LogWarning, match="cannot be used now"):
+            record(store, 1)
+        with pytest.warns(LogWarning, match=r"1 rows of the measurement log .* are lost"):
+            store.close()
+    gc.collect()
+    assert complete_or_not(path) == [0]

@@ -1,0 +1,171 @@
+"""The order of the configurations, their recipes, and the batches that they get."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from perfguard import resolve_device
+from perfguard.devices import Device
+from perfguard.graph import OpGraph, TraceCache
+from perfguard_research.collect import COLUMNS, SPACES, Draft, Space, drafts, without_missing_packages
+from perfguard_research.collect.loop import batch_at, columns_of, planned
+from perfguard_research.networks import Network
+from perfguard_research.tables import MeasuredRow, parser_of
+from tests import zoo
+from tests.doubles import TOY_CPU
+
+OWN: tuple[Space, ...] = ("mlp", "rnn", "nas", "ops")
+"""Spaces that need no other package."""
+MLP = {"inputs": 64, "width": 256, "depth": 3, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
+
+
+def first(number: int, spaces: tuple[Space, ...] = OWN, *, seed: int = 0, on_gpu: bool = True) -> list[Draft]:
+    return list(itertools.islice(drafts(spaces, seed=seed, device=resolve_device("t4" if on_gpu else "cpu")), number))
+
+
+def mlp(*, checkpointing: bool = False, **sizes: object) -> MeasuredRow:
+    network = Network(name="perfguard:mlp", config=MLP | sizes, checkpointing=checkpointing)
+    return MeasuredRow(table="collected", source="collected", family="mlp", network=network, mode="train", gpu="t4", batch_size=1,
+                       optimizer="sgd-momentum")  # fmt: skip
+
+
+def draft_of(row: MeasuredRow, share: float, *, round_batch: bool = False) -> Draft:
+    return Draft(0, "mlp", row, share, round_batch)
+
+
+def plan(
+    row: MeasuredRow, share: float, device: Device, capacity_bytes: int | None = None, *, round_batch: bool = False
+) -> MeasuredRow:
+    found = planned(draft_of(row, share, round_batch=round_batch), device, capacity_bytes or device.memory_bytes)
+    assert isinstance(found, MeasuredRow), found
+    return found
+
+
+def graph_of(row: MeasuredRow, device: Device) -> OpGraph:
+    return row.graph(row.make_model(), TraceCache(), device)
+
+
+def test_every_prefix_has_as_many_rows_of_each_space() -> None:
+    order = [draft.space for draft in first(60)]
+    for length in range(1, len(order)):
+        counts = Counter(order[:length])
+        assert max(counts.values()) - min(counts[space] for space in OWN) <= 1
+
+
+@pytest.mark.parametrize("length", [48, 96, 240])
+def test_every_prefix_is_balanced_in_what_is_chosen(length: int) -> None:
+    rows = [draft.row for draft in first(length, ("mlp",))]
+    shares: dict[str, tuple[Callable[[MeasuredRow], bool], float]] = {
+        "training": (lambda r: r.mode == "train", 2 / 3),
+        "fp32": (lambda r: r.precision == "fp32", 1 / 2),
+        "fp16": (lambda r: r.precision == "amp-fp16", 1 / 6),
+        "TF32 for all": (lambda r: r.tf32 == "on", 1 / 6),
+        "AdamW": (lambda r: r.optimizer == "adamw", 1 / 3),
+        "cuDNN's benchmark": (lambda r: r.cudnn_benchmark, 1 / 2),
+        "AdamW with fp32": (lambda r: r.optimizer == "adamw" and r.precision == "fp32", 1 / 6),
+    }
+    for name, (holds, expected) in shares.items():
+        share = sum(map(holds, rows)) / length
+        assert share == pytest.approx(expected, abs=0.06), name
+
+
+def test_some_memory_shares_are_above_one() -> None:
+    """A part of the configurations asks for more than there is."""
+    shares = [draft.memory_share for draft in first(256)]
+    assert 0.08 < sum(share > 1 for share in shares) / len(shares) < 0.22
+    assert 0.02 <= min(shares) < 0.03
+    assert 1.25 < max(shares) <= 1.3
+
+
+def test_a_seed_is_an_order() -> None:
+    assert first(20) == first(20)
+    assert [draft.row.network.key for draft in first(20)] != [draft.row.network.key for draft in first(20, seed=1)]
+
+
+def test_drafts_on_cpu_have_no_gpu_options() -> None:
+    rows = [draft.row for draft in first(200, on_gpu=False)]
+    assert not any(r.cudnn_benchmark or r.compiled or r.tf32 != "default" or r.precision == "amp-fp16" for r in rows)
+
+
+def test_space_with_missing_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "timm", "torchvision"):
+        monkeypatch.setitem(sys.modules, name, None)
+    left, lines = without_missing_packages(["vision", "text", "mlp"])
+    assert left == ["vision", "mlp"]
+    assert lines[0] == "The space text is left out: transformers cannot be imported."
+    assert len(lines) == 3
+    assert {draft.row.model for draft in first(10, ("vision",))} == {"perfguard:cnn"}
+
+
+@pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
+def test_each_draft_survives_the_table_and_can_be_traced() -> None:
+    parse = parser_of(COLUMNS, "rows.csv")
+    for draft in first(24, SPACES):
+        row = dataclasses.replace(draft.row, batch_size=2)
+        again = parse(dict.fromkeys(COLUMNS, "") | columns_of(draft, row))
+        assert again.structure == row.structure
+        assert (again.batch_size, again.mode, again.memory_kind) == (2, row.mode, "driver")
+        graph = graph_of(again, resolve_device("t4"))
+        assert graph.mode == row.mode
+        assert graph.peak_live_bytes > 0
+
+
+def test_checkpointing_spares_activations() -> None:
+    def peak(*, checkpointing: bool) -> int:
+        row = mlp(checkpointing=checkpointing, depth=8, norm=True, activation="gelu")
+        return graph_of(dataclasses.replace(row, batch_size=8192), resolve_device("t4")).peak_live_bytes
+
+    assert peak(checkpointing=True) < 0.6 * peak(checkpointing=False)
+
+
+@pytest.mark.parametrize("target", [50.0, 1e3, 1e4, 3e6])
+def test_batch_at_finds_batch_of_convex_cost(target: float) -> None:
+    asked: list[int] = []
+
+    def cost(batch_size: int) -> float:
+        asked.append(batch_size)
+        return max(40.0 + batch_size, 3.0 * batch_size)
+
+    batch_size = batch_at(target, cost)
+    assert cost(batch_size) == pytest.approx(target, rel=0.12)
+    assert len(set(asked)) <= 6
+
+
+def test_batch_at_clamps_cost_never_reached() -> None:
+    """It takes the smallest or the largest batch."""
+    assert batch_at(1.0, lambda batch_size: 10.0 * batch_size) == 2
+    assert batch_at(1e9, lambda batch_size: 7.0) == 2**20
+
+
+def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:
+    device = resolve_device("t4")
+    row = plan(mlp(), 0.25, device, round_batch=True)
+    peak = graph_of(row, device).peak_live_bytes + device.context_bytes
+    assert peak == pytest.approx(0.25 * device.memory_bytes, rel=0.06)
+    assert row.batch_size % 16 == 0
+
+
+def test_plan_cuts_long_steps_unless_they_should_fail() -> None:
+    slow, device = mlp(width=8192, depth=16), resolve_device("t4")
+    assert plan(slow, 0.9, device).batch_size < 0.8 * plan(slow, 1.1, device).batch_size
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_plan_on_cpu_has_no_long_step(share: float) -> None:
+    assert plan(mlp(width=512, depth=16), share, TOY_CPU, 2**30).batch_size < 2000  # 30 ms at 100 GFLOP/s
+    huge = draft_of(mlp(width=8192, depth=16), share)
+    assert planned(huge, TOY_CPU, 2**40) == "a step would take too long on a CPU"
+
+
+def test_plan_gives_reason_for_untraceable_network() -> None:
+    network = Network(name="perfguard:mlp", config={"inputs": 3, "depth": 1})
+    draft = draft_of(dataclasses.replace(mlp(), network=network), 0.5)
+    reason = planned(draft, resolve_device("t4"), 2**34)
+    assert isinstance(reason, str)
+    assert "cannot be made: KeyError: 'width'" in reason

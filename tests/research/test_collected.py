@@ -1,0 +1,165 @@
+"""Tables of collected rows: read, evaluated, and made into what predictors learn from."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from perfguard import resolve_device, trace
+from perfguard.cli import main
+from perfguard.devices import Device
+from perfguard.exceptions import TableError
+from perfguard.workload import Tf32
+from perfguard_models.setting import Setting
+from perfguard_research.collect import COLUMNS, Draft
+from perfguard_research.collect.loop import columns_of
+from perfguard_research.dataset import dataset_of
+from perfguard_research.networks import Network
+from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of
+from tests.doubles import TOY_CPU
+
+SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": True, "dropout": False, "activation": "relu", "classes": 10}
+MLP = MeasuredRow(
+    table="collected", source="collected", family="mlp-norm", network=Network(name="perfguard:mlp", config=SIZES), mode="train",
+    gpu="t4", batch_size=32, precision="amp-bf16", optimizer="sgd-momentum",
+)  # fmt: skip
+MEASURED = {
+    "status": "ok",
+    "peak_memory_mib": "600",
+    "step_time_ms": "2.5",
+    "memory_limit_mib": "2048",
+    "framework": "torch2.11.0",
+}
+FAST_CPU = dataclasses.replace(TOY_CPU, name="Fast", peak_flops={"fp32": 2e11}, bandwidth_bytes_per_s=4e10)
+
+
+def figures_of(device: Device) -> str:
+    return json.dumps(dataclasses.asdict(device), separators=(",", ":"))
+
+
+OTHER = figures_of(dataclasses.replace(TOY_CPU, id="x"))
+
+
+def row_of(row: MeasuredRow = MLP, **changes: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, "") | columns_of(Draft(0, "mlp", row, 0.3, False), row) | MEASURED | changes
+
+
+def test_collected_row_is_rebuilt_from_its_columns() -> None:
+    assert kind_of_table(COLUMNS) == "collected"
+    row = parser_of(COLUMNS, "rows.csv")(row_of(gpu_util="40"))
+    assert row.structure == MLP.structure
+    assert (row.source, row.family, row.mode, row.batch_size, row.precision) == (
+        "collected", "mlp-norm", "train", 32, "amp-bf16",
+    )  # fmt: skip
+    assert (row.peak_memory_bytes, row.step_time_s, row.gpu_util) == (600 * 2**20, 0.0025, 0.4)
+    assert row.capacity_bytes == 2**31
+    model = row.make_model()
+    assert model is not None
+    workload = row.workload(model)
+    assert (workload.inputs, workload.precision, workload.mode) == ((32, 64), "amp-bf16", "train")
+
+
+@pytest.mark.parametrize("tf32", ["default", "on", "off"])
+def test_a_collected_row_says_where_tf32_is_used(tf32: Tf32) -> None:
+    row = dataclasses.replace(MLP, precision="fp32", tf32=tf32)
+    assert parser_of(COLUMNS, "rows.csv")(row_of(row)).tf32 == tf32
+
+
+def test_rows_of_other_batch_share_a_structure() -> None:
+    parse = parser_of(COLUMNS, "rows.csv")
+    first, second = parse(row_of()), parse(row_of(dataclasses.replace(MLP, batch_size=64)))
+    assert first.structure == second.structure
+    assert first.structure != parse(row_of(dataclasses.replace(MLP, optimizer="adamw"))).structure
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": "[1]"}, "column 'config' must be a JSON object"),
+        ({"gpu": ""}, "column 'gpu' is empty"),
+        ({"gpu_util": "140"}, "'gpu_util' must lie between 0 and 100"),
+        ({"device": "{"}, "column 'device' must be a device as `perfguard collect` writes it"),
+        ({"device": '{"id": "cpu"}'}, "column 'device' must be a device as `perfguard collect` writes it: .*missing"),
+        ({"gpu": "x", "device": OTHER.replace('"num_sms":2', '"num_sms":0')}, "num_sms of 'x' must be"),
+        ({"gpu": "x", "device": OTHER.replace('{"fp32":100000000000.0}', "null")}, "'NoneType' object has no attribute"),
+        (
+            {"gpu": "x", "device": OTHER.replace('"kind":"cpu"', '"kind":"tpu"')},
+            r"has the figures of 'x' \(tpu\), but column",
+        ),
+        ({"gpu": "t4", "device": OTHER}, r"has the figures of 'x' \(cpu\), but column 'gpu' has 't4'"),
+    ],
+)
+def test_a_row_that_cannot_be_right_is_named(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        parser_of(COLUMNS, "rows.csv")(row_of() | changes)
+
+
+@pytest.mark.parametrize("device", [TOY_CPU, dataclasses.replace(resolve_device("t4"), id="made-up")])
+def test_row_has_the_figures_of_a_device_that_no_catalog_has(device: Device) -> None:
+    row = parser_of(COLUMNS, "rows.csv")(row_of(gpu=device.id, device=figures_of(device)))
+    assert row.device == device
+
+
+def test_card_of_the_catalog_has_the_figures_of_the_catalog() -> None:
+    device = resolve_device("t4")
+    assert parser_of(COLUMNS, "rows.csv")(row_of(device=figures_of(device))).device == device
+
+
+def write(table: Path, rows: list[dict[str, str]]) -> Path:
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return table
+
+
+def test_row_of_a_processor_needs_its_figures_to_be_learnt_from(tmp_path: Path) -> None:
+    """Another machine has other figures."""
+    row = dataclasses.replace(MLP, precision="fp32")
+    on_cpu = row_of(row, gpu="cpu", memory_kind="resident", memory_limit_mib="", peak_memory_mib="0.5")
+    rows = [on_cpu, on_cpu | {"device": figures_of(TOY_CPU)}, on_cpu | {"device": figures_of(FAST_CPU)}]
+    dataset = dataset_of([write(tmp_path / "rows.csv", rows)], "launches", cache=tmp_path / "cache", jobs=1)
+    assert dataset.rejected == ["a CPU without its figures, which `perfguard collect` writes"]
+    assert [(run.table, run.gpu, set(run.labels)) for run in dataset.runs] == [("collected", "cpu", {"memory", "time"})] * 2
+    assert dataset.cpus == {"Toy", "Fast"}
+    fast_s, slow_s = sorted(float(run.view["roofline"].sum()) for run in dataset.runs)
+    assert slow_s == pytest.approx(2 * fast_s, rel=0.05)
+
+
+def test_train_refuses_rows_of_a_processor_beside_rows_of_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpu = {"gpu": "cpu", "device": figures_of(TOY_CPU), "memory_kind": "resident", "memory_limit_mib": ""}
+    batches = [dataclasses.replace(MLP, precision="fp32", batch_size=batch) for batch in range(2, 14)]
+    rows = [row_of(batch, **device) for batch in batches for device in ({}, on_cpu)]
+    table, out = write(tmp_path / "rows.csv", rows), tmp_path / "weights"
+    words = ["train", str(table), "--predictor", "two-clocks", "--out", str(out), "--cache", str(tmp_path / "cache")]
+    assert main([*words, "--jobs", "1"]) == 1
+    assert "runs on a CPU and on GPUs. Weights are for one of them" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("tf32", ["default", "on", "off"])
+def test_collected_run_has_the_setting_of_its_graph(tmp_path: Path, tf32: Tf32) -> None:
+    row, device = dataclasses.replace(MLP, precision="fp32", tf32=tf32), resolve_device("a100")
+    table = write(tmp_path / "rows.csv", [row_of(row, gpu="a100", memory_limit_mib="")])
+    (run,) = dataset_of([table], "launches", cache=tmp_path / "cache", jobs=1).runs
+    model = row.make_model()
+    assert model is not None
+    graph = trace(row.workload(model), target=device)
+    assert run.setting == Setting.of(graph, device)
+
+
+def test_predictors_learn_from_collected_rows(tmp_path: Path) -> None:
+    large = dataclasses.replace(MLP, batch_size=2**18)
+    rows = [row_of(), row_of(large, status="oom", step_time_ms=""), row_of(large, status="failed")]
+    table = write(tmp_path / "rows.csv", rows)
+    dataset = dataset_of([table], "sums", cache=tmp_path / "cache", jobs=1)
+    assert dataset.rejected == ["status 'failed'"]
+    fitting, failing = sorted(dataset.runs, key=lambda run: run.batch_size)
+    assert (fitting.table, fitting.variant, fitting.fits) == ("collected", "amp-bf16 nchw", True)
+    assert set(fitting.labels) == {"memory", "time"}
+    assert (failing.fits, failing.labels) == (False, {})
+    assert fitting.capacity_bytes == failing.capacity_bytes == 2**31 < resolve_device("t4").memory_bytes

@@ -1,0 +1,216 @@
+"""From tables to runs: traced once, seen in several ways, split."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from torch import nn
+
+from perfguard import Workload, trace
+from perfguard.devices import resolve_device
+from perfguard.exceptions import TableError
+from perfguard_models.features.step import STEP_FEATURES
+from perfguard_models.setting import Setting
+from perfguard_research import graphs
+from perfguard_research.dataset import Dataset, Run, dataset_of, feature_sets, folds
+from perfguard_research.memory_forest import bracketed
+from tests import zoo
+
+needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads
+COLUMNS = ["source", "model", "family", "mode", "gpu", "precision", "layout", "batch_size", "img_size", "step_time_ms",
+           "peak_memory_mib", "status"]  # fmt: skip
+OPERATORS = ["op", "gpu", "latency_ms", "kernel", "b", "h", "m", "n", "k", "c_in", "c_out", "img", "stride", "padding"]
+
+
+def write(path: Path, columns: list[str], rows: list[list[object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    start: list[object] = ["ours", "resnet10t", "resnet", "train"]
+    rows: list[list[object]] = [
+        ["ours", model, model[:6], "train", "a100-pcie-40gb", "fp32", "nchw", batch, 64, "", 900 + 10 * batch, "ok"]
+        for model in ("resnet10t", "mobilenetv3_small_050")
+        for batch in (2, 4, 8, 16, 32)
+    ]
+    rows += [
+        ["ours", "resnet10t", "resnet", "infer", "rtx3090", "amp-fp16", "nhwc", 64, 64, 5.0, "", "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 4096, 64, 7.0, "", "ok"],
+        [*start, "rtx3090", "amp-fp16", "nhwc", 8192, 64, "", "", "oom"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 10, "noisy"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 920, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900 * 2**20, "ok"],
+        [*start, "a100-pcie-40gb", "fp32", "nchw", 2, 64, "nan", 900, "ok"],
+        ["ours", "no_such_model", "no", "train", "a100-pcie-40gb", "fp32", "nchw", 2, 64, "", 900, "ok"],
+    ]
+    return write(tmp_path_factory.mktemp("table") / "table.csv", COLUMNS, rows)
+
+
+@pytest.fixture(scope="module")
+def operators(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows: list[list[object]] = [["add", gpu, 0.01 * h, "", 4, h, *[""] * 8] for gpu in ("t4", "p4") for h in range(1, 21)]
+    return write(tmp_path_factory.mktemp("table") / "operators.csv", OPERATORS, rows)
+
+
+@pytest.fixture(scope="module")
+def dataset(table: Path, operators: Path, cache: Path) -> Dataset:
+    return dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
+
+
+@needs_timm
+def test_every_row_is_a_run_or_a_reason(dataset: Dataset) -> None:
+    workloads = [run for run in dataset.runs if run.table == "workload"]
+    assert len(workloads) == 13
+    assert len(dataset.runs) == 13 + 40
+    assert len(dataset.rejected) == 5
+    sentence = dataset.rejections()
+    assert sentence.startswith("5 rows were left out: ")
+    for reason in ("status 'noisy'", "the same row twice", "a peak below a mebibyte", "'step_time_ms'", "no_such_model"):
+        assert any(reason in text for text in dataset.rejected), reason
+    (failed,) = [run for run in workloads if not run.fits]
+    assert failed.labels == {}
+    assert failed.capacity_bytes == resolve_device("rtx3090").memory_bytes
+    (timed,) = [run for run in workloads if run.mode == "infer"]
+    assert timed.labels == {"time": pytest.approx(math.log(0.005))}
+
+
+@needs_timm
+def test_what_was_traced_and_seen_is_found_again(
+    table: Path, operators: Path, cache: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(graphs, "_trace", fail)
+    again = dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
+    assert again.rejected == dataset.rejected
+    for first, second in zip(dataset.runs, again.runs, strict=True):
+        assert first._replace(view={}) == second._replace(view={})
+        assert all(np.array_equal(first.view[name], second.view[name]) for name in first.view)
+
+
+@needs_timm
+def test_a_view_has_no_nan_and_adds_up(dataset: Dataset) -> None:
+    for run in dataset.runs:
+        for name, values in run.view.items():
+            assert np.isfinite(values.astype(np.float64)).all(), name
+        assert run.view["edge_index"].max(initial=-1) < len(run.view["nodes"])
+        launch_s = resolve_device(run.gpu).launch_overhead_s
+        total = float(np.maximum(run.view["roofline"][run.view["order"]], launch_s).sum())
+        assert total == pytest.approx(math.exp(run.view["sums"][STEP_FEATURES.index("log_roofline")]), rel=1e-3)
+
+
+@needs_timm
+def test_a_fold_judges_what_the_others_have_not_seen(dataset: Dataset) -> None:
+    runs = dataset.runs
+
+    def names(indices: list[int], attribute: str) -> set[str]:
+        return {getattr(runs[index], attribute) for index in indices}
+
+    for split in ("family", "gpu", "random"):
+        made = folds(runs, split, number=2)
+        judged = sorted(index for fold in made for index in fold.judge)
+        assert (len(judged) == -(-len(runs) // 2)) if split == "random" else (judged == list(range(len(runs)))), split
+        assert all(not set(fold.learn) & set(fold.judge) for fold in made)
+        assert made == folds(runs, split, number=2)
+        if split != "random":
+            assert all(not names(fold.learn, split) & names(fold.judge, split) for fold in made)
+    with pytest.raises(ValueError, match="'family', 'source', 'gpu' or 'random'"):
+        folds(runs, "model")
+
+
+@pytest.mark.parametrize("view", ["launches", "sums"])
+@pytest.mark.parametrize("tf32", ["on", "off", "default"])
+@pytest.mark.parametrize("network", ["conv", "linear", "lstm"])
+def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", "default"], network: str) -> None:
+    # Else the interval of a graph would never be that of the runs like it, and its time would never be known.
+    device = resolve_device("a100-sxm-40gb/1g.5gb")
+    model, inputs = {
+        "conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)),
+        "linear": (nn.Linear(8, 8), (2, 8)),
+        "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
+    }[network]
+    graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
+    features = feature_sets()[view].compute(graph, device)
+    arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
+    run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
+    setting = Setting.of(graph, device)
+    assert run.group == setting.group
+    assert run.timed_as == setting.timed_as
+    assert ("recurrent" in run.group) == (network == "lstm")
+
+
+def test_run_has_the_id_of_its_gpu(tmp_path: Path) -> None:
+    rows: list[list[object]] = [
+        ["add", gpu, 0.01, "", 4, h, *[""] * 8] for gpu in ("a100", "a100-sxm-40gb/1g.5gb") for h in (8, 9)
+    ]
+    runs = dataset_of([write(tmp_path / "t.csv", OPERATORS, rows)], "sums", cache=tmp_path, jobs=1).runs
+    assert [run.gpu for run in runs] == ["a100-pcie-40gb"] * 2 + ["a100-sxm-40gb:1g.5gb"] * 2
+
+
+def run_from(source: str, gpu: str = "t4") -> Run:
+    return Run("run", source, "f", "m", gpu, "train", "fp32 nchw", "s", 8, {"time": 0.0}, 10**10, True, {})
+
+
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_each_source_and_gpu_is_held_out_once(split: str) -> None:
+    names = [f"{split}-{at}" for at in range(7) for _ in range(at + 1)]
+    runs = [run_from(name) if split == "source" else run_from("", name) for name in names]
+    made = folds(runs, split)
+    assert len(made) == 5  # seven names in five parts
+    assert sorted(index for fold in made for index in fold.judge) == list(range(len(runs)))
+    for fold in made:
+        learnt, judged = ({names[index] for index in indices} for indices in (fold.learn, fold.judge))
+        assert learnt | judged == set(names)
+        assert not learnt & judged
+        assert fold.name == f"without {', '.join(sorted(judged))}"
+
+
+def test_many_kernels_of_a_card_do_not_fill_a_fold() -> None:
+    steps = [run_from("", f"gpu-{at}") for at in range(10) for _ in range(10)]
+    kernels = [run_from("", "gpu-0")._replace(table="operator") for _ in range(1000)]
+    made = folds(steps + kernels, "gpu")
+    assert [sum(index < len(steps) for index in fold.judge) for fold in made] == [20] * 5
+    assert len(folds(kernels + [one._replace(table="operator") for one in steps], "gpu")) == 5  # a table of nothing else
+
+
+@pytest.mark.parametrize("split", ["source", "gpu"])
+def test_few_names_have_a_fold_each(split: str) -> None:
+    runs = [run_from(name, name) for name in ("a", "b", "b", "c")]
+    assert {fold.name for fold in folds(runs, split)} == {"without a", "without b", "without c"}
+
+
+@pytest.mark.parametrize("split", ["family", "source", "gpu"])
+def test_one_name_alone_makes_no_fold(split: str) -> None:
+    assert folds([run_from("a")] * 30, split) == []
+
+
+@needs_timm
+def test_card_is_bracketed_by_fit_and_failing_batch(dataset: Dataset) -> None:
+    runs: list[Run] = dataset.runs
+    (failed,) = [index for index, run in enumerate(runs) if not run.fits]
+    ok, also_failed = bracketed(runs)[runs[failed].gpu, runs[failed].structure]
+    assert also_failed == failed
+    assert ok is not None
+    assert (runs[ok].batch_size, runs[failed].batch_size) == (4096, 8192)
+
+
+def test_a_table_of_no_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="lacks the columns"):
+        dataset_of([write(tmp_path / "t.csv", ["a", "b"], [[1, 2]])], "sums", cache=tmp_path)

@@ -1,0 +1,223 @@
+"""The two clocks learn a world that follows them: real graphs, and times by a formula that a loop computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from perfguard import OpGraph
+from perfguard.devices import Device, resolve_device
+from perfguard_models.calibration import Calibration
+from perfguard_models.features.launches import launches
+from perfguard_models.features.step import step_features
+from perfguard_models.learner import Arrays, sums_table
+from perfguard_models.step_forest import DIRECTIONS, forest_columns
+from perfguard_models.trained import read_trained, write_trained
+from perfguard_research.dataset import Run
+from perfguard_research.leaderboard import label_of
+from perfguard_research.two_clocks import TrainableClocks
+from tests.doubles import TOY_CPU
+from tests.laws import graph_of
+from tests.models.oracle import step_s_by_simulation
+
+GPUS = ("a100-pcie-40gb", "t4", "rtx3090")
+HOST_S, VIEW_S, LATENCY_S, CONSTANT_S, COPY_S_PER_BYTE = 25e-6, 3e-6, 5e-6, 150e-6, 1 / 8e9
+CONVOLUTION, OTHER = 3.0, 1.5
+"""Times over the roofline."""
+
+
+def step_s(view: Arrays, *, host: float = 1.0) -> float:
+    """Seconds of a step on a machine whose host takes ``host`` times as long as usual."""
+    device_s = [
+        LATENCY_S + (CONVOLUTION if view["name"][row] == 0 else OTHER) * float(view["roofline"][row]) for row in view["order"]
+    ]
+    host_s = [host * (HOST_S + VIEW_S * int(views)) for views in view["views"]]
+    if view["is_cpu"][0]:
+        return host * (CONSTANT_S + sum(host_s)) + sum(device_s)
+    return host * CONSTANT_S + float(view["copied"][0]) * COPY_S_PER_BYTE + step_s_by_simulation(host_s, device_s)
+
+
+@functools.cache
+def views() -> list[tuple[str, int, Arrays]]:
+    """Steps from small ones, of which the host is the bound, to large ones, of which the device is."""
+    found = []
+    for width in (8, 32, 128):
+        for depth in (1, 2, 4):
+            for batch in (2, 8, 32, 128, 512, 2048):
+                graph = graph_of(width, depth, batch)
+                found += [(gpu, batch, view_of(graph, resolve_device(gpu))) for gpu in GPUS]
+    return found
+
+
+def view_of(graph: OpGraph, device: Device) -> Arrays:
+    return launches(graph, device) | {"sums": step_features(graph, device)}
+
+
+def run(source: str, gpu: str, batch: int, view: Arrays, host: float = 1.0, folder: str = "") -> Run:
+    labels = {"time": math.log(step_s(view, host=host))}
+    return Run("run", source, "f", "m", gpu, "infer", "fp32 nchw", "s", batch, labels, 10**10, True, view, folder)
+
+
+def is_held_out(batch: int) -> bool:
+    return batch in (32, 512)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return [run("a", *one) for one in views()]
+
+
+@pytest.fixture(scope="module")
+def learner(runs: list[Run]) -> TrainableClocks:
+    made = TrainableClocks(networks=1, epochs=60, hidden=32, trees=0)
+    made.fit([one for one in runs if not is_held_out(one.batch_size)])
+    return made
+
+
+@pytest.fixture(scope="module")
+def with_trees(runs: list[Run]) -> TrainableClocks:
+    made = TrainableClocks(networks=1, epochs=2, hidden=8, trees=100)
+    made.fit([one for one in runs if not is_held_out(one.batch_size)])
+    return made
+
+
+def errors(learner: TrainableClocks, runs: list[Run]) -> npt.NDArray[np.float64]:
+    return np.asarray(np.abs(np.exp(learner.predict(runs)["time"] - np.array([one.labels["time"] for one in runs])) - 1))
+
+
+def test_the_world_has_steps_bound_by_host_and_by_device(runs: list[Run]) -> None:
+    slower = [math.log(step_s(one.view, host=2.0)) - one.labels["time"] for one in runs]
+    assert sum(more > 0.9 * math.log(2) for more in slower) >= len(runs) / 4
+    assert sum(more < 0.1 * math.log(2) for more in slower) >= len(runs) / 8
+
+
+def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableClocks, runs: list[Run]) -> None:
+    of_held_out = errors(learner, [one for one in runs if is_held_out(one.batch_size)])
+    assert np.median(of_held_out) < 0.02
+    assert of_held_out.mean() < 0.03
+
+
+def test_learnt_host_slows_the_steps_that_it_bounds(learner: TrainableClocks, runs: list[Run]) -> None:
+    usual, slow_host, *_ = learner.log_step_s(runs)
+    expected = [math.log(step_s(one.view, host=math.exp(0.5))) - one.labels["time"] for one in runs]
+    np.testing.assert_allclose(slow_host - usual, expected, atol=0.05)
+
+
+def test_prediction_is_the_geometric_mean_of_clocks_and_trees(with_trees: TrainableClocks, runs: list[Run]) -> None:
+    clocks = TrainableClocks.from_state(*with_trees.state())
+    assert with_trees.forest is not None
+    of_trees, clocks.forest = with_trees.forest.predict(sums_table(runs)), None
+    of_clocks = clocks.predict(runs)["time"]
+    np.testing.assert_allclose(with_trees.predict(runs)["time"], (of_clocks + of_trees) / 2)
+    labels = np.array([one.labels["time"] for one in runs])
+    assert np.abs(of_trees - labels).mean() < 0.3
+
+
+def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
+    """Here larger steps were measured to be faster."""
+    opposite = [one._replace(labels={"time": -one.labels["time"]}) for one in runs]
+    learner = TrainableClocks(networks=1, epochs=1, hidden=8, trees=50)
+    learner.fit(opposite)
+    assert learner.forest is not None
+    columns = forest_columns(sums_table(runs))
+    before = learner.forest.forest.predict(columns)
+    for at, direction in enumerate(DIRECTIONS.values()):
+        if direction:
+            after = learner.forest.forest.predict(columns + np.eye(len(DIRECTIONS), dtype=np.float32)[at])
+            assert (direction * (after - before)).min() >= -1e-6
+
+
+def test_few_steps_make_no_trees(runs: list[Run]) -> None:
+    learner = TrainableClocks(networks=1, epochs=1, hidden=8)
+    learner.fit(runs[:20])
+    assert learner.forest is None
+    assert TrainableClocks.from_state(*learner.state()).forest is None
+
+
+def test_columns_of_trees_rise_with_the_step_and_fall_with_the_card() -> None:
+    """To the last bit, although shares of other totals round differently."""
+    card = resolve_device("a100")
+    better = dataclasses.replace(
+        card,
+        peak_flops={name: 1.5 * rate for name, rate in card.peak_flops.items()},
+        bandwidth_bytes_per_s=1.4 * card.bandwidth_bytes_per_s,
+        num_sms=card.num_sms + 8,
+        boost_clock_hz=1.1 * card.boost_clock_hz,
+        l2_bytes=2 * card.l2_bytes,
+    )
+    directions = np.array(list(DIRECTIONS.values()))
+    for width, depth, batch in itertools.product((8, 64, 256), (1, 2, 4), (1, 2, 16, 512)):
+        rows = [
+            forest_columns(view_of(graph_of(width, *size), device)["sums"][None])[0]
+            for size, device in (
+                ((depth, batch), card),
+                ((depth, 2 * batch), card),
+                ((depth + 1, batch), card),
+                ((depth, batch), better),
+            )
+        ]
+        for larger in rows[1:3]:
+            assert ((larger - rows[0]) * directions >= 0).all()
+        assert ((rows[0] - rows[3]) * directions >= 0).all()
+
+
+@pytest.mark.parametrize("field", ["forest.columns", "forest.largest", "forest.feature"])
+def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableClocks) -> None:
+    tensors, settings = with_trees.state()
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed[field][0] = math.nan if field == "forest.largest" else 1000
+    with pytest.raises(ValueError, match="damaged"):
+        TrainableClocks.from_state(changed, settings)
+
+
+@pytest.mark.parametrize("name", ["learner", "with_trees"])
+def test_weights_are_read_as_they_were_written(
+    name: str, request: pytest.FixtureRequest, runs: list[Run], tmp_path: Path
+) -> None:
+    learner = request.getfixturevalue(name)
+    card = {"version": 1, "trained_devices": sorted(GPUS), "timed": []}
+    write_trained(tmp_path / "w", "two-clocks", learner, card, Calibration({"time": 0.05}, {"time": 1.5}))
+    again = read_trained(tmp_path / "w.safetensors", tmp_path / "w.json", "w").learner
+    assert again.state()[1] == learner.state()[1]
+    np.testing.assert_array_equal(again.predict(runs)["time"], learner.predict(runs)["time"])
+
+
+@pytest.mark.parametrize("machines", [(("fast", ""), ("slow", "")), (("lab", "results/fast"), ("lab", "results/slow"))])
+def test_a_machine_with_a_slow_host_is_learnt_as_one(machines: tuple[tuple[str, str], tuple[str, str]]) -> None:
+    """The same steps were measured by two laboratories, or in two machines of one. One host takes twice as long."""
+    runs = [
+        run(source, *one, host, folder)
+        for one in views()
+        if one[0] == "t4"
+        for (source, folder), host in zip(machines, (1.0, 2.0), strict=True)
+    ]
+    learner = TrainableClocks(networks=1, epochs=40, hidden=16, trees=0)
+    learner.fit(runs)
+    fast, slow = (learner.machines.factor[learner.machines.index[source, "t4", folder]].tolist() for source, folder in machines)
+    assert slow[0] - fast[0] == pytest.approx(math.log(2), abs=0.1)
+    assert abs(slow[1] - fast[1]) < 0.05  # the cards are alike
+    says = learner.predict(runs)["time"]
+    np.testing.assert_array_equal(says[::2], says[1::2])  # when serving, no machine is known
+
+
+def test_processor_is_its_own_host(runs: list[Run]) -> None:
+    """Host and device work one after the other, and the host's speed is the network's, not that of a machine."""
+    graphs = [(batch, graph_of(width, 2, batch)) for width in (8, 32, 128) for batch in (2, 8, 32, 128, 512)]
+    steps = [run("c", "cpu", batch, view_of(graph, TOY_CPU), host=0.7) for batch, graph in graphs]
+    learner = TrainableClocks(networks=1, epochs=40, hidden=32, trees=0)
+    learner.fit(steps * 3)
+    assert errors(learner, steps).mean() < 0.05
+    assert not learner.machines.of(steps).any()
+
+
+def test_runs_are_reported_by_source(runs: list[Run]) -> None:
+    of_b = runs[0]._replace(source="b/lab")
+    assert label_of(of_b) == "b/lab"
+    assert label_of(of_b._replace(table="transformer")) == "transformers infer"
