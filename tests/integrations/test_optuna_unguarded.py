@@ -225,10 +225,16 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
     ("faulty", "words"),
     [
         (attribute_typo, r"has no attribute 'width' \(parameters are items: params\['width'\]\)"),
-        (lambda trial: build({"width": trial.suggest_int("width", 1, 2)}), "build gets the parameters .* a dict, and not the trial"),
+        (
+            lambda trial: build({"width": trial.suggest_int("width", 1, 2)}),
+            "build gets the parameters .* a dict, and not the trial",
+        ),
         (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
         (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),
-        (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"integers of at least 0, but got \(32\.0, 64\)"),
+        (
+            lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean),
+            r"integers of at least 0, but got \(32\.0, 64\)",
+        ),
         (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
