@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from perfguard.cli import main
 from tests.perfguard.learning.test_trainer import by_width, fill
 from tests.perfguard.store.rows import DEVICE, MEASUREMENT, PREDICTION, make_graph, record
 
+Start = Callable[..., subprocess.Popen[str]]
+
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -28,10 +31,21 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def learner(log: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "perfguard.cli", "learn", "--watch", "--every", "200ms", "--min-new", "20"]
-    environment = os.environ | {"PERFGUARD_LOG": str(log), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start `perfguard learn --watch` with further words. A failed test leaves no learner behind."""
+    children: list[subprocess.Popen[str]] = []
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "perfguard.cli", "learn", "--watch", "--every", "200ms", *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return children[-1]
+
+    yield started
+    for child in children:
+        if child.poll() is None:
+            end(child, signal.SIGKILL)
 
 
 def line(child: subprocess.Popen[str]) -> str:
@@ -73,10 +87,12 @@ def test_a_wrong_word_is_told_in_a_line(log: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_learn_service_promotes_and_weights_rollback_goes_back(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learn_service_promotes_and_weights_rollback_goes_back(
+    log: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     with MeasurementStore(log) as store:
         fill(store, by_width)  # before it starts, or it would learn from the first twenty alone
-    child = learner(log)
+    child = start("--min-new", "20")
     assert "promoted" in line(child)
     assert "Watching" in line(child)
     assert end(child, signal.SIGTERM) == 130
@@ -92,10 +108,9 @@ def test_learn_service_promotes_and_weights_rollback_goes_back(log: Path, capsys
 
 
 @pytest.mark.slow
-def test_a_service_waits_while_the_database_is_away(postgres_url: str) -> None:
+def test_a_service_waits_while_the_database_is_away(postgres_url: str, start: Start) -> None:
     away = postgres_url.replace("port=", "port=1")
-    command = [sys.executable, "-m", "perfguard.cli", "learn", "--watch", "--every", "200ms", "--log", away]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = start("--log", away)
     texts = [line(child)]
     while "Watching" not in texts[-1]:
         assert texts[-1]
