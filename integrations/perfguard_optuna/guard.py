@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from perfguard.devices import Device
     from perfguard.guard import GuardSettings
-    from perfguard.store import MeasurementStore
+    from perfguard.log import MeasurementStore
 
 TrialKey = tuple[str, int, datetime.datetime | None]
 

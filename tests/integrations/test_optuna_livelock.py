@@ -28,10 +28,10 @@ from optuna.trial import TrialState
 from torch import nn
 
 from perfguard import Estimate, Prediction, Workload
-from perfguard.rejections import Rejections
 from perfguard.exceptions import BudgetWarning, NothingFeasibleWarning
-from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
+from perfguard.rejections import Rejections
 from perfguard.workload import WatchedParams
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, create_study
 from perfguard_optuna.guard import Search
 from tests.doubles import BARE_A100, ReplayPredictor
 
