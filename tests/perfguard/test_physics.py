@@ -180,7 +180,7 @@ def test_hopeless_step_is_repaired_by_smaller_batch() -> None:
     judge = Guard(BARE_A100, memory_budget=f"{peak // 8}B", predictor=ReplayPredictor(), log=False, on_violation="repair")
     verdict = judge.check(example)
     assert verdict.action == "repair"
-    assert verdict.reason.startswith("needs at least ")
+    assert verdict.reason.startswith("needs ")
     micro = verdict.repair.micro_batch_size
     assert micro is not None
     assert micro * verdict.repair.accumulation == 960_000
@@ -243,10 +243,9 @@ def test_only_a_size_is_hopeless(make: Callable[[], object], error: type[Excepti
 def test_verdict_without_predictor_is_logged() -> None:
     judge = guard()
     decision = judge.decide(lambda: workload(PERCEPTRON, 10**13, 64), study="absurd", params={"batch_size": 10**13})
-    (row,) = judge.log.decisions("absurd")
-    assert (row.action, row.reason, row.predictor) == ("prune", decision.verdict.reason, "lower-bound")
-    assert row.predicted_peak_memory_bytes is not None
-    assert math.isfinite(row.predicted_peak_memory_bytes)
+    (row,) = judge.log.records("absurd")
+    assert (row.in_words, row.reason, row.predictor) == ("pruned", decision.verdict.reason, "lower-bound")
+    assert math.isfinite(row.predicted["memory"].median)
 
 
 def test_lower_bound_is_below_every_liveness() -> None:
