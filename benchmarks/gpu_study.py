@@ -290,7 +290,7 @@ def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, 
             run_config=tune.RunConfig(storage_path=folder, verbose=0, callbacks=callbacks),
         ).fit()
         rows = [results[number].metrics or {} for number in range(len(results))]
-        proposed = MeasurementStore(f"{folder}/log.db").decisions() if guarded else rows
+        proposed = MeasurementStore(f"{folder}/log.db").records() if guarded else rows
         num_proposed = len(list(proposed))
     crashed = [row for row in rows if row.get("status") == "oom"]
     best = max((row["accuracy"] for row in rows if row.get("status") == "ok"), default=float("nan"))
