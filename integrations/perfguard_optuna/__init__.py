@@ -15,7 +15,8 @@ from perfguard_optuna.attributes import record_of, records_of
 from perfguard_optuna.guard import GuardedRun, OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
-from perfguard_optuna.study import GuardedStudy, TrialPrinter, create_study, load_study, repair_of, summarize
+from perfguard_optuna.show import TrackingCallback, TrialPrinter, plot_budget, plot_savings, pruned_table, summarize
+from perfguard_optuna.study import GuardedStudy, create_study, load_study, repair_of
 
 __all__ = [
     "GuardedRun",
@@ -24,10 +25,14 @@ __all__ = [
     "PerfGuardPruner",
     "PerfGuardSampler",
     "Summary",
+    "TrackingCallback",
     "TrialPrinter",
     "TrialRecord",
     "create_study",
     "load_study",
+    "plot_budget",
+    "plot_savings",
+    "pruned_table",
     "record_of",
     "records_of",
     "repair_of",

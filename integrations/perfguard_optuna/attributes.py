@@ -38,7 +38,9 @@ PREFIX = "perfguard:"
 def attributes_of(verdict: Verdict, device: Device) -> dict[str, Any]:
     """Return what is written into a trial for its verdict. The names lack :data:`PREFIX`."""
     where = {"device_id": device.id, "device_name": device.name, "capacity_bytes": device.memory_bytes}
-    return {**columns_of(verdict), **where, "reason": verdict.reason}
+    # By which factor an interval was widened matters to learning alone, which reads the log.
+    shown = {name: value for name, value in columns_of(verdict).items() if not name.endswith("_widening")}
+    return {**shown, **where, "reason": verdict.reason}
 
 
 def measured_attributes_of(measurement: Measurement, price_per_hour: float | None) -> dict[str, Any]:

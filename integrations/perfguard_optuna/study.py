@@ -1,17 +1,12 @@
-"""GuardedStudy: an Optuna study whose ``optimize`` takes a pruner, and whose objective needs no change to be guarded.
-
-Beside it, what shows a study in the terminal: a progress line, one line a trial, and the summary.
-"""
+"""GuardedStudy: an Optuna study whose ``optimize`` takes a pruner, and whose objective needs no change to be guarded."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import optuna
@@ -21,18 +16,15 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from perfguard import summary
-from perfguard.exceptions import ConfigurationError, TrackingWarning, UnguardedTrialWarning, warn_user
-from perfguard.quantities import format_seconds
+from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, warn_user
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.summary import TRIAL_HEADING, Summary, trial_line
 from perfguard.workload import Build
-from perfguard_optuna.attributes import PREFIX, has_verdict, record_of, records_of
+from perfguard_optuna.attributes import has_verdict
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
+from perfguard_optuna.show import progress_line
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -84,7 +76,7 @@ class GuardedStudy(optuna.Study):
         objective = _GuardedObjective(func, guard, self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
-            with _progress(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
+            with progress_line(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
                 callbacks = callbacks if line is None else [line, *callbacks]
                 common = (n_jobs, catch, callbacks, gc_after_trial, show_progress_bar and console.is_jupyter)
                 super().optimize(objective, n_trials, timeout, *common)
@@ -249,113 +241,3 @@ def load_study(
     storage = optuna.storages.get_storage(storage)
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
     return GuardedStudy(study_name=study.study_name, storage=storage, sampler=study.sampler, pruner=study.pruner)
-
-
-def summarize(study: optuna.Study) -> Summary:
-    """Return the summary of ``study``: counts, reasons, violations, time saved, errors. ``print`` shows it as a table."""
-    records = records_of(study)
-    return summary.summarize(records, device=next((record.device_name for record in records if record.device_name), ""))
-
-
-class TrialPrinter:
-    """A study callback that prints one line a trial: verdict, predicted and measured memory and time.
-
-    Example:
-        >>> study.optimize(objective, n_trials=40, callbacks=[TrialPrinter()])   # doctest: +SKIP
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._has_heading = False
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        record = record_of(trial)
-        if not self._has_heading:
-            self._has_heading = True
-            self._print(TRIAL_HEADING, style="bold")
-        style = {"pruned": "yellow", "unguarded": "dim"}.get(record.in_words, "red" if record.violates else "green")
-        values = trial.values if trial.state == TrialState.COMPLETE else ()
-        self._print(trial_line(record, values), style=style)
-
-    def _print(self, line: str, style: str) -> None:
-        """Print a line; while Rich shows a progress line, through the stream that puts it above that one."""
-        streams = [one for one in (sys.stdout, sys.stderr) if getattr(one, "rich_proxied_file", None) is self._console.file]
-        if not streams:
-            self._console.print(line, style=style, highlight=False, markup=False)
-            return
-        with self._console.capture() as text:
-            self._console.print(line, style=style, highlight=False, markup=False)
-        streams[0].write(text.get())
-
-
-class _ProgressLine:
-    """A study callback that counts finished trials in one line. Its failures stop no study."""
-
-    def __init__(self, progress: Progress, n_trials: int | None, *, counts_pruned: bool) -> None:
-        self._progress = progress
-        self._counts_pruned = counts_pruned
-        self._lock = threading.Lock()
-        self._num_done = self._num_launched = self._num_pruned = self._num_over = 0
-        self._saved_s = 0.0
-        self._task = progress.add_task(self._text, total=n_trials)
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Count a trial that has just ended, and what was rejected in the search for it."""
-        with _study_goes_on():
-            pruned = study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-            rejected = [one for one in pruned if one.user_attrs.get(f"{PREFIX}proposed_for") == trial.number]
-            records = [record_of(ended) for ended in (*rejected, trial)]
-            with self._lock:
-                for record in records:
-                    self._num_pruned += record.is_pruned
-                    self._num_launched += not record.is_pruned
-                    self._num_over += record.violates and not record.is_pruned
-                    self._saved_s += record.saved_s or 0.0
-                self._num_done += self._counts_pruned or not records[-1].is_pruned
-                self._progress.update(self._task, completed=self._num_done, description=self._text)
-
-    @property
-    def _text(self) -> str:
-        saved = f" · {format_seconds(self._saved_s)} saved" if self._saved_s else ""
-        return f"{self._num_launched} launched · {self._num_pruned} pruned · {self._num_over} over budget{saved}"
-
-
-@contextmanager
-def _progress(console: Console, n_trials: int | None, *, counts_pruned: bool) -> Iterator[_ProgressLine]:
-    """Show a progress line while the block runs. What is logged or printed meanwhile appears above it.
-
-    Args:
-        console: a terminal.
-        n_trials: the number of trials to launch. None: unknown.
-        counts_pruned: whether ``n_trials`` counts pruned trials, too.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, refresh_per_second=2, redirect_stdout=sys.stdout.isatty())
-    line = _ProgressLine(progress, n_trials, counts_pruned=counts_pruned)
-    # Optuna's log goes through Rich's standard error: its handler holds the one that there was when it was made.
-    streams = [one for one in logging.getLogger("optuna").handlers if isinstance(one, logging.StreamHandler)]
-    streams = [one for one in streams if one.stream is sys.__stderr__]
-    with _study_goes_on():
-        progress.start()
-    try:
-        for handler in streams:
-            handler.setStream(sys.stderr)
-        yield line
-    finally:
-        for handler in streams:
-            handler.setStream(sys.__stderr__)
-        with _study_goes_on():
-            progress.stop()
-
-
-@contextmanager
-def _study_goes_on() -> Iterator[None]:
-    """Warn of an error of the progress line, for instance where the terminal is gone, and go on."""
-    try:
-        yield
-    except Exception as error:
-        warn_user(
-            "The progress line failed, so its counts may be too small. The study goes on, and perfguard_optuna.summarize(study) "
-            f"has the right counts. The cause is a {type(error).__name__}: {error}",
-            TrackingWarning,
-        )

@@ -165,15 +165,11 @@ def _as_json(record: TrialRecord) -> dict[str, Any]:
     """One decision with its measurement, in the columns of the log."""
     from perfguard.record import column, columns_of
 
-    names = ("decision_id", "created_at", "study", "number", "trial_id", "host", "device_id", "params", "status", "set_aside")
+    names = ("decision_id", "created_at", "study", "trial_id", "host", "device_id", "params", "status", "set_aside")
     measured = {column(quantity, "measured"): value for quantity, value in record.measured.items()}
     verdict = {} if record.verdict is None else columns_of(record.verdict)
-    return (
-        {name: getattr(record, name) for name in names}
-        | {"predictor": record.predictor, "reason": record.reason}
-        | verdict
-        | measured
-    )
+    own = {"trial": record.number, "predictor": record.predictor, "reason": record.reason}
+    return {name: getattr(record, name) for name in names} | own | verdict | measured
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:

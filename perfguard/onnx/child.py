@@ -330,9 +330,7 @@ class _Description:
         self._most_elements = request["most_elements"]
         self._model = _loaded(request["path"], request["most_nodes"])
         graph = self._model.graph
-        self._weights = {tensor.name for tensor in graph.initializer} | {
-            sparse.values.name for sparse in graph.sparse_initializer
-        }
+        self._weights = {one.name for one in graph.initializer} | {one.values.name for one in graph.sparse_initializer}
         # Before IR version 4 the weights were inputs too.
         self._inputs = [value for value in graph.input if value.name not in self._weights]
         as_in_file = [value.SerializeToString() for value in self._inputs]
@@ -384,7 +382,10 @@ class _Description:
         del model.graph.value_info[:]
         for value in model.graph.output:
             value.ClearField("type")
-        inferred = shape_inference.infer_shapes(model).graph
+        try:
+            inferred = shape_inference.infer_shapes(model).graph
+        except Exception:  # of an operator that it cannot do; those that are wrong are found one by one
+            return {}
         return {value.name: value.type for value in (*inferred.value_info, *inferred.output)}
 
     def _follow(self, node: onnx.NodeProto, index: int, whole: Mapping[str, onnx.TypeProto]) -> None:

@@ -123,8 +123,6 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:step_time_low_s": pytest.approx(0.01 / spread),
         "perfguard:step_time_high_s": pytest.approx(0.01 * spread),
         "perfguard:step_time_limit_s": 0.015,
-        "perfguard:memory_widening": 1.0,
-        "perfguard:step_time_widening": 1.0,
         "perfguard:time_predicted_s": pytest.approx(0.03),
         "perfguard:time_low_s": pytest.approx(0.03 / spread),
         "perfguard:time_high_s": pytest.approx(0.03 * spread),
@@ -262,7 +260,7 @@ def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.write_bytes(b"no database" * 1000)
     study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
-    with pytest.warns(LogWarning, match="is damaged") as caught:
+    with pytest.warns(LogWarning, match="Rows wait in files beside it") as caught:
         study.optimize(objective, n_trials=3)
     assert len(caught) == 1
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]

@@ -52,9 +52,7 @@ print(json.dumps([status, sorted(sys.modules), printed.getvalue()]))
         (f"predict {MODELS}:resnet --set width", 2),
         (f"predict {MODELS}:resnet --gpu a1000", 2),
         ("rank missing.py:build", 2),
-        ("evaluate missing.csv", 1),
         ("log show --log missing.db", 2),
-        ("collect --out rows.csv --minutes -1", 2),
     ],
 )
 def test_help_and_slips_load_nothing_heavy(words: str, status: int) -> None:
