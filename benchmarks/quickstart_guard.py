@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from perfguard import Run, resolve_device
 from perfguard.quantities import parse_bytes
-from perfguard.summary import Errors
 from perfguard_optuna import PerfGuardPruner, create_study, record_of, summarize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -119,17 +118,11 @@ def study_of(seed: int, trials: int) -> Outcome:
         violations=sum(record.violates for record in records),
         rightly_pruned=sum(truths),
         wrongly_pruned=len(truths) - sum(truths),
-        first_error=mean_of(summary.memory_errors, summary.time_errors, "first"),
-        last_error=mean_of(summary.memory_errors, summary.time_errors, "last"),
+        first_error=0.0 if summary.time_errors is None else summary.time_errors.first,
+        last_error=0.0 if summary.time_errors is None else summary.time_errors.last,
         study_s=study_s,
         decision_s=statistics.median(decisions),
     )
-
-
-def mean_of(memory: Errors | None, time: Errors | None, which: str) -> float:
-    """The mean of the errors of memory and of time in the first or the last trials."""
-    known = [getattr(errors, which) for errors in (memory, time) if errors is not None]
-    return statistics.fmean(known) if known else 0.0
 
 
 def main() -> None:

@@ -183,7 +183,7 @@ class Outcome:
         records = [record_of(trial) for trial in study.trials]
         ran = [record for record in records if "time" in record.measured]
         wasted_s = [record.measured["time"] for record in ran if record.violates]
-        num_pruned = sum(record.verdict == "prune" for record in records)
+        num_pruned = sum(record.is_pruned for record in records)
         return cls([record.measured["time"] for record in ran], wasted_s, num_pruned, best_of(study))
 
     @classmethod
