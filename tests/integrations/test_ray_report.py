@@ -13,7 +13,7 @@ from torch import nn
 import perfguard_ray
 from perfguard import Measurement, Workload
 from perfguard.report import page_of, read_report
-from perfguard_ray.callback import read_report
+from perfguard_ray.callback import read_report as read
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytest.importorskip("plotly")
@@ -61,4 +61,4 @@ def test_report_has_the_trials_of_the_run() -> None:
 
 
 def test_other_sources_are_left_to_other_readers() -> None:
-    assert read_report("tune", None) is read_report(None, None) is None
+    assert read("tune", None) is read(None, None) is None
