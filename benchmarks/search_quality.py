@@ -34,7 +34,7 @@ from _record import parser_of, show
 from rich.progress import track
 
 from perfguard import Estimate, Prediction, Workload
-from perfguard.verdict import Decision, Verdict
+from perfguard.verdict import Decision
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
 from perfguard_research.dataset import Run
@@ -130,16 +130,18 @@ class TablePredictor:
         """The folds' predictions stay as they are."""
 
 
-class TableGuard(OptunaGuard):
+def table_guard(space: Space, *, knows: bool) -> OptunaGuard:
     """An OptunaGuard whose workloads are points of a table: nothing is traced, nothing is logged."""
-
-    def trace(self, workload: Workload) -> Any:
-        """The point that ``build`` found."""
-        return workload.model
-
-    def record(self, verdict: Verdict, graph: Any, **_: Any) -> Decision:
-        """Not kept."""
-        return Decision("", verdict)
+    guard = OptunaGuard(
+        space.gpu,
+        build=partial(build, space=space),
+        memory_budget=space.limit_bytes,
+        predictor=TablePredictor(knows=knows),
+        log=False,
+    )
+    guard.guard.trace = lambda workload: workload.model  # type: ignore[method-assign, assignment, return-value]
+    guard.guard.record = lambda verdict, *_, **__: Decision("", verdict)  # type: ignore[method-assign]
+    return guard
 
 
 def build(params: Mapping[str, Any], space: Space) -> Workload:
@@ -152,16 +154,10 @@ def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int,
     space, policy, seed = work
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    guard: TableGuard | None = None
+    guard: OptunaGuard | None = None
     sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=seed)
     if policy in ("pruner", "sampler", "oracle"):
-        guard = TableGuard(
-            space.gpu,
-            build=partial(build, space=space),
-            memory_budget=space.limit_bytes,
-            predictor=TablePredictor(knows=policy == "oracle"),
-            log=False,
-        )
+        guard = table_guard(space, knows=policy == "oracle")
         if policy != "pruner":
             sampler = PerfGuardSampler(sampler, guard)
     study = optuna.create_study(sampler=sampler)
@@ -175,7 +171,7 @@ def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int,
     return space.name, policy, seed, outcome
 
 
-def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard | None, outcome: Outcome) -> None:
+def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuard | None, outcome: Outcome) -> None:
     trial = study.ask()
     params: dict[str, Any] = {"family": trial.suggest_categorical("family", list(space.families))}
     params |= {name: trial.suggest_int(name, 0, size - 1) for name, size in space.sizes.items()}
@@ -186,7 +182,7 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return
     if guard is not None:
-        decision = guard.decision_of(study, trial) or guard.judge(study, trial, trial.params, guard.build)
+        decision = guard.decision_of(study, trial) or guard.judge(study, trial, guard.build, final=True)
         assert decision is not None
         if decision.verdict.action == "prune":
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
