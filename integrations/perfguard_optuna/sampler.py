@@ -40,8 +40,8 @@ class PerfGuardSampler(BaseSampler):
     What does not fit is in the study as a PRUNED trial, with the reason, but does not count for ``n_trials``. The first trial of
     a fresh study is the exception: the parameters' distributions are known only after it has suggested them.
 
-    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the trial gets the least bad of them, and the pruner
-    prunes it. A study that has launched nothing goes on to 300 proposals in a row, and ends with a NothingFeasibleWarning.
+    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the trial gets the least bad of them, and the
+    pruner prunes it. A study that has launched nothing goes on to 300 proposals in a row, and ends with a NothingFeasibleWarning.
 
     Args:
         inner: the sampler that proposes.
@@ -96,7 +96,7 @@ class PerfGuardSampler(BaseSampler):
         self._max_seconds = max_seconds
         self.judges = judges
         """Whether new proposals are judged before they become trials."""
-        # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so that a study repeats itself.
+        # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so a study can be repeated.
         random = RandomSampler(seed=0)
         self._random: BaseSampler = random
         base = inner
@@ -302,10 +302,10 @@ class _Proposal:
 class _StudyWithRejected(optuna.Study):
     """A view of a study for the GP sampler. Rejected proposals appear as completed trials, so that it learns the constraints.
 
-    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets the median of the completed ones,
-    from which the model of the objective learns least. A study without constraints has no other way to mark infeasible trials, so
-    there it gets the worst value instead. The trial that is being sampled is left out of the running ones. Otherwise the GP would
-    treat its last, rejected proposal as a running trial.
+    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets the median of the completed
+    ones, from which the model of the objective learns least. A study without constraints has no other way to mark infeasible
+    trials, so there it gets the worst value instead. The trial that is being sampled is left out of the running ones. Otherwise
+    the GP would treat its last, rejected proposal as a running trial.
     """
 
     def __init__(self, study: optuna.Study, sampled: FrozenTrial) -> None:

@@ -260,7 +260,7 @@ def test_study_survives_a_destroyed_log(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         file.write_bytes(b"no database" * 1000)
     study, objective = study_of(pruner, [SMALL, LARGE, SMALL]), Objective()
-    with pytest.warns(LogWarning, match="is damaged") as caught:
+    with pytest.warns(LogWarning, match="Rows wait in files beside it") as caught:
         study.optimize(objective, n_trials=3)
     assert len(caught) == 1
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
