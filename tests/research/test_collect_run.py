@@ -69,18 +69,15 @@ def test_earlier_allocations_are_freed_or_noted(gpu: FakeGpu, card: Card) -> Non
     assert "40 MiB of an earlier run could not be freed" in run_row(MLP, A100, card)["note"]
 
 
-def test_switches_of_a_row_are_set(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in (
-        (torch.backends.cudnn, "benchmark"),
-        (torch.backends.cudnn, "allow_tf32"),
-        (torch.backends.cuda.matmul, "allow_tf32"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # set back after the test
-    card.start_afresh(dataclasses.replace(MLP, tf32="on", cudnn_benchmark=True))
-    assert torch.backends.cudnn.benchmark
-    assert torch.backends.cuda.matmul.allow_tf32
-    card.start_afresh(dataclasses.replace(MLP, tf32="off"))
-    assert not torch.backends.cudnn.allow_tf32
+def test_switches_of_a_row_are_set(card: Card) -> None:
+    try:
+        card.start_afresh(dataclasses.replace(MLP, tf32="on", cudnn_benchmark=True))
+        assert torch.backends.cudnn.benchmark
+        assert torch.backends.cuda.matmul.allow_tf32
+        card.start_afresh(dataclasses.replace(MLP, tf32="off"))
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        card.start_afresh(MLP)
 
 
 def test_limit_counts_context_like_a_smaller_card(gpu: FakeGpu, card: Card) -> None:
