@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard.budget import NOUNS, Budget
-from perfguard.cli.subject import add_subject_arguments, check_subject, is_onnx, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
     parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
     parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
-    parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -56,11 +55,6 @@ def predict(arguments: argparse.Namespace) -> None:
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
-    if arguments.measure and (whole.kind != "cpu" or not is_onnx(arguments)):
-        raise ConfigurationError(
-            "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
-            "Modules are measured where they run, see perfguard.measure.Run."
-        )
     subject, predictor = subject_of(arguments), load_predictor()
     graph = subject.graph_on(device)
     prediction = predictor.predict(graph, device, steps=subject.steps)
@@ -71,11 +65,6 @@ def predict(arguments: argparse.Namespace) -> None:
     document["notes"] = alias_notes(arguments.gpu, whole) + subject.notes()
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
-    if arguments.measure:
-        from perfguard.onnx import measure_onnx
-
-        measured = measure_onnx(arguments.source, batch_size=arguments.batch_size, dims=dict(arguments.dim))
-        document["measured"] = {"step_time_s": measured.step_time_s, "peak_memory_bytes": measured.peak_memory_bytes}
     if limits:
         document["limits"] = [
             {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
@@ -202,9 +191,6 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
-    if "measured" in document and document["measured"]["step_time_s"] is not None:
-        latency = format_seconds(document["measured"]["step_time_s"])
-        table.add_row("latency, measured", f"{latency}  (ONNX Runtime on {device.num_sms} threads)")
     if document["total_time_s"]:
         table.add_row("trial time", format_seconds(document["total_time_s"]["median"]))
     if document["cost"]:
