@@ -62,11 +62,7 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
 
 
 def log(arguments: argparse.Namespace) -> None:
-    """Run the verb with these arguments.
-
-    Raises:
-        PerfGuardError: for a log, a file or an argument that cannot be used.
-    """
+    """Run the verb with these arguments."""
     verbs: dict[str, Callable[[MeasurementStore, argparse.Namespace], None]] = {
         "show": _show, "export": _export, "quarantine": _quarantine, "forget": _forget, "prune": _prune
     }  # fmt: skip
@@ -75,12 +71,7 @@ def log(arguments: argparse.Namespace) -> None:
 
 
 def open_log(location: str | None) -> MeasurementStore:
-    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own.
-
-    Raises:
-        ConfigurationError: if a file was named that is not there: a typo makes no new log.
-        LogError: if the log cannot be opened.
-    """
+    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own."""
     location = location or os.environ.get("PERFGUARD_LOG")
     if location is not None and "://" not in location and not Path(location).exists():
         raise ConfigurationError(f"There is no measurement log at {location}.")
@@ -266,11 +257,7 @@ def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def learn(arguments: argparse.Namespace) -> None:
-    """Update the log's weights once. A cron job or a timer makes it a watch.
-
-    Raises:
-        PerfGuardError: for a log or a predictor that cannot be used.
-    """
+    """Update the log's weights once. A cron job or a timer makes it a watch."""
     if arguments.own_process:  # beside a study or on a cluster's head: it must not be noticed
         with suppress(OSError, AttributeError):  # Windows has no niceness
             os.nice(15)
@@ -295,11 +282,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def weights(arguments: argparse.Namespace) -> None:
-    """List the generations of fine-tuned weights, or go back to the one before.
-
-    Raises:
-        PerfGuardError: for a log or an id that cannot be used.
-    """
+    """List the generations of fine-tuned weights, or go back to the one before."""
     with open_log(arguments.log) as store:
         if arguments.verb == "rollback":
             in_use = [known.predictor for known in store.weights() if known.state == "promoted"]
@@ -344,11 +327,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Write the report and print its path.
-
-    Raises:
-        PerfGuardError: for a source that cannot be read, or a file that cannot be written.
-    """
+    """Write the report and print its path."""
     from perfguard.log import default_location
     from perfguard.report import write_report
 

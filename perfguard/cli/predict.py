@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Build or read, predict and print.
-
-    Raises:
-        PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
-    """
+    """Build or read, predict and print."""
     check_subject(arguments)
     budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
@@ -81,11 +77,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def budget_of(*, memory: str | None, **others: str | None) -> Budget:
-    """Return the budget that ``--max-memory`` and the other options of its kind give.
-
-    Raises:
-        ConfigurationError: naming the option that cannot be right.
-    """
+    """Return the budget that ``--max-memory`` and the other options of its kind give."""
     share: str | float | None = memory
     try:
         share = None if memory is None else float(memory)  # a share of the device
@@ -339,11 +331,7 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
 def draw_timeline(
     path: str, graph: OpGraph, device: Device, prediction: Prediction, op_time_s: OperatorSeconds, limits: list[Limit]
 ) -> None:
-    """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind.
-
-    Raises:
-        ConfigurationError: if Plotly is missing, or the file cannot be written.
-    """
+    """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind."""
     import numpy as np
 
     from perfguard.graph import timeline
