@@ -193,7 +193,12 @@ def status_of(error: BaseException | None) -> Status:
         return "ok"
     if not isinstance(error, Exception):
         return "failed" if isinstance(error, SystemExit) and error.code else "interrupted"
-    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "status_alloc_failed")  # the last is cuBLAS's and cuDNN's
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "std::bad_alloc",
+        "status_alloc_failed",
+    )  # the last is cuBLAS's and cuDNN's
     is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
     return "oom" if is_oom else "failed"
 

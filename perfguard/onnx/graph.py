@@ -12,7 +12,7 @@ from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph.costs import bytes_read
 from perfguard.graph.kernels import Target, target_of
-from perfguard.onnx.fusions import fused
+from perfguard.onnx.fusions import Fuser
 from perfguard.onnx.operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
 from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, read_network
 from perfguard.workload import Tf32, tf32_instead, tf32_options
@@ -107,7 +107,7 @@ class _Builder:
             self._types = {name: one._replace(dtype=is_single.get(one.dtype, one.dtype)) for name, one in network.types.items()}
         self._outputs = set(network.outputs)
         self._constants = self._constant_names()
-        self._nodes = fused(network.nodes, self._types, self._constants, self._outputs)
+        self._nodes = Fuser(network.nodes, self._types, self._constants, self._outputs).run()
         self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name in self._constants}
         self._readers_left = Counter(name for node in self._nodes for name in node.inputs if name)
         self._readers_left.update(self._outputs)
