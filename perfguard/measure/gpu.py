@@ -57,7 +57,7 @@ class GpuProbe:
         self._events_failed = False
         self._use = CudaUse(self._cuda)
         self._notes: list[str] = []
-        self._driver = NvmlProbe(self._names, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
+        self._driver = NvmlProbe(self._uuid, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
 
     @property
     def method(self) -> str:
@@ -122,18 +122,12 @@ class GpuProbe:
             self._index = 0 if self._cuda.device_count() == 1 else self._use.index()
         return self._index is not None
 
-    def _names(self) -> list[str] | None:
-        """What NVML may know the device by. It has another order of cards, and ignores CUDA_VISIBLE_DEVICES."""
+    def _uuid(self) -> str | None:
+        """What NVML knows the device by. It has another order of cards, and ignores CUDA_VISIBLE_DEVICES."""
         # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
         if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
             self._index = 0
-        if self._index is None:
-            return None
-        properties = self._cuda.get_device_properties(self._index)
-        uuid, bus = getattr(properties, "uuid", None), getattr(properties, "pci_bus_id", None)
-        domain, slot = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
-        names = [] if uuid is None else [f"GPU-{uuid}", f"MIG-{uuid}"]
-        return names if bus is None else [*names, f"{domain:08X}:{bus:02X}:{slot:02X}.0"]
+        return None if self._index is None else str(self._cuda.get_device_properties(self._index).uuid)
 
     def _reserved_bytes(self) -> int | None:
         try:
@@ -193,8 +187,7 @@ class NvmlProbe:
     renumber the processes, and a GPU may fall off the bus. Whatever fails is left out of the reading and named in its notes.
 
     Args:
-        names: returns the UUIDs and the PCI bus that the GPU may have in NVML. None: it is not known yet which GPU it is. It is
-            called at each sample until it is.
+        uuid: returns the GPU's UUID. None: it is not known yet which GPU it is. It is called at each sample until it is.
         reserved_bytes: returns the bytes that PyTorch's allocator holds now. None: they are unknown.
         nvml: stands in for the module ``pynvml``.
         pid: this process.
@@ -203,14 +196,14 @@ class NvmlProbe:
 
     def __init__(
         self,
-        names: Callable[[], list[str] | None],
+        uuid: Callable[[], str | None],
         reserved_bytes: Callable[[], int | None],
         *,
         nvml: Any = None,
         pid: int | None = None,
         interval_s: float = 0.1,
     ) -> None:
-        self._names = names
+        self._uuid = uuid
         self._reserved_bytes = reserved_bytes
         self._given = nvml
         self._nvml: Any = None  # with an open session
@@ -222,7 +215,7 @@ class NvmlProbe:
         self._is_mig = False
         self._over = False
         self._refused: dict[str, str] = {}
-        """Note for each query that failed and is not repeated; empty: it needs none."""
+        """Note for each query that failed and is not repeated."""
         self._driver: str | None = None
         self.process_peak_bytes: int | None = None
         """Largest sample of this process."""
@@ -234,8 +227,6 @@ class NvmlProbe:
         """Most processes that were seen beside this one."""
         self._energy_mj: list[int] = []
         self._utilisation: list[float] = []
-        self._own_utilisation: list[float] = []
-        self._last_seen_us = 0
         self._clocks_mhz: list[int] = []
         self._reasons: int | None = None
 
@@ -266,9 +257,9 @@ class NvmlProbe:
 
     def notes(self) -> list[str]:
         """What is missing so far, and why."""
-        notes = [note for note in self._refused.values() if note]
+        notes = list(self._refused.values())
         if self.num_others:
-            notes.append(f"{self.num_others} other processes used the GPU, so its energy cannot be attributed")
+            notes.append(f"{self.num_others} other processes used the GPU, so its energy and utilisation cannot be attributed")
         if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
             notes.append("NVML does not show this process by its id (a container?)")
         if self._is_mig:
@@ -279,7 +270,7 @@ class NvmlProbe:
         """Summary of the samples so far, by the fields of a Reading."""
         alone = self.num_others == 0
         energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and alone else -1
-        utilisation = self._utilisation if alone else self._own_utilisation
+        utilisation = self._utilisation if alone else []
         return {
             "sm_utilisation": statistics.fmean(utilisation) if utilisation else None,
             "energy_j": energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
@@ -296,8 +287,8 @@ class NvmlProbe:
         if self._over:
             return
         try:
-            if self._handle is None and (names := self._names()) is not None and self._open():
-                self._handle = self._find(names)
+            if self._handle is None and (uuid := self._uuid()) is not None and self._open():
+                self._handle = self._find(uuid)
             if self._handle is not None:
                 self._sample(self._nvml, self._handle)
         except Exception as error:  # whatever a driver does, the trial goes on
@@ -321,36 +312,19 @@ class NvmlProbe:
         self._driver = version.decode() if isinstance(version, bytes) else version
         return True
 
-    def _find(self, names: list[str]) -> Any:
+    def _find(self, uuid: str) -> Any:
         """The handle of the card, or of the MIG instance that this process runs on. None: NVML does not have it."""
-        nvml = self._nvml
-        reason = "CUDA does not say which card it uses"
-        for name in names:
-            by_uuid = name.startswith(("GPU-", "MIG-"))
+        nvml, reason = self._nvml, ""
+        for prefix in ("GPU", "MIG"):
             try:
-                handle = (nvml.nvmlDeviceGetHandleByUUID if by_uuid else nvml.nvmlDeviceGetHandleByPciBusId)(name)
-                break
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{uuid}")
             except nvml.NVMLError as error:
                 reason = f"NVML does not know this CUDA device ({error})"
-        else:
-            self._give_up(reason)
-            return None
-        self._is_mig = bool(self._query("MIG", lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle), quiet=True))
-        if self._is_mig:
-            return handle
-        # An older PyTorch gives no UUID, and the PCI bus is that of the whole card, which counts all instances together.
-        mode = self._query("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(handle), quiet=True)
-        if not mode or not mode[0]:
-            return handle
-        self._is_mig = True
-        for index in range(self._query("MIG instances", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
-            try:
-                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                if any(process.pid == self._pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(instance)):
-                    return instance
-            except nvml.NVMLError:
-                continue  # no instance at this index
-        return handle
+            else:
+                self._is_mig = prefix == "MIG"
+                return handle
+        self._give_up(reason)
+        return None
 
     def _sample(self, nvml: Any, handle: Any) -> None:
         before = self._reserved_bytes()
@@ -367,13 +341,6 @@ class NvmlProbe:
         rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         if rates is not None:
             self._utilisation.append(rates.gpu / 100)
-        if self.num_others:  # the card's utilisation is theirs, too
-            since, name = self._last_seen_us, "utilisation of processes"
-            samples = self._query(name, lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since), quiet=True)
-            for sample in samples or ():
-                self._last_seen_us = max(self._last_seen_us, int(sample.timeStamp))
-                if sample.pid == self._pid:
-                    self._own_utilisation.append(sample.smUtil / 100)
         clock_mhz = self._query("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         if clock_mhz is not None:
             self._clocks_mhz.append(clock_mhz)
@@ -398,8 +365,8 @@ class NvmlProbe:
         if memory is not None and reserved is not None:
             self._card_overhead_bytes = max(self._card_overhead_bytes or 0, int(memory.used) - reserved)
 
-    def _query(self, name: str, query: Callable[[], _T], *, quiet: bool = False) -> _T | None:
-        """The result of ``query``; None, and a note unless ``quiet``, if the driver fails. A refused query is not repeated."""
+    def _query(self, name: str, query: Callable[[], _T]) -> _T | None:
+        """The result of ``query``; None, and a note, if the driver fails. A refused query is not repeated."""
         if name in self._refused or self._over:
             return None
         try:
@@ -409,10 +376,10 @@ class NvmlProbe:
             if code == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 self._give_up("the GPU was lost during the run")
             elif code == self._nvml.NVML_ERROR_NO_PERMISSION:
-                self._refused[name] = "" if quiet else f"NVML forbids reading its {name}"
+                self._refused[name] = f"NVML forbids reading its {name}"
             elif code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._refused[name] = "" if quiet else f"this GPU does not report its {name}"
-            elif not quiet:
+                self._refused[name] = f"this GPU does not report its {name}"
+            else:
                 self._refused[name] = f"its {name} could not be read ({error})"
             return None
 
