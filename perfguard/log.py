@@ -331,9 +331,9 @@ class MeasurementStore:
                 # One statement for each id: a list of them may be longer than the database takes variables.
                 of_id = sql.delete(row).where(row.decision_id == sql.bindparam("id"))
                 connection.execute(of_id, [{"id": decision_id} for decision_id, _ in ids])
-            for row, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
+            for stored, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
                 used = sql.select(reference).where(reference.is_not(None))
-                connection.execute(sql.delete(row).where(row.content_hash.not_in(used)))
+                connection.execute(sql.delete(stored).where(stored.content_hash.not_in(used)))
         return len(ids)
 
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
@@ -564,5 +564,10 @@ _stores: weakref.WeakSet[MeasurementStore] = weakref.WeakSet()
 _of_parents: list[sql.Engine] = []  # of the parent in a forked child; closing one would end the parent's connections
 
 
+def _after_fork_in_child() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [store._after_fork() for store in list(_stores)])
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -125,18 +125,12 @@ class Database:
             if names and self.file is not None:
                 raise self._corrupt("an SQLite file with other tables")
             return None
-        meta = {row.key: row.value for row in connection.execute(sql.select(MetaRow.key, MetaRow.value))}
-        found = meta.get("format") or ""
-        if "schema_version" in meta:
-            is_what = "is of an early version of PerfGuard, whose logs are no longer read"
-            raise LogVersionError(f"The measurement log {self.name} {is_what}; it is left as it is. {_ELSEWHERE}")
+        found: str = connection.execute(sql.select(MetaRow.value).where(MetaRow.key == "format")).scalar() or ""
         if not found.isdecimal():
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
-            is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}"
-            raise LogVersionError(
-                f"The measurement log {self.name} {is_what}; it is left as it is. Update perfguard. {_ELSEWHERE}"
-            )
+            is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
+            raise LogVersionError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
         return found
 
     def _corrupt(self, reason: str) -> LogCorruptError:
