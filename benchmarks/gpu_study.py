@@ -41,7 +41,7 @@ from perfguard.exceptions import PerfGuardError
 from perfguard.measure import status_of
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, summarize
-from perfguard_research.collect import collecting_device
+from perfguard_research.collect.loop import collecting_device
 from perfguard_research.collect.run import Place, Processor, make_step, place_of
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow

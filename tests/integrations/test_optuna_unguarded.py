@@ -131,12 +131,6 @@ def test_wrong_argument_of_a_block_is_an_error(arguments: tuple[str, ...], field
         make_pruner().trial(known[arguments[0]], known[arguments[1]], (32, 64), **fields)
 
 
-def test_an_objective_that_asks_is_not_warned_of() -> None:
-    study = optuna.create_study(pruner=make_pruner())
-    study.optimize(asks, n_trials=5)
-    assert summarize(study).num_unguarded == 0
-
-
 def test_an_objective_that_asks_at_times_is_found_out() -> None:
     """A branch without the question is easily forgotten, and the branch may be the one that does not fit."""
     study = optuna.create_study(pruner=make_pruner())
@@ -278,12 +272,6 @@ def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: di
 def test_energy_budget_on_cpu_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"energy_budget cannot be checked: a CPU .* Leave it out"):
         make_pruner(gpu="cpu", energy_budget="1J")
-
-
-def test_a_budget_that_binds_is_not_warned_of() -> None:
-    bound = workload(steps=10, steps_per_epoch=5)
-    make_pruner(time_budget="1h", epoch_time_budget="30min", step_time_budget="1min").guard.check(bound)
-    make_pruner(latency_budget="1s").guard.check(workload(mode="infer"))
 
 
 def strict_plain(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:
