@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Result = Literal["fits", "does not fit", "cannot tell"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard check`` takes."""
     parser.description = "Exit status: 0 it fits, 1 it does not, 3 cannot tell, 2 wrong usage."
     add_subject_arguments(parser)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     OperatorSeconds = npt.NDArray[np.float64]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
