@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from perfguard.budget import NOUNS, Budget, Limit, Quantity, limits_in
+from perfguard.budget import Budget, Limit
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import Estimate, Prediction
@@ -199,18 +199,3 @@ def test_budget_of_nominal_size_means_all_of_card(gpu: str, nominal: str) -> Non
     budget = Budget.parse(memory=nominal)
     budget.check_device(device)
     assert budget.capacity_bytes(device) == device.memory_bytes
-
-
-@pytest.mark.parametrize("quantity", NOUNS)
-def test_limit_is_read_back_from_its_sentence(quantity: Quantity) -> None:
-    # The log stores the sentence of a verdict, and the report of a log needs its limit.
-    for limit in (7.0, 2.5 * 3600, 12.5 * 2**30) if quantity == "memory" else (7.25e-3, 0.25, 7.25, 2.5 * 3600):
-        assert limits_in(Limit(quantity, limit, Estimate(1.0, 0.1)).sentence) == {quantity: pytest.approx(limit, rel=5e-3)}
-
-
-def test_limits_are_read_from_a_reason_of_several_sentences() -> None:
-    before = Limit("memory", 8 * GIB, Estimate(9.0 * GIB, 0.1)).sentence
-    after = Limit("time", 7200.0, Estimate(3600.0, 0.1)).sentence
-    assert limits_in(f"launched all the same: {before}; with fp16 it {after}") == {"memory": 8 * GIB, "time": 7200.0}
-    assert limits_in("needs at least 510 TiB (parameters 1 TiB), the budget is 38.0 GiB") == {"memory": 38 * GIB}
-    assert limits_in("not judged: BuildError: needs a name") == {}
