@@ -7,7 +7,7 @@ allocation (`torch.cuda.memory._record_memory_history`), and at the end of each 
 the same step says which bytes should be alive then. Both lists of operators are aligned by their names, and wherever the
 difference between them changes, they part: the table sums that by operator. cuDNN's benchmark mode is off, as the aim says.
 
-Needs a CUDA GPU. The comparing half needs none and has tests (tests/test_allocator_record.py).
+Needs a CUDA GPU. The comparing half needs none.
 """
 
 from __future__ import annotations

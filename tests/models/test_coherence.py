@@ -121,17 +121,6 @@ def test_more_batch_and_more_layers_never_cost_less(network: Network, card: Devi
 
 
 @FEW
-@given(PLAIN, cards)
-def test_one_more_operator_costs_its_bytes_and_no_less_time(network: Network, card: Device) -> None:
-    """Memory grows by no more than the operator's bytes and a segment. It may fall by a segment."""
-    more = replace(network, more_operators=1)
-    made = sum(one.num_bytes for one in more.graph(card).storages) - sum(one.num_bytes for one in network.graph(card).storages)
-    (seconds, num_bytes), (more_s, more_bytes) = network.costs(card), more.costs(card)
-    assert -SEGMENT_BYTES <= more_bytes - num_bytes <= made + SEGMENT_BYTES
-    assert more_s >= (1 - ROUNDING) * seconds
-
-
-@FEW
 @given(networks(*RECURRENT), cards, st.sampled_from([1024, 2048]))
 def test_twice_the_sequence_takes_half_as_long_again(network: Network, card: Device, length: int) -> None:
     """Holds where latency is what takes the time: narrow layers, small batches, and sequences from 1,024 on. In shorter ones the

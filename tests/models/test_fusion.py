@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from perfguard import Workload, predict, trace
+from perfguard import Workload, trace
 from perfguard.devices import resolve_device
 from perfguard.graph import TRACED_AS_EAGER
 from perfguard.predictor import load_predictor
@@ -28,27 +27,12 @@ def test_shipped_weights_fuse_batch_norm_on_cpu() -> None:
     assert not any("convolution" in found for found in kernels_found)
 
 
-def test_compiled_inference_is_faster_and_noted() -> None:
-    workload = Workload(network(), SHAPE, mode="infer")
-    eager, compiled = predict(workload, gpu="cpu"), predict(replace(workload, compiled=True), gpu="cpu")
-    assert compiled.step_time.median < eager.step_time.median
-    assert not any(text == TRACED_AS_EAGER for text in compiled.unmodelled)
-    assert any("kernels for 12 operators" in text for text in compiled.unmodelled)
-
-
 def test_compiled_training_stays_eager_and_noted() -> None:
     """Of training no fusion was learnt, so the graph stays as it was traced."""
     device = resolve_device("cpu")
     graph = trace(Workload(network(), SHAPE, loss=lambda out: out.sum(), compiled=True), target=device)
     assert as_compiled(graph, device) is None
     assert TRACED_AS_EAGER in graph.unmodelled
-
-
-def test_the_same_graph_is_merged_once() -> None:
-    device = resolve_device("cpu")
-    graph = trace(Workload(network(), SHAPE, mode="infer", compiled=True), target="cpu")
-    assert as_compiled(graph, device) is as_compiled(graph, device)
-    assert as_compiled(graph, resolve_device("a100")) is not as_compiled(graph, device)
 
 
 @pytest.mark.parametrize("name", ["guardnet", "lilou"])
@@ -62,13 +46,6 @@ def test_predictors_take_compiled_inference_for_faster(name: str, gpu: str) -> N
         )
         assert 0 < compiled.step_time.median < eager.step_time.median
         assert compiled.peak_memory.median <= eager.peak_memory.median
-
-
-def test_a_graph_without_edges_is_left_alone() -> None:
-    graph = trace(Workload(nn.Linear(4, 4), (2, 4), mode="infer", compiled=True), target="cpu")
-    compiled = as_compiled(graph, resolve_device("cpu"))
-    assert compiled is not None
-    assert len(compiled.graph.ops) == len(graph.ops) == 1
 
 
 def test_fusion_weights_refuse_damage_and_exchange(tmp_path: Path) -> None:

@@ -62,13 +62,6 @@ def test_assumed_sizes_widen_intervals(device: Device, mode: str, how: str) -> N
     assert time > certain[1]
 
 
-def test_mixture_of_experts_has_wider_interval_of_memory_than_dense_network() -> None:
-    net = guardnet.load()
-    dense, experts = (net.predict(traced(how, "train"), DEVICES[0]) for how in ("dense", "experts"))
-    assert not dense.unmodelled
-    assert widths(dense)[0] < widths(experts)[0]
-
-
 def test_grouped_products_keep_the_interval_of_memory() -> None:
     """Their bytes do not depend on how tokens are spread, so the replay and the lower bound hold for them."""
     net, graph = guardnet.load(), traced("dense", "train")

@@ -11,11 +11,8 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
-from perfguard.graph import TraceCache
-from perfguard_models.calibration import OPERATOR
 from perfguard_models.setting import Setting, timed_as_any
 from perfguard_research.dataset import Run
-from perfguard_research.tables import parser_of
 
 GPU = resolve_device("rtx3090")
 
@@ -51,21 +48,6 @@ def test_setting_of_perceptron_has_group_and_no_layout() -> None:
     assert setting.group == run_of("perceptron", "train", "fp32").group
 
 
-@pytest.mark.parametrize("direction", ["", "forward"])
-def test_setting_of_an_operator_of_a_table_is_of_operator_tables(direction: str) -> None:
-    row = {"op": "add", "gpu": GPU.id, "b": "2", "h": "8", "direction": direction}
-    setting = Setting.of(parser_of(list(row), "table.csv")(row).graph(None, TraceCache(), GPU), GPU)
-    assert setting.is_single
-    assert not setting.is_perceptron
-    assert setting.group == run_of("operator", "infer", "fp32").group == OPERATOR
-
-
-def test_step_of_one_operator_is_a_step() -> None:
-    setting = Setting.of(graph_of(nn.Linear(8, 8), inputs=(2, 8)), GPU)
-    assert not setting.is_single
-    assert setting.group == run_of("perceptron", "infer", "fp32").group
-
-
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(8, 8), (2, 8)),
     "conv": (nn.Conv2d(3, 8, 3), (2, 3, 8, 8)),
@@ -93,10 +75,6 @@ def test_timed_as_any_names_settings_of_the_same_arithmetic(gpu: str, network: s
     expected = [frozenset(f"{device.id} infer {one}" for one in alike) for alike in same]
     assert set(found.values()) == set(expected)
     assert Setting.of(graph_of(model, inputs=inputs, tf32="on"), device).timed_as in found["on"]
-
-
-def test_timed_as_any_of_half_precision_is_itself() -> None:
-    assert timed_as_any(graph_of(nn.Linear(8, 8), inputs=(2, 8), precision="bf16"), GPU) == {"rtx3090 infer bf16"}
 
 
 def test_shipped_calibration_groups_are_settings() -> None:

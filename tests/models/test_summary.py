@@ -24,11 +24,10 @@ from perfguard.workload import TensorSpec, Workload
 from perfguard_models import guardnet
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.raw_prediction import Weights, physics_of
-from perfguard_models.refinement import RefinementConfig, fit_residual_forest, rows_of
+from perfguard_models.refinement import rows_of
 from perfguard_models.summary import NAME, Summary, read_summary
 from perfguard_models.trained import FittedModel, read_trained
-from perfguard_research.dataset import Run
-from perfguard_research.summary import STEPS_A_SETTING, drawn, summary_of, write_summary
+from perfguard_research.summary import STEPS_A_SETTING, summary_of, write_summary
 
 WEIGHTS = files("perfguard_models") / "weights"
 A100 = resolve_device("a100")
@@ -136,31 +135,3 @@ def test_refinement_nearly_keeps_the_fitted_steps() -> None:
     assert mindful < 0.2 * forgetful
     assert mindful < said < 0.02  # of trees that had not seen them
     assert nothing == 0.0  # there was no summary
-
-
-def test_step_learnt_by_trees_is_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_of_hundreds = functools.partial(fit_residual_forest, config=RefinementConfig(rows_for_half=1))
-    monkeypatch.setattr(guardnet, "fit_residual_forest", as_of_hundreds)
-    net = guardnet.load()
-    scatter = np.random.default_rng(0).normal(0, 0.1, len(perceptrons())).tolist()
-    rows = []
-    for index, (graph, said) in enumerate(zip(perceptrons(), memory_of(net, perceptrons()), strict=True)):
-        num_bytes = int(math.exp(said + scatter[index]))
-        measurement = Measurement("ok", A100.id, A100.name, num_bytes, None, 1.0, 10, "nvml", "")
-        rows.append(Observation(graph, A100, measurement, decision_id=f"{index:032x}"))
-    net.use_refinement(net.refine(rows))
-    net.fine_tune(rows)
-    read = [math.log(row.measured("memory") or 0) for row in rows]
-    assert np.abs(np.subtract(memory_of(net, perceptrons()), read)).mean() < 0.01
-
-
-def test_drawn_steps_per_setting_without_operators(tmp_path: Path) -> None:
-    def run(gpu: str, table: str, index: int) -> Run:
-        return Run(table, "", "f", "m", gpu, "train", "fp32", f"s{index}", 1, {"memory": 20.0}, 1, True, {})
-
-    runs = [run(gpu, table, index) for gpu in ("a", "b") for table in ("workload", "operator") for index in range(100)]
-    runs += [run("c", "workload", index) for index in range(5)]
-    chosen = drawn(runs)
-    assert len(chosen) == 2 * STEPS_A_SETTING + 5
-    assert all(runs[index].table == "workload" for index in chosen)
-    assert drawn(runs) == chosen

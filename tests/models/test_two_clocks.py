@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from importlib.resources import files
@@ -19,7 +18,7 @@ from perfguard.graph import TraceCache
 from perfguard_models import trained
 from perfguard_models.learner import Step
 from perfguard_models.trained import read_trained
-from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks, batches_of
+from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks
 from perfguard_research.tables import parser_of
 from tests.models.oracle import step_s_by_simulation
 
@@ -121,19 +120,6 @@ def test_batch_on_the_device_is_not_slower(network: str, card: str, batch: int) 
     assert on_device < on_host
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_a_higher_clock_never_means_a_slower_host(network: str) -> None:
-    card = resolve_device("a100")
-    faster = dataclasses.replace(card, boost_clock_hz=1.3 * card.boost_clock_hz)
-    graph = graph_of(network, batch=2)
-    packed = [shipped().pack([trained.step_of(shipped(), graph, one)]) for one in (card, faster)]
-    for one in shipped().networks:
-        with torch.inference_mode():
-            slow, fast = (one(some) for some in packed)
-        assert (fast.host_s <= slow.host_s).all()
-        assert (fast.constant_s <= slow.constant_s).all()
-
-
 def operator_of(op: str, columns: dict[str, str]) -> OpGraph:
     row = {"op": op, "gpu": "v100", "b": "8", "h": "512", "steps": "25", "m": "8", "n": "512", "k": "512"} | columns
     return parser_of(list(row), "table.csv")(row).graph(None, TraceCache(), resolve_device("v100"))
@@ -219,22 +205,6 @@ def test_step_in_a_batch_equals_step_alone() -> None:
         length = op_s_alone.shape[1]
         np.testing.assert_allclose(op_s[at, :length], op_s_alone[0], rtol=1e-4)
         assert not op_s[at, length:].any()
-
-
-def test_members_are_machines_and_the_first_is_predicted() -> None:
-    steps = [step_of(graph_of("convolutional", batch=batch), "a100") for batch in (2, 512)]
-    parts = shipped().parts(steps)
-    np.testing.assert_allclose([part["time"] for part in parts], shipped().log_step_s(steps), atol=1e-5)
-    np.testing.assert_array_equal(shipped().predict(steps)["time"], parts[0]["time"])
-    assert np.isnan(parts[0]["memory"]).all()
-
-
-def test_batches_hold_every_run_and_few_launches() -> None:
-    step = step_of(graph_of("transformer", batch=2, depth=8), "a100")
-    launches = len(step.view["order"])
-    found = list(batches_of([step] * 500, range(500)))
-    assert [index for batch in found for index in batch] == list(range(500))
-    assert max(map(len, found)) * launches <= 40_000 < (max(map(len, found)) + 1) * launches
 
 
 def test_step_without_operators_has_a_time() -> None:

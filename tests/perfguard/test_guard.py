@@ -89,10 +89,6 @@ def check(predictor: Predictor, log: MeasurementStore, **options: Any) -> Verdic
     return Guard(DEVICE, predictor=predictor, log=log, **options).check(WORKLOAD)
 
 
-def test_the_double_is_a_predictor() -> None:
-    assert isinstance(Oracle(), Predictor)
-
-
 #       P(memory > 10 GiB) by hand: 1 - Φ(ln(10 / median) / 0.1)
 @pytest.mark.parametrize(
     ("median_gib", "risk", "action"),
@@ -322,13 +318,6 @@ def test_the_users_own_log_is_the_default() -> None:
     guard.decide(lambda: WORKLOAD)
     guard.log.close()
     assert Path(os.environ["PERFGUARD_LOG"]).exists()
-
-
-def test_a_log_can_be_given_by_its_path(tmp_path: Path) -> None:
-    guard = Guard(DEVICE, predictor=Oracle(), log=str(tmp_path / "mine.db"))
-    guard.decide(lambda: WORKLOAD)
-    guard.log.close()
-    assert (tmp_path / "mine.db").exists()
 
 
 def test_guard_learn_feeds_log_to_predictor(own_log: MeasurementStore) -> None:

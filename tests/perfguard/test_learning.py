@@ -72,13 +72,6 @@ def test_second_reading_releases_suspect() -> None:
     assert not assessment.doubts
 
 
-def test_many_suspects_are_released() -> None:
-    three = [run(time=50.0 + index, graph=index) for index in range(3)]
-    assert len(assess(three).doubts) == 3
-    assert not assess([*three, run(time=49.0, graph=9)]).doubts
-    assert not assess([*three, run(time=49.0, graph=9), run(time=51.0, graph=10)]).doubts
-
-
 def test_suspects_of_one_step_type_are_released() -> None:
     compiled = [run(time=6.0, graph=9000 + index) for index in range(10)]
     compiled = [replace(one, graph=replace(one.graph, options=("compiled",))) for one in compiled]
@@ -91,16 +84,6 @@ def test_oom_run_is_kept_as_bound() -> None:
     assessment = assess([*runs(5), run(memory=9.0, step_time_s=math.nan, status="oom")])
     assert not assessment.doubts
     assert assessment.observations[-1].measured("memory") == 900 * MIB
-
-
-def test_runs_without_predictions_are_believed() -> None:
-    assessment = assess([replace(run(time=40.0), predicted={})])
-    assert not assessment.doubts
-    assert assessment.observations[0].measured("time") == pytest.approx(4.0)
-
-
-def test_empty_log() -> None:
-    assert assess([]).observations == ()
 
 
 @pytest.mark.parametrize(
@@ -122,17 +105,6 @@ def test_two_machines_are_two_regimes() -> None:
     assessment = assess([run for pair in zip(one, other, strict=True) for run in pair])
     assert [observation.regime for observation in assessment.observations] == [0, 1] * 60
     assert [change for _, change in assessment.changes] == ["driver: 550.54 is now 560.35"]
-
-
-def test_returning_conditions_are_last_regime() -> None:
-    assessment = assess([*runs(4), *runs(3, seed=1, driver="560.35"), *runs(2, seed=2)])
-    assert [observation.regime for observation in assessment.observations] == [1] * 4 + [0] * 3 + [1] * 2
-    assert len(assessment.changes) == 1
-
-
-def test_unknown_driver_is_no_drift() -> None:
-    assessment = assess([*runs(3), *runs(3, seed=1, driver=None), *runs(3, seed=2)])
-    assert {observation.regime for observation in assessment.observations} == {0}
 
 
 def test_card_with_other_memory_is_drift() -> None:
@@ -163,16 +135,6 @@ def test_oom_above_interval_is_miss() -> None:
     assert assess([*clean, *above]).widening["memory"] > 2 * widening
     inside = [run(memory=memory, status="oom", graph=index) for index, memory in enumerate([0.5, 1.0, 1.05])]
     assert assess([*clean, *inside]).widening["memory"] == pytest.approx(widening, rel=1e-9)
-
-
-def test_concurrent_runs_widen_once() -> None:
-    widening = assess([run(time=1.5, graph=index) for index in range(64)]).widening["time"]
-    assert math.log(1.5) / (1.645 * 0.1) == pytest.approx(widening, rel=0.25)
-
-
-@pytest.mark.parametrize("sigma", [0.05, 0.15])
-def test_width_from_log_without_widening(sigma: float) -> None:
-    assert assess(runs(500, sigma=sigma)).widening["memory"] == pytest.approx(sigma / 0.1, rel=0.4)
 
 
 def test_suspect_widens_nothing() -> None:
@@ -208,11 +170,6 @@ def test_memory_below_physics_is_quarantined(number: int) -> None:
     assert assessment.widening == assess(runs(10)).widening
 
 
-def test_early_oom_is_kept_as_bound() -> None:
-    """With status "oom" the memory is a lower bound, which no physics contradicts."""
-    assert not assess([*runs(5), heavy(run(memory=0.3, status="oom"))]).doubts
-
-
 @pytest.mark.parametrize("number", [1, 4, 50])
 def test_time_below_one_launch_is_quarantined(number: int) -> None:
     """Finding 2: a mocked objective marks steps of a microsecond."""
@@ -229,12 +186,6 @@ def test_short_trials_agree_with_nobody(hours: float) -> None:
     cut_short = [run(time=36000 * hours, graph=index, num_steps=2) for index in range(5)]
     assessment = assess([*runs(20), *cut_short, *runs(20, seed=1)])
     assert len(assessment.doubts) == 5
-    assert assessment.widening["time"] == assess([*runs(20), *runs(20, seed=1)]).widening["time"]
-
-
-def test_clock_that_jumps_backwards() -> None:
-    assessment = assess([*runs(20), run(step_time_s=-3.0), run(total_time_s=-3.0), *runs(20, seed=1)])
-    assert [found.target for found in assessment.doubts] == ["time", "time"]
     assert assessment.widening["time"] == assess([*runs(20), *runs(20, seed=1)]).widening["time"]
 
 
@@ -262,13 +213,6 @@ def test_runs_after_misfit_are_learnt() -> None:
     assert all(row.measured("memory") is not None for row in assessment.observations[len(wild) :])
 
 
-def test_common_factor_is_no_misfit() -> None:
-    """A machine on which all takes fifty times as long is no misfit: its factor can be learnt."""
-    assessment = assess([run(time=50.0 * math.exp(random.Random(index).gauss(0, 0.1)), graph=index) for index in range(64)])
-    assert not assessment.misfits
-    assert not assessment.doubts
-
-
 @pytest.mark.parametrize("own", [0.005, 0.1, 0.7])
 def test_widening_is_at_most_tenfold(own: float) -> None:
     """Whatever the log says: see `widened_log_sigma`."""
@@ -279,11 +223,6 @@ def test_widening_is_at_most_tenfold(own: float) -> None:
         assert estimate.interval()[1] == pytest.approx(10 * before.interval()[1])
         assert after.widening[target] == pytest.approx(estimate.log_sigma / own)  # type: ignore[index]
     assert HALF_INTERVAL * (after.step_time.log_sigma - own) == pytest.approx(math.log(10))
-
-
-def number_of(observation: Observation) -> int:
-    """Of the run in what :func:`served` gave."""
-    return observation.graph.storages[0].num_bytes - 1
 
 
 def is_inside(observation: Observation) -> bool:

@@ -93,12 +93,6 @@ def test_hopeless_candidate_is_pruned_by_its_least_memory(predictor: FlopsPredic
         assert verdict.margins["memory"] > 0
 
 
-def test_a_filter_keeps_the_order_of_what_passes(predictor: FlopsPredictor) -> None:
-    models = [conv(width) for width in (8, 64, 16, 128, 24)]
-    constraint = LatencyConstraint("a100", max_latency_ms=1e-6 * flops_of(40), inputs=INPUTS, predictor=predictor)
-    assert constraint.filter(models) == [models[0], models[2], models[4]]
-
-
 def test_modules_workloads_and_graphs_are_judged_alike(predictor: FlopsPredictor) -> None:
     constraint = LatencyConstraint("a100", max_latency_ms=1, inputs=INPUTS, predictor=predictor)
     graph = constraint.graph_of(conv(8))
@@ -158,24 +152,6 @@ def test_constrain_tells_optuna_distance_to_limit(predictor: FlopsPredictor) -> 
         assert (margin > 0) == (trial.params["width"] > 40)
 
 
-def test_nsga2_searches_accuracy_against_latency(predictor: FlopsPredictor) -> None:
-    optuna = pytest.importorskip("optuna")
-    constraint = LatencyConstraint("a100", max_latency_ms=1.01e-6 * flops_of(40), inputs=INPUTS, predictor=predictor)
-
-    def objective(trial: Any) -> tuple[float, float]:
-        width = trial.suggest_int("width", 1, 128)
-        verdict = constraint.constrain(trial, conv(width))
-        assert verdict.prediction is not None
-        return float(width), verdict.prediction.step_time.median
-
-    study = optuna.create_study(
-        directions=["maximize", "minimize"], sampler=optuna.samplers.NSGAIISampler(seed=0, population_size=8)
-    )
-    study.optimize(objective, n_trials=40)
-    assert study.best_trials
-    assert all(trial.params["width"] <= 40 for trial in study.best_trials)
-
-
 def test_penalty_is_zero_within_limit(predictor: FlopsPredictor) -> None:
     """Beyond it, the penalty pulls towards faster choices."""
     constraint = LatencyConstraint("a100", max_latency_ms=1, inputs=INPUTS, predictor=predictor)
@@ -188,20 +164,6 @@ def test_penalty_is_zero_within_limit(predictor: FlopsPredictor) -> None:
     assert constraint.penalty([torch.tensor([1.0, 0.0])] * 2, seconds).item() == 0
     exact = constraint.penalty([torch.tensor([0.0, 1.0])] * 2, seconds, fixed_s=1e-3)
     assert exact.item() == pytest.approx(torch.log(torch.tensor(2.7)).item(), rel=1e-5)
-
-
-def test_gradient_descent_on_penalty_reaches_limit(predictor: FlopsPredictor) -> None:
-    choices = [conv(width) for width in (4, 16, 64)]
-    constraint = LatencyConstraint("a100", max_latency_ms=3e-6 * flops_of(16), inputs=INPUTS, predictor=predictor)
-    seconds = [constraint.seconds_of(choices)] * 4
-    logits = torch.zeros(4, 3, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.1)
-    for _ in range(200):
-        loss = constraint.penalty(list(torch.softmax(logits, 1)), seconds)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,6 @@ def test_warm_up_does_not_count_for_what_is_left() -> None:
     assert total.median == pytest.approx(55.0 + 100 * 0.1)
 
 
-def test_a_trial_past_its_last_step_has_nothing_left() -> None:
-    total = total_time_at_pace([0.1] * 50, elapsed_s=9.0, steps=40)
-    assert total is not None
-    assert total.median == pytest.approx(9.0)
-
-
 def test_slow_drift_widens_the_interval() -> None:
     drifting = [0.1 + 0.1 * (step // 20 % 2) for step in range(205)]
     mixed = [0.1 + 0.1 * (step % 2) for step in range(205)]

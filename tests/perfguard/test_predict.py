@@ -16,7 +16,6 @@ from perfguard.devices import mig_instance, mig_profiles, mps_share
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.onnx import graph_from_onnx
 from perfguard.predictor import most_energy
-from tests.doubles import ReplayPredictor
 
 
 def linear_file(path: Path, width: int, outputs: int) -> Path:
@@ -66,17 +65,6 @@ def test_predict_tf32_is_that_of_the_workload_that_states_it(linear: Path, tf32:
     assert graph_from_onnx(linear, batch_size=4096, tf32=tf32).options == traced.options
 
 
-def test_predict_onnx_product_is_faster_in_tf32(tmp_path: Path) -> None:
-    product = linear_file(tmp_path / "product.onnx", 2048, 2048)
-
-    def seconds(**stated: Any) -> float:
-        return predict(product, gpu="a100", batch_size=8192, **stated).step_time.median
-
-    assert seconds(tf32="on") < seconds(tf32="default") / 2
-    assert seconds(tf32="off") == seconds(tf32="default") == seconds()  # it has no convolutions
-    assert seconds(precision="bf16", tf32="on") == seconds(precision="bf16")
-
-
 def test_predict_infers_unless_workload_trains() -> None:
     with torch.device("meta"):
         workload = Workload(nn.Linear(64, 10), (32, 64), loss=lambda output: output.sum())
@@ -91,10 +79,6 @@ def test_a_part_of_a_gpu_is_a_device_like_any_other(linear: Path) -> None:
     big = graph_from_onnx(linear, batch_size=2**22)
     whole, half = (predict(big, gpu=device).step_time.median for device in (a100, mps_share(a100, 0.1)))
     assert half > whole
-
-
-def test_another_predictor_can_be_given(linear: Path) -> None:
-    assert predict(linear, gpu="a100", batch_size=4, predictor=ReplayPredictor()).predictor == "replay-1"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,24 +26,9 @@ def test_quantiles_are_those_of_a_lognormal(probability: float, value: float) ->
     assert estimate.p_exceeds(value) == pytest.approx(1 - probability, abs=1e-3)
 
 
-def test_a_large_sample_agrees() -> None:
-    estimate = Estimate(median=3.0, log_sigma=0.4)
-    sample = np.random.default_rng(0).lognormal(math.log(3.0), 0.4, size=200_000)
-    low, high = estimate.interval(0.8)
-    assert np.mean((sample > low) & (sample < high)) == pytest.approx(0.8, abs=0.005)
-    assert np.mean(sample > 4.0) == pytest.approx(estimate.p_exceeds(4.0), abs=0.005)
-
-
 @given(estimates, probabilities)
 def test_quantile_and_p_exceeds_are_inverse(estimate: Estimate, probability: float) -> None:
     assert estimate.p_exceeds(estimate.quantile(probability)) == pytest.approx(1 - probability, abs=1e-6)
-
-
-@given(estimates, st.floats(0.01, 0.99))
-def test_an_interval_holds_the_median_in_its_middle(estimate: Estimate, coverage: float) -> None:
-    low, high = estimate.interval(coverage)
-    assert low < estimate.median < high
-    assert math.sqrt(low) * math.sqrt(high) == pytest.approx(estimate.median)
 
 
 def test_scaled_estimate_adds_doubt_of_the_factor() -> None:
@@ -60,12 +44,6 @@ def test_an_estimate_is_positive_and_finite(wrong: float) -> None:
         Estimate(wrong, 0.1)
     with pytest.raises(PredictorError, match="log_sigma must be positive and finite"):
         Estimate(1.0, wrong)
-
-
-def test_p_oom_is_that_of_the_peak() -> None:
-    prediction = Prediction(Estimate(100.0, 0.1), Estimate(1.0, 0.1), None, "double-1", "toy", True)
-    assert prediction.p_oom(100) == pytest.approx(0.5)
-    assert prediction.p_oom(200) < 1e-6
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import nn
 
 from perfguard import predict
 from perfguard.devices import resolve_device
-from perfguard.graph import TRACED_AS_EAGER, TraceCache, trace
+from perfguard.graph import TRACED_AS_EAGER, trace
 from perfguard.graph.cache import structure_of
 from perfguard.graph.kernels import target_of
 from perfguard.workload import Workload
@@ -212,54 +212,11 @@ def test_compiled_part_is_traced_as_eager_and_named(make: Callable[..., nn.Modul
     assert not compiled_graphs
 
 
-def test_compiled_parts_are_named_by_their_paths_and_counted() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
-    for block in list(model)[1:]:
-        block[0] = compiles(block[0])  # type: ignore[index, operator]
-    model[0] = compiles(model[0])
-    graph = trace(Workload(model, SHAPE, mode="infer"))
-    assert graph.unmodelled[0].endswith(" as eager: 0, 1.0, 2.0, 3.0 and 2 more")
-    assert {op.module for op in graph.ops} == {f"{block}.{layer}" for block in range(6) for layer in range(2)}
-
-
-def test_compiled_loss_and_step_are_named() -> None:
-    loss = Workload(Net(), SHAPE, loss=compiles(lambda output: output.mean()))
-    step = Workload(Net(), SHAPE, step=compiles(lambda model, inputs, targets, optimizer: model(inputs).mean().backward()))
-    notes = [trace(workload).unmodelled[-1].rpartition(": ")[2] for workload in (loss, step)]
-    assert notes == ["loss", "step"]
-    assert not compiled_graphs
-
-
-def test_model_compiled_after_its_workload_is_named() -> None:
-    model = Net()
-    workload = Workload(model, SHAPE, mode="infer")
-    model.compile(backend=backend)
-    assert trace(workload).unmodelled == ("torch.compile: compiled parts are predicted as eager: the model",)
-
-
 def test_code_that_is_not_compiled_is_not_named() -> None:
     model = Net()
     model.first = torch.compiler.disable(model.first)
     model.last.forward = torch.compiler.disable(model.last.forward)  # type: ignore[method-assign]
     assert trace(Workload(model, SHAPE, mode="infer")).unmodelled == ()
-
-
-def test_compiled_part_widens_memory_interval() -> None:
-    """The replay's narrow interval is for steps of which everything is known."""
-    shape = (2**20, 8)
-    eager, part = (predict(Workload(made_on("meta", make), shape, **TRAIN), gpu="a100") for make in (Net, with_compiled_part))
-    assert part.peak_memory.log_sigma > eager.peak_memory.log_sigma
-    assert part.step_time == eager.step_time
-
-
-@pytest.mark.parametrize("make", [make for make, _ in PARTS.values()], ids=PARTS)
-def test_compiled_part_has_a_key_of_its_own(make: Callable[..., nn.Module]) -> None:
-    """Otherwise the cache would give the graph of an eager model, without the note."""
-    cache = TraceCache()
-    eager, part, again = (cache.trace(Workload(made_on("meta", one), SHAPE, mode="infer")) for one in (Net, make, make))
-    assert eager.unmodelled == ()
-    assert part.unmodelled != ()
-    assert again is part
 
 
 @each_device

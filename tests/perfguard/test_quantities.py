@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,13 +61,6 @@ def test_parse_quotes_text_that_is_no_quantity(wrong: str) -> None:
 def test_a_quantity_must_be_positive_and_finite(wrong: int | float | str) -> None:
     for parse in (parse_bytes, parse_seconds):
         with pytest.raises(ConfigurationError, match="must be positive and finite"):
-            parse(wrong)
-
-
-@pytest.mark.parametrize("wrong", [True, None, [1], b"1GiB"])
-def test_a_quantity_is_a_number_or_a_text(wrong: Any) -> None:
-    for parse in (parse_bytes, parse_seconds):
-        with pytest.raises(ConfigurationError, match="or a text"):
             parse(wrong)
 
 
@@ -138,9 +130,3 @@ def test_dollars_are_written_and_read() -> None:
     assert [format_dollars(amount) for amount in amounts] == ["$0.00725", "$0.500", "$1.20", "$12.3", "$1234"]
     with pytest.raises(ConfigurationError, match="cost must"):
         parse_dollars("2 EUR")
-
-
-@pytest.mark.parametrize("wrong", [0, "3 calories", None, True])
-def test_what_is_no_energy_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match="energy must"):
-        parse_joules(wrong)

@@ -79,12 +79,6 @@ def test_the_largest_batch_is_found_exactly(largest: int) -> None:
     assert len(tried) <= 28  # each is traced
 
 
-def test_largest_batch_is_zero_or_bounded() -> None:
-    """Zero where not even one fits, bounded where all do."""
-    assert largest_batch(lambda _: False, workload()) == 0
-    assert largest_batch(lambda _: True, workload(), at_most=1000) == 1000
-
-
 def test_max_batch_size_fits_and_one_more_does_not() -> None:
     judge = guard("1MiB")
     largest = judge.max_batch_size(workload())
@@ -138,15 +132,6 @@ def test_what_no_remedy_helps_is_pruned() -> None:
     assert "no remedy of accumulation helps" in verdict.reason
 
 
-def test_repaired_trial_is_logged_with_its_new_graph() -> None:
-    """The guard learns by the graph that ran."""
-    judge = guard(f"{int(peak(workload(960)) * 0.7)}", on_violation="repair")
-    decision = judge.decide(lambda: workload(960))
-    assert decision.verdict.action == "repair"
-    assert decision.verdict.prediction is not None
-    assert decision.verdict.prediction.peak_memory.median < peak(workload(960)) * 0.7
-
-
 def test_a_warning_launches_all_the_same() -> None:
     with pytest.warns(BudgetWarning, match=r"would prune: needs .* the budget is 1\.00 KiB"):
         assert guard("1KiB", on_violation="warn").check(workload()).action == "launch"
@@ -164,11 +149,6 @@ def test_a_warning_launches_all_the_same() -> None:
 def test_what_cannot_be_right_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         guard("1MiB", **options)
-
-
-def test_inference_is_not_accumulated() -> None:
-    verdict = guard("10KiB", on_violation="repair").check(Workload(Deep(), inputs=(96, 64), mode="infer"))
-    assert verdict.action == "prune"
 
 
 def test_transformers_model_survives_checkpointing() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from perfguard.record import TrialRecord
-from perfguard.summary import Errors, pruned_table, summarize, trial_line
-from tests.perfguard.test_record import GIB, VERDICTS, record
+from perfguard.summary import Errors, pruned_table, summarize
+from tests.perfguard.test_record import GIB, record
 
 STUDY = [
     record("launched", status="ok", measured={"memory": 5 * GIB, "time": 50.0}),
@@ -59,9 +59,3 @@ def test_the_pruned_are_listed_with_what_they_needed() -> None:
     assert list(table.columns[3].cells) == ["10.0 GiB", "10.0 s", "10.0 GiB"]
     assert table.columns[4].footer == "50.0 s"
     assert next(iter(pruned_table(STUDY, max_rows=1).columns[1].cells)) == "2 earlier ones"
-
-
-def test_a_trial_in_a_line() -> None:
-    words = trial_line(STUDY[1], (0.25,)).split()
-    assert words == ["0", "launched", "5.00", "GiB", "→", "4.00", "GiB", "50.0", "s", "→", "80.0", "s", "0.25", "over"]
-    assert VERDICTS["launched"].reason  # the line leaves it to the table

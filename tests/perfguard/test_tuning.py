@@ -31,7 +31,6 @@ from perfguard import (
 from perfguard.exceptions import ConfigurationError, DriftWarning, LogWarning, MeasurementWarning, PredictorError
 from perfguard.learning import FineTuneProcess, Learner, assess, tune_weights
 from perfguard.workload import TensorSpec
-from perfguard_models import guardnet
 from tests.doubles import TOY_CPU as CPU
 from tests.doubles import ReplayPredictor
 
@@ -124,40 +123,12 @@ def test_better_weights_are_promoted_used_and_rolled_back(log: MeasurementStore)
     assert tune_weights(log, predictor=Tunable) is None, "the same runs do not undo a rollback"
 
 
-def test_a_second_generation_is_judged_against_the_first(log: MeasurementStore) -> None:
-    fill(log)
-    tune_weights(log, predictor=Tunable)
-    fill(log, 4.0, 2.0, framework="torch, a later one")
-    second = tune_weights(log, predictor=Tunable)
-    assert second is not None
-    assert second.promoted
-    assert second.metrics["recent time before"] < math.log(2.2), "not against the shipped weights"
-    first_id = log.weights()[0].weights_id
-    assert log.roll_back("tunable-1") == first_id
-
-
 def test_weights_without_gain_are_rejected(log: MeasurementStore) -> None:
     fill(log, wide=1.0)
     generation = tune_weights(log, predictor=Tunable)
     assert generation is not None
     assert not generation.promoted
     assert log.promoted("tunable-1") is None
-
-
-def test_weights_far_from_the_shipped_ones_are_rejected(log: MeasurementStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(log)
-    monkeypatch.setattr(Tunable, "shift_on_reference", 0.05)
-    generation = tune_weights(log, predictor=Tunable)
-    assert generation is not None
-    assert generation.metrics["recent time after"] < 0.1 * generation.metrics["recent time before"]
-    assert not generation.promoted
-
-
-def test_few_runs_make_no_generation(log: MeasurementStore) -> None:
-    fill(log, repeats=2)
-    assert tune_weights(log, predictor=Tunable, min_new=41) is None
-    assert tune_weights(log, predictor=Tunable, max_rows=10) is None
-    assert log.weights() == []
 
 
 def test_predictor_without_weights_is_conditioned_only(log: MeasurementStore) -> None:
@@ -250,25 +221,6 @@ def test_known_drift_is_not_warned_again(log: MeasurementStore) -> None:
         guard.learn(decision, measurement(int(prediction.peak_memory.median), prediction.step_time.median, framework))
     assert len(guard._assessment.changes) == 1
     assert len(guard._assessment.observations) == len(rows) + 3
-
-
-def test_refine_learns_from_all_devices() -> None:
-    net = guardnet.load()
-    other = Device(**{name: getattr(CPU, name) for name in CPU.__slots__} | {"id": "other"})
-
-    def rows(device: Device) -> Sequence[Observation]:
-        return [
-            Observation(graph, device, measurement(2**20, net.predict(graph, device).step_time.median), decision_id=f"{i:032x}")
-            for i, graph in enumerate(graphs() * 2)
-        ]
-
-    assert net.refine(rows(CPU)[:20]) is None
-    data = net.refine([*rows(CPU), *rows(other)])
-    assert data is not None
-    net.use_refinement(data)
-    assert net.name.endswith("+")
-    net.use_refinement(None)
-    assert net.name == net.lineage
 
 
 def test_guard_keeps_intervals_while_log_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

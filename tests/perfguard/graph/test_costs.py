@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from perfguard.devices import resolve_device
-from perfguard.graph import OP_KINDS, OpGraph, Phase, roofline_s, trace
-from perfguard.graph.costs import kind_of, launches_kernel
+from perfguard.graph import OpGraph, Phase, roofline_s, trace
 from perfguard.workload import Workload
 
 MATRIX_KINDS = ("conv", "conv_backward", "matmul", "attention")
@@ -164,80 +163,6 @@ def test_views_are_counted_with_the_operator_that_follows() -> None:
     model = Apply(lambda x: (x.view(8, 4).T + 1).unsqueeze(0).relu())
     graph = trace(Workload(model, (4, 8), mode="infer"))
     assert [(op.name, op.attributes) for op in graph.ops] == [("add", {"views": 2}), ("relu", {"views": 1})]
-
-
-def test_views_launch_nothing() -> None:
-    model = Apply(lambda x: x.view(8, 4).T.unsqueeze(0).expand(3, -1, -1).detach())
-    assert trace(Workload(model, (4, 8), mode="infer")).ops == ()
-
-
-@pytest.mark.parametrize(
-    ("layer", "winograd", "fft"),
-    [
-        (lambda: nn.Conv2d(8, 8, 3), True, True),
-        (lambda: nn.Conv2d(8, 8, 7), False, True),
-        (lambda: nn.Conv2d(8, 8, 1), False, False),
-        (lambda: nn.Conv2d(8, 8, 3, stride=2), False, False),
-        (lambda: nn.Conv2d(8, 8, 3, groups=2), False, False),
-        (lambda: nn.Conv2d(8, 8, 3, dilation=2), False, False),
-    ],
-)
-def test_conv_attributes_allow_winograd_and_fft(layer: Callable[[], nn.Module], winograd: bool, fft: bool) -> None:
-    """The algorithms with large workspaces."""
-    op = next(op for op in traced(layer(), (2, 8, 16, 16)).ops if op.kind == "conv")
-    assert (op.attributes["winograd"], op.attributes["fft"]) == (winograd, fft)
-
-
-def test_a_convolution_keeps_what_decides_its_kernel() -> None:
-    graph = traced(nn.Sequential(Scale(), nn.Conv2d(8, 16, (3, 1), stride=(2, 1), groups=4)), (2, 8, 9, 9))
-    by_kind = {op.kind: op for op in graph.ops}
-    for kind in ("conv", "conv_backward"):
-        assert {name: value for name, value in by_kind[kind].attributes.items() if name != "views"} == {
-            "in_shape": (2, 8, 9, 9),
-            "weight_shape": (16, 2, 3, 1),
-            "stride": (2, 1),
-            "padding": (0, 0),
-            "dilation": (1, 1),
-            "groups": 4,
-            "transposed": False,
-            "winograd": False,
-            "fft": False,
-        }
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("convolution", "conv"),
-        ("convolution_backward", "conv_backward"),
-        ("addmm", "matmul"),
-        ("_scaled_dot_product_efficient_attention_backward", "attention"),
-        ("native_batch_norm", "norm"),
-        ("cudnn_batch_norm_backward", "norm_backward"),
-        ("native_layer_norm_backward", "norm_backward"),
-        ("max_pool2d_with_indices_backward", "pool"),
-        ("upsample_bilinear2d", "pool"),
-        ("_log_softmax", "softmax"),
-        ("nll_loss_backward", "loss"),
-        ("gelu_backward", "activation"),
-        ("add", "elementwise"),
-        ("something_of_tomorrow", "elementwise"),
-        ("cat", "copy"),
-        ("embedding_dense_backward", "embedding"),
-        ("native_dropout", "random"),
-        ("_foreach_addcdiv_", "foreach"),
-        ("_fused_adam_", "foreach"),
-        ("_cudnn_rnn_backward", "rnn"),
-    ],
-)
-def test_each_operator_has_a_kind(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-    assert kind in OP_KINDS
-
-
-def test_allocating_launches_no_kernel() -> None:
-    assert not launches_kernel("empty")
-    assert launches_kernel("zeros")
 
 
 def test_roofline_is_slowest_of_its_bounds() -> None:

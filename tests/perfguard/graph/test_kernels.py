@@ -126,44 +126,12 @@ def test_gqa_is_not_repeated_for_flash_attention() -> None:
     assert "repeat_interleave" not in {op.name for op in graph.ops}
 
 
-def test_flash_attention_pads_odd_head_width() -> None:
-    graph = traced(attend, (2, 4, 64, 20), precision="bf16")
-    assert forward(graph, "constant_pad_nd") == ["bfloat16"] * 3
-
-
-def test_meshgrid_checked_by_its_helper_is_traced() -> None:
-    """A function of torch whose helper checks in its name."""
-    grid = traced(lambda x: x.sum() + torch.stack(torch.meshgrid(x[0], x[0], indexing="ij")).sum(), (4, 8))
-    assert any(op.name == "stack" for op in grid.ops)
-
-
 def test_dropout_keeps_a_mask_of_one_byte_on_a_gpu() -> None:
     def kept(target: Any) -> int:
         graph = traced(lambda x: F.dropout(x, 0.1), (64, 1024), target=target)
         return max(graph.storages[s].num_bytes for op in graph.ops if "dropout" in op.name for s in op.outputs[1:])
 
     assert kept("cuda") == 64 * 1024
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "dtype"),
-    [
-        (lambda x: F.linear(x, torch.ones(8, 8)), "mm", "float16"),
-        (lambda x: x @ x, "mm", "float16"),
-        (lambda x: torch.einsum("ij,jk->ik", x, x), "bmm", "float16"),
-        (lambda x: F.conv1d(x[None], torch.ones(8, 8, 3)), "convolution", "float16"),
-        (lambda x: F.softmax((x @ x), -1), "_softmax", "float32"),
-        (lambda x: F.layer_norm((x @ x), (8,)), "native_layer_norm", "float32"),
-        (lambda x: (x @ x).sum(), "sum", "float32"),
-        (lambda x: torch.exp(x @ x), "exp", "float32"),
-        (lambda x: F.gelu(x @ x), "gelu", "float16"),
-        (lambda x: (x @ x) + x, "add", "float32"),
-        (lambda x: torch.cat([x @ x, x]), "cat", "float32"),
-        (lambda x: F.mse_loss(x @ x, x), "mse_loss", "float32"),
-    ],
-)
-def test_autocast_casts_by_its_lists(function: Callable[[torch.Tensor], Any], name: str, dtype: str) -> None:
-    assert forward(traced(function, (8, 8), precision="amp-fp16"), name)[0] == dtype
 
 
 def test_a_weight_used_twice_is_cast_once() -> None:
@@ -177,20 +145,6 @@ def test_a_weight_used_twice_is_cast_once() -> None:
 
     casts = forward(trace(Workload(Twice(), (4, 8), loss=total, precision="amp-bf16")), "_to_copy")
     assert casts.count("bfloat16") == 3  # the input, the weight, the bias
-
-
-def test_autocast_weight_copies_die_with_autocast() -> None:
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            with torch.autocast(x.device.type, dtype=torch.bfloat16):
-                return self.layer(x)
-
-    once, twice = (forward(trace(Workload(Casts(), (4, 8), loss=total, accumulation=n)), "_to_copy") for n in (1, 2))
-    assert len(twice) == 2 * len(once)
 
 
 def test_a_region_without_autocast_is_respected() -> None:
@@ -218,26 +172,10 @@ def test_the_contexts_of_the_caller_do_not_matter(ambient: Callable[[], Any]) ->
         assert trace(workload, target="cpu").to_bytes() == expected
 
 
-def test_cross_entropy_keeps_half_precision_probs() -> None:
-    """One copy in full precision is made, too."""
-    workload = Workload(nn.Linear(8, 1000), (64, 8), TensorSpec((64,), "int64"), F.cross_entropy, precision="amp-bf16")
-    graph = trace(workload)
-    assert forward(graph, "_log_softmax") == ["bfloat16"]
-    to_full = [op for op in graph.ops if op.name == "_to_copy" and op.shape == (64, 1000) and op.phase is Phase.FORWARD]
-    assert len(to_full) == 1
-
-
 def test_gradient_scaler_runs_in_fp16_only() -> None:
     names = {p: {op.name for op in traced(lambda x: x @ x, (8, 8), precision=p).ops} for p in ("amp-fp16", "amp-bf16")}
     assert "_amp_foreach_non_finite_check_and_unscale_" in names["amp-fp16"]
     assert "_amp_foreach_non_finite_check_and_unscale_" not in names["amp-bf16"]
-
-
-def test_autocast_lowers_peak_despite_weight_copies() -> None:
-    """Activations take less memory, weights more."""
-    layers = [nn.Linear(256, 256) for _ in range(6)]
-    full, half = (trace(Workload(nn.Sequential(*layers), (4096, 256), loss=total, precision=p)) for p in ("fp32", "amp-bf16"))
-    assert half.peak_live_bytes < 0.85 * full.peak_live_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
@@ -304,11 +242,6 @@ def test_packed_sequences_count_only_their_own_steps() -> None:
     assert next(op for op in graph.ops if op.kind == "rnn").shape == (5 + 4 + 3 + 2, 32)
 
 
-def test_autocast_runs_it_in_half_precision() -> None:
-    graph = trace(Workload(nn.LSTM(16, 32), (5, 4, 16), loss=total, precision="amp-fp16"))
-    assert [op.dtype for op in graph.ops if op.kind == "rnn"] == ["float16", "float16"]
-
-
 def really_fused(layer: nn.RNNBase, x: Any) -> bool:
     """Whether oneDNN's kernel runs on this machine's CPU."""
     with torch.profiler.profile() as profile:
@@ -346,11 +279,6 @@ class Selects(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.select(self.linear(x))  # type: ignore[no-untyped-call]
-
-
-def test_on_real_tensors_the_function_runs_as_it_is() -> None:
-    rows = torch.cat([torch.ones(2, 8), -torch.ones(3, 8)])
-    assert len(opaque(lambda x: x[x.sum(1) > 0], example_outputs=lambda x: x[:1])(rows)) == 2
 
 
 def test_opaque_in_trace_has_outputs_and_gradients() -> None:

@@ -73,13 +73,6 @@ def test_edges_lead_from_last_writer_to_readers() -> None:
     assert sorted(map(tuple, BY_HAND.edges.T.tolist())) == [(0, 1), (1, 2)]
 
 
-def test_graph_without_operators_has_one_moment() -> None:
-    empty = graph_of((), BY_HAND.storages[:0])
-    assert empty.edges.shape == (2, 0)
-    assert empty.live_bytes.tolist() == [0]
-    assert (empty.peak_index, empty.peak_live_bytes, empty.flops) == (-1, 0, 0)
-
-
 @settings(max_examples=30)
 @given(graphs())
 def test_live_bytes_equal_a_slow_replay(graph: OpGraph) -> None:
@@ -169,14 +162,6 @@ def test_arrays_beyond_64_bits_equal_oracle() -> None:
     assert huge.peak_index == oracle.peak_index(huge)
     assert huge.bytes_by_kind() == oracle.bytes_by_kind(huge)
     assert (huge.flops, huge.costs[0].tolist()) == (3 * 2**63, [2**63] * 3)
-
-
-def test_attribute_fills_up_what_operators_do_not_have() -> None:
-    graph = graph_of((op((0,), (1,), groups=8), op((0,), (1,), padding=(1, 2))), BY_HAND.storages)
-    assert graph.attribute("groups", length=2, default=0).tolist() == [[8, 0], [0, 0]]
-    assert graph.attribute("padding", ops=[1]).tolist() == [[1, 2]]
-    assert graph.attribute("shape", length=3).tolist() == [[2, 1, 1], [2, 1, 1]]
-    assert graph.attribute("groups", ops=[], length=3).shape == (0, 3)
 
 
 def test_graph_that_nobody_holds_is_freed_at_once() -> None:

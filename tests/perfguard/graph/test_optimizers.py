@@ -57,14 +57,6 @@ def test_state_of_every_optimizer(optimizer: Any, states: float, form: str) -> N
     assert state_bytes(graph) == pytest.approx(states * PARAMETER_BYTES, rel=0.01, abs=8)
 
 
-def test_adafactor_goes_from_parameter_to_parameter() -> None:
-    """Its ``foreach=None`` is the for-loop on every device, to save memory (`torch/optim/_adafactor.py`)."""
-    by_default, loop, foreach = (
-        temporary_bytes(traced(functools.partial(O.Adafactor, foreach=form))) for form in (None, False, True)
-    )
-    assert by_default == loop < foreach
-
-
 def test_foreach_needs_temporaries_of_all_parameters() -> None:
     """The for-loop needs those of one."""
     foreach, loop, fused = (
@@ -85,24 +77,6 @@ def test_fused_optimizer_is_one_kernel_with_same_state(optimizer: Any) -> None:
     graph, foreach = traced(functools.partial(optimizer, fused=True)), traced(functools.partial(optimizer, foreach=True))
     assert [op.name for op in graph.ops if op.phase is Phase.OPTIMIZER] == ["fused_optimizer_"]
     assert state_bytes(graph) == state_bytes(foreach)
-
-
-def test_foreach_is_default_on_gpu_and_not_on_cpu() -> None:
-    model = nn.Linear(8, 8)
-    cuda, cpu = (trace(Workload(model, (2, 8), loss=total, optimizer=O.Adam), target=target) for target in ("cuda", "cpu"))
-    assert any(op.kind == "foreach" for op in cuda.ops)
-    assert not any(op.kind == "foreach" for op in cpu.ops)
-
-
-def test_custom_optimizer_that_reads_a_value_is_traced() -> None:
-    class Reads(O.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad.norm().item() < 10:
-                        parameter.data.add_(parameter.grad, alpha=-group["lr"])
-
-    assert "add_" in {op.name for op in traced(Reads).ops if op.phase is Phase.OPTIMIZER}
 
 
 def test_one_optimizer_for_each_part() -> None:
@@ -164,43 +138,3 @@ def test_parameters_that_no_loss_reaches_have_no_state() -> None:
         graph = trace(Workload(Unused(), (2, 4), loss=total, optimizer=O.Adam, **options))  # type: ignore[arg-type]
         assert state_bytes(graph) == 2 * 4 * (4 * 4 + 4)
         assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) == 4 * (4 * 4 + 4)
-
-
-def test_a_closure_runs_as_part_of_the_step() -> None:
-    def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = total(model(x))
-            loss.backward()
-            return 0.0
-
-        assert optimizer.step(closure) == 0.0
-
-    graph = trace(Workload(nn.Linear(4, 4), (2, 4), step=step))
-    assert [op.phase for op in graph.ops if op.name in ("addmm", "mm", "_foreach_add_")] == list(Phase)
-
-
-def test_a_learning_rate_may_be_a_tensor() -> None:
-    assert traced(functools.partial(O.Adam, lr=torch.tensor(1e-3))).ops
-
-
-def test_ddp_with_parameters_of_two_dtypes() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[2](self.layers[1](self.layers[0](x).double()).float())  # type: ignore[no-any-return]
-
-    assert trace(Workload(Mixed(), (2, 4), loss=total, ddp=True)).ops
-
-
-def test_a_loss_module_with_weights_is_traced_on_meta() -> None:
-    from perfguard.workload import TensorSpec
-
-    loss = nn.CrossEntropyLoss(weight=torch.ones(4))
-    assert trace(Workload(nn.Linear(4, 4), (2, 4), TensorSpec((2,), "int64"), loss)).ops
-    assert not loss.weight.is_meta  # type: ignore[union-attr]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -93,15 +91,6 @@ def test_a_step_in_the_users_own_words() -> None:
     assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) >= parameter_bytes
 
 
-def test_a_fused_optimizer_in_a_step_of_ones_own() -> None:
-    def step(model: nn.Module, x: torch.Tensor, _targets: Any, optimizer: torch.optim.Optimizer) -> None:
-        total(model(x)).backward()
-        optimizer.step()
-
-    graph = trace(Workload(nn.Linear(8, 8), (4, 8), step=step, optimizer=functools.partial(torch.optim.AdamW, fused=True)))
-    assert [op.name for op in graph.ops if op.phase is Phase.OPTIMIZER] == ["fused_optimizer_"]
-
-
 def test_a_step_excludes_what_it_contains() -> None:
     with pytest.raises(WorkloadError, match="excludes loss"):
         Workload(Gan(), (64, 784), step=gan_step, loss=total)
@@ -118,46 +107,6 @@ def test_an_error_in_a_step_is_named_with_its_line() -> None:
 @pytest.mark.parametrize("make", [lambda o: (o.sum(), o.mean()), lambda o: {"a": o.sum(), "b": o.mean()}, lambda o: [o.sum()]])
 def test_several_losses_are_summed(make: Any) -> None:
     assert trace(Workload(nn.Linear(8, 8), (4, 8), loss=make)).ops
-
-
-def test_torchs_transformer_with_a_causal_mask() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Transformer(32, 4, 1, 1, 64, batch_first=True)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.body(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(y.shape[1]))
-            return output
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = trace(Workload(Net(), ((4, 32, 32), (4, 16, 32)), loss=total))
-    assert sum(op.kind == "attention" and op.phase is Phase.FORWARD for op in graph.ops) == 3
-
-
-def test_a_custom_function_of_autograd() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            (x,) = ctx.saved_tensors
-            return grad * 2 + 0 * x
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return Double.apply(self.linear(x))  # type: ignore[no-untyped-call]
-
-    graph = trace(Workload(Net(), (4, 8), loss=total))
-    assert [op.name for op in graph.ops if op.phase is Phase.BACKWARD].count("mul") == 2
 
 
 def test_frozen_base_has_no_gradients_but_adapter_has() -> None:

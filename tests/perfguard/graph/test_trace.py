@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import resource
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -157,12 +156,6 @@ def test_forward_operators_know_their_module() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
-def test_the_target_decides_the_form_of_the_optimizer(target: Literal["cuda", "cpu"]) -> None:
-    graph = trace(Workload(mlp(), (32, 8), loss=total), target=target)
-    assert names(graph, Phase.OPTIMIZER) == (["_foreach_add_"] if target == "cuda" else ["add_"] * 4)
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("converted", [{}, {"precision": "bf16", "layout": "nhwc"}], ids=["as it is", "converted"])
 @pytest.mark.parametrize("training", [True, False])
@@ -189,11 +182,6 @@ def test_the_model_of_the_user_stays_as_it_was(device: str, converted: Any, trai
     assert [module.training for module in model.modules()] == flags
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(torch.random.get_rng_state(), random_state)
-
-
-def test_the_default_device_is_given_back() -> None:
-    trace(Workload(mlp(), (32, 8), loss=total))
-    assert torch.ones(1).device.type == "cpu"
 
 
 def test_cpu_and_meta_models_make_the_same_graph() -> None:
@@ -235,23 +223,6 @@ def test_tied_weights_are_counted_once() -> None:
     assert at_the_end[StorageKind.GRADIENT] == 4 * 100 * 16
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "copies"),
-    [
-        (None, 0),
-        (functools.partial(torch.optim.SGD, lr=0.1), 0),
-        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
-        (torch.optim.Adam, 2),
-        (functools.partial(torch.optim.AdamW, lr=1e-3, amsgrad=True), 3),
-    ],
-)
-def test_optimizer_state_is_multiple_of_parameters(optimizer: Any, copies: int) -> None:
-    graph = trace(Workload(mlp(), (32, 8), loss=total, optimizer=optimizer))
-    before = graph.bytes_by_kind(-1)
-    assert before[StorageKind.PARAMETER] == 848
-    assert before[StorageKind.OPTIMIZER_STATE] == copies * 848
-
-
 def test_live_optimizer_is_traced_and_left_alone() -> None:
     """Its graph is that of its class."""
     model = mlp()
@@ -262,38 +233,6 @@ def test_live_optimizer_is_traced_and_left_alone() -> None:
     assert not live.state
     assert live.param_groups[0]["foreach"] is None
     assert live.param_groups[0]["params"][0] is model[0].weight
-
-
-def test_frozen_parameters_have_no_gradient_or_state() -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    graph = trace(Workload(model, (32, 8), loss=total, optimizer=torch.optim.Adam))
-    at_the_end = graph.bytes_by_kind(len(graph.ops) - 1)
-    assert at_the_end[StorageKind.GRADIENT] == 4 * (16 * 4 + 4)
-    assert at_the_end[StorageKind.OPTIMIZER_STATE] == 2 * 4 * (16 * 4 + 4)
-
-
-class Attention(nn.Module):
-    """Two heads of width 16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(32, 96)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # shape: (N, L, 32)
-        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value)
-
-
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fused_attention_stores_no_attention_matrix(target: Literal["cuda", "cpu"], precision: Any) -> None:
-    length = 1024
-    graph = trace(Workload(Attention(), (2, length, 32), loss=total, precision=precision), target=target)
-    one_head_bytes = 2 * length * length
-    assert max(storage.num_bytes for storage in graph.storages) < one_head_bytes
-    attention = [(op.phase, op.kind) for op in graph.ops if op.kind == "attention"]
-    assert attention == [(Phase.FORWARD, "attention"), (Phase.BACKWARD, "attention")]
 
 
 def test_inference_has_no_gradients_and_no_later_phase() -> None:
@@ -334,14 +273,6 @@ def test_half_precision_halves_the_parameters() -> None:
 def test_a_batch_can_be_described_in_many_ways(inputs: Any) -> None:
     described = trace(Workload(mlp(), inputs, loss=total))
     assert described.content_hash == trace(Workload(mlp(), TensorSpec((32, 8)), loss=total)).content_hash
-
-
-def test_several_inputs_are_given_in_order_or_by_name() -> None:
-    model = nn.Bilinear(4, 6, 2)
-    by_order = trace(Workload(model, ((3, 4), (3, 6)), loss=total))
-    by_name = trace(Workload(model, {"input1": (3, 4), "input2": (3, 6)}, loss=total))
-    assert by_order.content_hash == by_name.content_hash
-    assert by_order.bytes_by_kind(-1)[StorageKind.INPUT] == 4 * 3 * (4 + 6)
 
 
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: {"loss": loss}])
@@ -555,18 +486,6 @@ def test_a_description_that_cannot_be_right_is_named(change: dict[str, Any], mes
         trace(Workload(**{"model": mlp(), "inputs": (32, 8), "loss": total, **change}))
 
 
-def test_first_trace_of_process_is_like_others() -> None:
-    """What PyTorch loads on the way must not keep anything alive."""
-    code = (
-        "from torch import nn; from perfguard import Workload, trace\n"
-        "model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())\n"
-        "print(*(trace(Workload(model, (4, 8), mode='infer')).content_hash for _ in range(2)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    first, second = done.stdout.split()
-    assert first == second
-
-
 def test_ctrl_c_ends_a_trace_wherever_it_comes() -> None:
     # What is raised in a callback of a weak reference is printed and lost.
     calls = 0
@@ -577,7 +496,7 @@ def test_ctrl_c_ends_a_trace_wherever_it_comes() -> None:
 
         def called(frame: FrameType, event: str, _: object) -> None:
             nonlocal calls
-            if event == "call" and frame.f_code.co_filename.endswith("_recorder.py"):
+            if event == "call" and frame.f_code.co_filename.endswith("graph/recorder.py"):
                 calls += 1
                 if calls == number:
                     raise KeyboardInterrupt
@@ -590,6 +509,7 @@ def test_ctrl_c_ends_a_trace_wherever_it_comes() -> None:
 
     for _ in range(2):  # the first fills caches
         traced_until(None)
-    for number in range(1, calls, 5):
+    assert calls > 5
+    for number in range(1, calls, 15):
         with pytest.raises(KeyboardInterrupt):
             traced_until(number)
