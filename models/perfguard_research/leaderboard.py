@@ -28,7 +28,7 @@ from perfguard.guard import DEFAULT_RISK
 from perfguard_models.learner import TARGETS, predict_with_spread, share_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
 from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
-from perfguard_research.learners import identity_of, learner_class, source_of
+from perfguard_research.learners import identity_of, learner_class
 from perfguard_research.memory_forest import bracketed
 
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
@@ -36,15 +36,6 @@ _Z = statistics.NormalDist().inv_cdf(0.95)
 _AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
 _FEWEST_JUDGED = 20
 """Runs of a fold; a fit for fewer (five transformers on one card, say) is not worth its minutes."""
-
-
-class Job(NamedTuple):
-    """One predictor on one fold."""
-
-    predictor: str
-    settings: tuple[tuple[str, Any], ...]
-    split: str
-    fold: Fold
 
 
 class Entry(NamedTuple):
@@ -85,74 +76,62 @@ def predictions(
         jobs: processes.
         most_operators: rows of an operator table that are taken.
     """
-    first = learner_class(next(iter(predictors))).views
-    runs = dataset_of(tables, first, cache=cache, jobs=jobs, most_operators=most_operators).runs
-    work = [
-        Job(name, tuple(sorted(settings.items())), split, own)
-        for split in splits
-        for fold in folds(runs, split)
-        for name, settings in predictors.items()
-        if (own := _of_tables(fold, runs, learner_class(name).tables)).learn and len(own.judge) >= _FEWEST_JUDGED
-    ]
-    data = identity_of("", {}, runs)
-    placed = [(job, _place(job, data, cache)) for job in work]
-    by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
-    for job, place in placed:
-        if not place.is_file():
-            by_views[learner_class(job.predictor).views].append((job, place))
-    for views, some in by_views.items():
-        _loaded.clear()
-        # Once, before the processes need it; those that are forked have it already.
-        _loaded[views] = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
-        do = functools.partial(_do, tables=tuple(tables), cache=cache, most_operators=most_operators)
-        with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
-            done = pool.map(do, some)
-            for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
+    by_views: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in predictors:
+        by_views[learner_class(name).views].append(name)
+    runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
+    for views, names in by_views.items():
+        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
+        runs = runs or seen
+        for name in names:
+            found |= predictions_of(name, predictors[name], seen, splits, cache=cache, jobs=jobs)
+    return runs, {(split, name): found[split, name] for split in splits for name in predictors if (split, name) in found}
+
+
+def predictions_of(
+    name: str, settings: dict[str, Any], runs: Sequence[Run], splits: Sequence[str], *, cache: Path, jobs: int
+) -> SplitPredictions:
+    """The folds of each split with one predictor's predictions. They are kept in ``cache`` by all that they depend on."""
+    kind, identity = learner_class(name), identity_of(name, settings, runs)
+    placed: list[tuple[str, Fold, Path]] = []
+    for split in splits:
+        for fold in folds(runs, split):
+            learn, judge = ([at for at in indices if runs[at].table in kind.tables] for indices in (fold.learn, fold.judge))
+            own = Fold(fold.name, learn, judge)
+            if learn and len(judge) >= _FEWEST_JUDGED:
+                digest = hashlib.sha256(repr((identity, own)).encode()).hexdigest()[:16]
+                placed.append((split, own, cache / "predictions" / f"{name}-{split}-{digest}.pt"))
+    missing = [(fold, place) for _, fold, place in placed if not place.is_file()]
+    if missing:
+        (cache / "predictions").mkdir(parents=True, exist_ok=True)
+        with ProcessPoolExecutor(jobs, initializer=_prepare, initargs=(runs,)) as pool:
+            done = pool.map(functools.partial(_fit_and_predict, name, settings), missing)
+            for _ in track(done, total=len(missing), description=name, disable=not sys.stderr.isatty()):
                 pass
-    _loaded.clear()
     found: defaultdict[tuple[str, str], FoldPredictions] = defaultdict(list)
-    for job, place in placed:
+    for split, fold, place in placed:
         stored = torch.load(place, weights_only=True)
-        found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
-    return runs, dict(found)
+        found[split, name].append((fold, {target: value.numpy() for target, value in stored.items()}))
+    return dict(found)
 
 
-def _prepare() -> None:
+_runs: Sequence[Run] = ()
+"""The runs of a process that fits."""
+
+
+def _prepare(runs: Sequence[Run]) -> None:
+    global _runs
+    _runs = runs
     torch.set_num_threads(1)
 
 
-def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
-    """The part of ``fold`` that a predictor of these kinds of table is fitted to and evaluated on."""
-    return Fold(
-        fold.name,
-        [index for index in fold.learn if runs[index].table in tables],
-        [index for index in fold.judge if runs[index].table in tables],
-    )
-
-
-def _place(job: Job, data: str, cache: Path) -> Path:
-    """Named by all that a prediction depends on: the runs, the fold, the settings and the learner's source code."""
-    what = job.settings, data, job.fold, source_of(job.predictor)
-    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
-
-
-_loaded: dict[tuple[str, ...], list[Run]] = {}
-
-
-def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_operators: int) -> None:
-    job, place = work
-    kind = learner_class(job.predictor)
-    if kind.views not in _loaded:
-        _loaded.clear()
-        _loaded[kind.views] = dataset_of(tables, kind.views, cache=cache, jobs=1, most_operators=most_operators).runs
-    runs = _loaded[kind.views]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    learner = kind(**dict(job.settings))
-    learner.fit([runs[index] for index in job.fold.learn])
-    predicted, spread = predict_with_spread(learner, [runs[index] for index in job.fold.judge])
+def _fit_and_predict(name: str, settings: dict[str, Any], work: tuple[Fold, Path]) -> None:
+    fold, place = work
+    learner = learner_class(name)(**settings)
+    learner.fit([_runs[index] for index in fold.learn])
+    predicted, spread = predict_with_spread(learner, [_runs[index] for index in fold.judge])
     stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
-    torch.save({name: torch.from_numpy(np.asarray(values)) for name, values in stored.items()}, place.with_suffix(".part"))
+    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in stored.items()}, place.with_suffix(".part"))
     place.with_suffix(".part").replace(place)
 
 

@@ -124,7 +124,7 @@ def test_a_leaderboard_is_written_and_found_again(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("fitted again")
 
-    monkeypatch.setattr(leaderboard, "_do", fail)
+    monkeypatch.setattr(leaderboard, "_fit_and_predict", fail)
     assert main(words) == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from perfguard_models.learner import column
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import Run
 from perfguard_research.intervals import Error, calibrated
-from perfguard_research.learners import NAMES, Trainable, learner_class, source_of
+from perfguard_research.learners import NAMES, Trainable, learner_class
 from perfguard_research.memory_forest import TrainableMemory
 from tests.laws import fitted, some_runs
 
@@ -84,15 +83,6 @@ def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
     said = learner.predict(runs)
     assert np.isfinite(said["time"]).all()
     assert np.isnan(said["memory"]).all()
-
-
-def test_predictions_are_made_again_when_the_code_of_the_learner_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: source_of(name) for name in ("trees", "dippm")}
-    assert before == {name: source_of(name) for name in before}
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"X = 1" if path.name == "baselines.py" else b""))
-    assert source_of("trees") != before["trees"]
-    assert source_of("dippm") == before["dippm"]  # it has no code from there
 
 
 @pytest.fixture(scope="module")
