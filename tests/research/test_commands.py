@@ -170,13 +170,6 @@ def test_train_refuses_too_few_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"0 rows are too few to learn from. {kinds} 1 rows were left out" in capsys.readouterr().err
 
 
-def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("evaluate", "train", "leaderboard", "collect"))
-
-
 def test_every_shipped_predictor_loads() -> None:
     from importlib.metadata import entry_points
 

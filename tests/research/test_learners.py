@@ -12,7 +12,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
-from perfguard_models.calibration import NEW_GPU, OPERATOR, on_new_gpu
+from perfguard_models.calibration import OPERATOR, on_new_gpu
 from perfguard_models.learner import column
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import Run
@@ -78,13 +78,6 @@ def test_bracketing_pair_moves_the_prediction_between(runs: list[Run]) -> None:
     assert np.mean(physics) < 0.85
 
 
-def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
-    learner = fitted("dippm", [run._replace(labels={"time": run.labels["time"]}) for run in runs], epochs=5)
-    said = learner.predict(runs)
-    assert np.isfinite(said["time"]).all()
-    assert np.isnan(said["memory"]).all()
-
-
 @pytest.fixture(scope="module")
 def table() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
@@ -122,15 +115,6 @@ def test_intervals_hold_on_what_is_drawn_alike() -> None:
     calibration = calibrated(errors[:2000])
     inside = [abs(e.residual) <= 1.645 * calibration.log_sigma("memory", "a", e.spread) for e in errors[2000:]]
     assert 0.87 < np.mean(inside) < 0.93
-
-
-def test_a_gpu_that_was_never_seen_has_its_own_width() -> None:
-    seen = [Error("time", "a", 0.1 * (-1) ** i, 0.01) for i in range(200)]
-    unseen = [Error("time", NEW_GPU, 0.4 * (-1) ** i, 0.01) for i in range(200)]
-    calibration = calibrated(seen + unseen)
-    known, new = (calibration.log_sigma("time", "a", 0.01, known_gpu=flag) for flag in (True, False))
-    assert new == pytest.approx(4 * known)
-    assert calibration.log_sigma("time", "b", 0.01) == pytest.approx(known)
 
 
 def test_operators_do_not_widen_intervals_of_steps() -> None:
