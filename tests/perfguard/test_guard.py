@@ -158,7 +158,7 @@ budgets = st.integers(GIB // 2, 10 * GIB)
 risks = st.floats(0.001, 0.999)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(medians, sigmas, risks, budgets, budgets)
 def test_more_budget_never_prunes_more(
     log: MeasurementStore, median: float, sigma: float, risk: float, one: int, other: int
@@ -168,7 +168,7 @@ def test_more_budget_never_prunes_more(
     assert not (large.action == "prune" and small.action == "launch")
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(medians, sigmas, budgets, risks, risks)
 def test_more_risk_never_prunes_more(
     log: MeasurementStore, median: float, sigma: float, budget: int, one: float, other: float
@@ -178,7 +178,7 @@ def test_more_risk_never_prunes_more(
     assert not (bold.action == "prune" and careful.action == "launch")
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(medians, sigmas, budgets, risks)
 def test_margin_is_positive_iff_guard_prunes(
     log: MeasurementStore, median: float, sigma: float, budget: int, risk: float
@@ -202,7 +202,7 @@ def test_guard_spends_spare_risk_on_doubtful_trial(log: MeasurementStore) -> Non
     assert [guard.decide(lambda: WORKLOAD).verdict.action for _ in range(2)] == ["launch", "prune"]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.lists(medians, min_size=1, max_size=12), sigmas, st.floats(0.001, 0.5))
 def test_the_expected_violations_stay_within_the_risk(
     log: MeasurementStore, proposed: list[float], sigma: float, risk: float

@@ -66,28 +66,8 @@ def test_an_opaque_operator_widens_by_its_share(tmp_path: Path) -> None:
     assert one_of_many < alone / 2
 
 
-def test_an_opaque_operators_memory_is_unsure(tmp_path: Path) -> None:
-    shape = (1024, 1024, 64)
-    sure = predicted(read(tmp_path, model_of([helper.make_node("Exp", ["x"], ["y"])], shape=shape)))
-    unsure = predicted(read(tmp_path, model_of([helper.make_node("Wonder", ["x"], ["y"], domain="mine")], shape=shape)))
-    assert unsure.peak_memory.log_sigma > sure.peak_memory.log_sigma
-
-
 def test_time_by_kind_still_adds_up(tmp_path: Path) -> None:
     chain = [helper.make_node("Exp", ["x"], ["a"]), helper.make_node("Wonder", ["a"], ["y"], domain="mine")]
     prediction = predicted(read(tmp_path, model_of(chain, shape=(64, 64))))
     assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
     assert max(prediction.time_by_kind_s, key=lambda kind: prediction.time_by_kind_s[kind]) == "other"
-
-
-def test_scan_is_opaque_for_each_of_its_steps(tmp_path: Path) -> None:
-    """Its operators are launched for each slice of its input; that many may be what it takes."""
-    body = helper.make_graph(
-        [helper.make_node("Add", ["s", "e"], ["t"])],
-        "body",
-        [helper.make_tensor_value_info(name, FLOAT, [4]) for name in ("s", "e")],
-        [helper.make_tensor_value_info("t", FLOAT, [4])],
-    )
-    model = model_of([helper.make_node("Scan", ["z", "x"], ["y"], body=body, num_scan_inputs=1)], shape=(500, 4))
-    model.graph.input.append(helper.make_tensor_value_info("z", FLOAT, [4]))
-    assert read(tmp_path, model).ops[0].attributes["unknown"] == 500
