@@ -33,9 +33,9 @@ from perfguard import OpGraph, trace
 from perfguard.devices import Device, resolve_device
 from perfguard.exceptions import PerfGuardError
 from perfguard.graph import replay_allocator
-from perfguard_research.collect import Draft, drafts, without_missing_packages
 from perfguard_research.collect.loop import planned
 from perfguard_research.collect.run import Card, make_step
+from perfguard_research.collect.spaces import Draft, drafts, without_missing_packages
 from perfguard_research.tables import MeasuredRow
 
 MIB = 2**20

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from perfguard import load_predictor
 from perfguard.exceptions import PerfGuardError
-from perfguard_research.collect import CPU_MEMORY_BYTES, SPACES, collect, collecting_device
+from perfguard_research.collect.loop import CPU_MEMORY_BYTES, collect, collecting_device
+from perfguard_research.collect.spaces import SPACES
 from perfguard_research.csv_rows import read_table
 from perfguard_research.evaluate import Evaluated, evaluate
 

@@ -41,7 +41,7 @@ from perfguard.exceptions import PerfGuardError
 from perfguard.measure import status_of
 from perfguard.quantities import format_bytes
 from perfguard_optuna import PerfGuardPruner, create_study, summarize
-from perfguard_research.collect import collecting_device
+from perfguard_research.collect.loop import collecting_device
 from perfguard_research.collect.run import Place, Processor, make_step, place_of
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
@@ -247,7 +247,8 @@ def run_optuna(task: str, place: Place, device: Device, limit: int, stretch: flo
             )
             study.optimize(objective, n_trials=trials, pruner=pruner, count="proposed", catch=(RuntimeError,))
             summary = summarize(study)
-            launched, errors = summary.num_launched, (summary.first_error, summary.last_error)
+            launched, known = summary.num_launched, summary.time_errors
+            errors: tuple[float | None, float | None] = (None, None) if known is None else (known.first, known.last)
             trials_of = study.trials
         else:
             bare = optuna.create_study(direction="maximize", sampler=sampler)
@@ -290,7 +291,7 @@ def run_ray(task: str, device: Device, limit: int, stretch: float, trials: int, 
             run_config=tune.RunConfig(storage_path=folder, verbose=0, callbacks=callbacks),
         ).fit()
         rows = [results[number].metrics or {} for number in range(len(results))]
-        proposed = MeasurementStore(f"{folder}/log.db").decisions() if guarded else rows
+        proposed = MeasurementStore(f"{folder}/log.db").records() if guarded else rows
         num_proposed = len(list(proposed))
     crashed = [row for row in rows if row.get("status") == "oom"]
     best = max((row["accuracy"] for row in rows if row.get("status") == "ok"), default=float("nan"))

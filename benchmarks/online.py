@@ -4,8 +4,8 @@
 
 For each scenario GuardNet's weights for the quantity in question are trained without the rows in question, and kept in the
 cache: the forests of memory, or the two clocks. What GuardNet then answers for their graphs, as it would be served, is streamed
-through the product's own loop: predict, widen, log, teach (`perfguard.learning.LogSync`), and every 25 rows an update by
-`OnlineTrainer`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
+through the product's own loop: predict, widen, log, teach (`perfguard.learning.Learner`), and every 25 rows an update by
+`tune_weights`. Each row is predicted before it is learnt; beside the stream a fixed set of other rows, from anywhere in the
 table, is judged now and then. "Weights that know the like" have learnt from four fifths of all rows (the random split). The
 intervals' widths before anything was learnt are those of the shipped calibration, less the groups that were left out. Tables of
 single operators are passed over, because GuardNet does not learn from them.
@@ -31,12 +31,14 @@ import torch
 from _record import parser_of, show
 from rich.progress import track
 
+from perfguard.budget import Limit
 from perfguard.devices import Device, resolve_device
 from perfguard.graph import OpGraph, Storage, StorageKind
-from perfguard.learning import LogAssessment, LogSync, OnlineTrainer
+from perfguard.learning import Assessment, Learner, tune_weights
 from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Prediction, Target
+from perfguard.verdict import Verdict
 from perfguard_models.calibration import Calibration
 from perfguard_models.guardnet import GuardNet
 from perfguard_models.memory_forest import MemoryForest
@@ -195,8 +197,8 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     net, errors, of_same, hits, teach_s, update_s = make(), {}, {}, [], [], [0.0]
     came: list[tuple[float, float]] = []
     with MeasurementStore(":memory:") as log:
-        sync, trainer = LogSync(net, log), OnlineTrainer(log, predictor=make, min_new=UPDATE_EVERY)
-        assessment = LogAssessment()
+        learner = Learner(net, log)
+        assessment = Assessment()
         before = judge(net, target, rows, known_before, graphs, device)[0]
         for count, index in enumerate(fed):
             if count in CHECKPOINTS:
@@ -208,19 +210,17 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
                 hits.append(is_inside(prediction, target, rows[index].run))
                 values = (float(rows[index].raw.log_value[target][0]), estimate_of(prediction, target)[0])
                 came.append((relative(values[0], rows[index].run, target), relative(values[1], rows[index].run, target)))
-            decision_id = log.record_decision(
-                study="s", trial=count, graph=graphs[index], device=device, action="launch", reason="",
-                prediction=prediction, params={},
-            )  # fmt: skip
+            verdict = Verdict.of(prediction, [Limit("memory", device.memory_bytes, prediction.peak_memory)], accepted=0.5)
+            decision_id = log.record_decision(verdict, graph=graphs[index], device=device, study="s", trial=count, params={})
             log.record_measurement(decision_id, measurement_of(rows[index].run, device, generator if is_poisoned else None))
             begun = time.process_time()
-            assessment = sync.update(device.id)
+            assessment = learner.update(device, study="s")
             teach_s.append(time.process_time() - begun)
             if (count + 1) % UPDATE_EVERY == 0:
                 begun = time.process_time()
-                trainer.update()
+                tune_weights(log, predictor=make, min_new=UPDATE_EVERY)
                 update_s.append(time.process_time() - begun)
-        sync.update(device.id)
+        learner.update(device, study="s")
         errors[len(fed)] = judge(net, target, rows, judged, graphs, device)
         of_same[len(fed)] = judge(net, target, rows, seen_by_all, graphs, device)[0]
         of_known = before, judge(net, target, rows, known_before, graphs, device)[0]
@@ -233,7 +233,7 @@ def stream(target: Target, streamed: Streamed, *, num_rows: int, seed: int, pois
     }
     return Curve(
         errors, statistics.fmean(of_all) if of_all else math.nan, of_same, stretches, of_known, windows, promoted,
-        len(assessment.quarantined), len(assessment.drifts), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
+        len(assessment.doubts), len(assessment.changes), statistics.median(teach_s[len(teach_s) // 2 :]), max(update_s),
     )  # fmt: skip
 
 

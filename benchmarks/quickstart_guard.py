@@ -110,7 +110,7 @@ def study_of(seed: int, trials: int) -> Outcome:
     study_s = time.perf_counter() - start
     summary = summarize(study)
     records = [record_of(trial) for trial in study.trials if trial.state.is_finished()]
-    pruned = [trial for trial in study.get_trials() if record_of(trial).verdict == "prune"]
+    pruned = [trial for trial in study.get_trials() if record_of(trial).is_pruned]
     truths = [breaks_budget(trial.params, budget_s) for trial in pruned]
     return Outcome(
         seed=seed,
@@ -118,8 +118,8 @@ def study_of(seed: int, trials: int) -> Outcome:
         violations=sum(record.violates for record in records),
         rightly_pruned=sum(truths),
         wrongly_pruned=len(truths) - sum(truths),
-        first_error=summary.first_error or 0.0,
-        last_error=summary.last_error or 0.0,
+        first_error=0.0 if summary.time_errors is None else summary.time_errors.first,
+        last_error=0.0 if summary.time_errors is None else summary.time_errors.last,
         study_s=study_s,
         decision_s=statistics.median(decisions),
     )

@@ -1,8 +1,7 @@
 """A Ray cluster of four nodes on one machine: what the guard costs, what it saves, and what faults do to it.
 
-    python benchmarks/ray_cluster.py calls                     the cost of each call, and the service's speed
     python benchmarks/ray_cluster.py runs [--trials 100]       100 trials with and without the guard
-    python benchmarks/ray_cluster.py faults [--trials 20]      the service killed, a node removed, the database restarted
+    python benchmarks/ray_cluster.py faults [--trials 20]      a node removed, the database restarted
 
 The nodes are those of `ray.cluster_utils.Cluster`: processes that know only each other's address. Trials train a small network
 for real, on the CPU. The log is a PostgreSQL server of its own (`--postgres DIR` names the folder of `initdb` and `pg_ctl`), or
@@ -24,8 +23,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +43,9 @@ from ray.tune.search import BasicVariantGenerator
 from torch import nn
 
 import perfguard_ray
-from perfguard import Guard, MeasurementStore, TensorSpec, Workload, load_predictor, resolve_device
-from perfguard.measure import Measurement
+from perfguard import MeasurementStore, TensorSpec, Workload
 from perfguard.quantities import parse_bytes
-from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator, SharedPredictor
+from perfguard_ray import PerfGuardCallback, PerfGuardVariantGenerator
 
 NODES = 4
 MEMORY_BUDGET = "12MiB"
@@ -75,10 +72,6 @@ def build(config: Mapping[str, Any]) -> Workload:
         optimizer=functools.partial(torch.optim.SGD, lr=config["lr"]),
         steps=STEPS,
     )
-
-
-def _config(width: int) -> dict[str, Any]:
-    return {"width": width, "batch_size": 64, "lr": 0.1}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -161,96 +154,18 @@ def log_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Postgres | None
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- calls
-
-
-def measure_calls(arguments: argparse.Namespace) -> None:
-    """What each call costs, one at a time, and how many answers a second the service gives."""
-    device = resolve_device("a100")
-    rows: list[list[str]] = []
-
-    def row(name: str, call: Callable[[], Any], times: int = 300) -> None:
-        seconds = sorted(_timed(call) for _ in range(times))
-        median_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * seconds[int(0.99 * (times - 1))]
-        rows.append([name, f"{median_ms:.2f}", f"{p99_ms:.2f}"])
-
-    with log_of(arguments) as (log, _), cluster():
-        shared = SharedPredictor(log=log)
-        local, guard = load_predictor(), Guard("a100", predictor=shared, log=log)
-        workloads = [build(_config(64 * (1 + index % 16))) for index in range(300)]
-        graphs = [guard.trace(workload) for workload in workloads[:16]]
-        for graph in graphs:
-            shared.predict(graph, device, steps=STEPS)
-            local.predict(graph, device, steps=STEPS)
-        turn = iter(range(10**9))
-        row("service: predict, cached graph", lambda: shared.predict(graphs[next(turn) % 16], device, steps=STEPS))
-        row("here: predict, cached graph", lambda: local.predict(graphs[next(turn) % 16], device, steps=STEPS))
-        row("guard.check with the service, traced before", lambda: guard.check(workloads[next(turn) % 16]))
-        row("guard.decide with the service, logged", lambda: guard.decide(lambda: workloads[next(turn) % 16]))
-        fresh = iter(workloads)
-        row(
-            "build + trace + predict, a new structure",
-            lambda: guard.check(build({"width": 7 + next(turn), "batch_size": 8, "lr": 0.1})),
-            60,
-        )
-        decisions = iter([guard.decide(functools.partial(lambda workload: workload, workload)) for workload in fresh])
-        measurement = Measurement("ok", device.id, device.name, 700 * 2**20, 0.01, 0.4, STEPS, "nvml", "torch")
-        store = guard.log
-        row("log: write a measurement", lambda: store.record_measurement(next(decisions).id, measurement), 250)
-        row("log: read 250 observations", lambda: store.observations(device.id), 20)
-        observations = store.observations(device.id)
-        row("learn from 250 observations", lambda: local.fine_tune(observations), 20)
-        row("guard.learn with the service", lambda: guard.learn(next(decisions), measurement), 40)
-        show("ray-calls", ["call", "median, ms", "99th percentile, ms"], rows, record=arguments.record)
-        show("ray-answers", ANSWERS, [*answers(shared, graphs, device)], record=arguments.record)
-
-
-ANSWERS = ("callers of one service", "questions a call", "answers a second", "99th percentile of a call, ms")
-
-
-def answers(shared: SharedPredictor, graphs: Sequence[Any], device: Any) -> Iterator[list[str]]:
-    """Yield the answers a second of one caller, of eight callers, and in batches."""
-    for num_callers, batch in ((1, 1), (8, 1), (1, 32), (8, 32)):
-        questions = [(graphs[index % len(graphs)], device, STEPS) for index in range(batch)]
-        deadline = time.perf_counter() + 4
-        seconds: list[float] = []
-
-        def caller(questions: Any = questions, deadline: float = deadline, seconds: list[float] = seconds) -> None:
-            while time.perf_counter() < deadline:
-                seconds.append(_timed(lambda: shared.predict_many(questions)))
-
-        start = time.perf_counter()
-        with ThreadPoolExecutor(num_callers) as callers:
-            for done in [callers.submit(caller) for _ in range(num_callers)]:
-                done.result()
-        elapsed_s = time.perf_counter() - start
-        p99_ms = 1e3 * sorted(seconds)[int(0.99 * (len(seconds) - 1))]
-        yield [str(num_callers), str(batch), f"{batch * len(seconds) / elapsed_s:,.0f}", f"{p99_ms:.1f}"]
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 # --- runs
 
 
-def run(
-    trials: int, log: str, *, guarded: bool, seed: int, disturb: Callable[[], None] | None = None, service: bool = True
-) -> dict[str, Any]:
+def run(trials: int, log: str, *, guarded: bool, seed: int, disturb: Callable[[], None] | None = None) -> dict[str, Any]:
     """One Tune run; what came of it."""
     folder = tempfile.mkdtemp(prefix="perfguard-ray-run-")
     plain = BasicVariantGenerator(random_state=seed, max_concurrent=0)
     verdict_s: list[float] = []
-    shared = SharedPredictor(log=log) if guarded else None
-    options: dict[str, Any] = {} if shared is None else {"predictor": shared}
     # Without the guard the budget is out of reach, so that all runs and is measured in the same way.
     budget = MEMORY_BUDGET if guarded else None
-    search = PerfGuardVariantGenerator(
-        plain, gpu="cpu", build=build, memory_budget=budget, log=log, study=f"run-{time.time_ns()}", **options
-    )
+    study = f"run-{time.time_ns()}"
+    search = PerfGuardVariantGenerator(plain, gpu="cpu", build=build, memory_budget=budget, log=log, study=study)
     judge = search.ledger.judge
 
     def timed_judge(config: Mapping[str, Any], **options: Any) -> Any:
@@ -283,16 +198,16 @@ def run(
     if trouble is not None:
         trouble.join()
     shutil.rmtree(folder, ignore_errors=True)
-    rows = MeasurementStore(log).decisions(search.ledger.study)
-    ran = [row for row in rows if row.status is not None]
-    limit = parse_bytes(MEMORY_BUDGET)
+    records = MeasurementStore(log).records(study)
+    ran = [record for record in records if record.status is not None]
+    wasted = [record for record in ran if record.measured.get("memory", 0) > parse_bytes(MEMORY_BUDGET)]
     return {
         "trials": len(results),
         "errors": results.num_errors,
         "logged": len(ran),
-        "rejected": sum(row.action == "prune" for row in rows),
-        "wasted": sum((row.measured_peak_memory_bytes or 0) > limit for row in ran),
-        "wasted_s": sum(row.measured_total_time_s or 0 for row in ran if (row.measured_peak_memory_bytes or 0) > limit),
+        "rejected": sum(record.is_pruned for record in records),
+        "wasted": len(wasted),
+        "wasted_s": sum(record.measured.get("time", 0) for record in wasted),
         "elapsed_s": elapsed_s,
         "verdict_ms": 1e3 * statistics.median(verdict_s) if verdict_s else 0.0,
         "verdict_p99_ms": 1e3 * sorted(verdict_s)[int(0.99 * (len(verdict_s) - 1))] if verdict_s else 0.0,
@@ -323,7 +238,7 @@ def compare_runs(arguments: argparse.Namespace) -> None:
 def break_things(arguments: argparse.Namespace) -> None:
     """One run for each fault, which strikes while trials run."""
     rows = []
-    for name in ("service killed twice", "node removed", "database restarted"):
+    for name in ("node removed", "database restarted"):
         if name == "database restarted" and arguments.sqlite:
             continue
         with log_of(arguments) as (log, server), cluster() as nodes:
@@ -334,12 +249,7 @@ def break_things(arguments: argparse.Namespace) -> None:
 
 def _disturb(fault: str, nodes: Cluster, server: Postgres | None) -> None:
     time.sleep(8)
-    if fault == "service killed twice":
-        for no_restart in (False, True):
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor("predictor", namespace="perfguard"), no_restart=no_restart)
-            time.sleep(8)
-    elif fault == "node removed":
+    if fault == "node removed":
         nodes.remove_node(sorted(nodes.worker_nodes, key=str)[0], allow_graceful=False)
     else:
         assert server is not None
@@ -351,13 +261,13 @@ def _disturb(fault: str, nodes: Cluster, server: Postgres | None) -> None:
 def main() -> None:
     """Run one part."""
     parser = parser_of(__doc__)
-    parser.add_argument("part", choices=["calls", "runs", "faults"])
+    parser.add_argument("part", choices=["runs", "faults"])
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sqlite", action="store_true", help="a file instead of a PostgreSQL server")
     parser.add_argument("--postgres", type=Path, default=Path("/usr/lib/postgresql/15/bin"), help="folder of initdb and pg_ctl")
     arguments = parser.parse_args()
-    {"calls": measure_calls, "runs": compare_runs, "faults": break_things}[arguments.part](arguments)
+    {"runs": compare_runs, "faults": break_things}[arguments.part](arguments)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import optuna
 from _record import parser_of, show
 from rich.progress import track
 
-from perfguard import Estimate, Prediction, Workload
+from perfguard import Estimate, Guard, Prediction, Workload
 from perfguard.verdict import Decision, Verdict
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_optuna import OptunaGuard, PerfGuardSampler
@@ -130,14 +130,19 @@ class TablePredictor:
         """The folds' predictions stay as they are."""
 
 
-class TableGuard(OptunaGuard):
-    """An OptunaGuard whose workloads are points of a table: nothing is traced, nothing is logged."""
+class TableGuard(Guard):
+    """A guard whose workloads are points of a table: nothing is traced, nothing is logged."""
 
     def trace(self, workload: Workload) -> Any:
         """The point that ``build`` found."""
         return workload.model
 
-    def record(self, verdict: Verdict, graph: Any, **_: Any) -> Decision:
+    def judge(self, graph: Any, limits: Any, *, threshold: float, steps: int | None = None) -> Verdict:
+        """By the table alone: a point has no operators that physics could bound."""
+        prediction = self.predictor.predict(graph, self.device)
+        return Verdict.of(prediction, limits(prediction), accepted=threshold)
+
+    def record(self, verdict: Verdict, graph: Any = None, **_: Any) -> Decision:
         """Not kept."""
         return Decision("", verdict)
 
@@ -152,16 +157,12 @@ def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int,
     space, policy, seed = work
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    guard: TableGuard | None = None
+    guard: OptunaGuard | None = None
     sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=seed)
     if policy in ("pruner", "sampler", "oracle"):
-        guard = TableGuard(
-            space.gpu,
-            build=partial(build, space=space),
-            memory_budget=space.limit_bytes,
-            predictor=TablePredictor(knows=policy == "oracle"),
-            log=False,
-        )
+        guard = OptunaGuard(space.gpu, build=partial(build, space=space), log=False)
+        predictor = TablePredictor(knows=policy == "oracle")
+        guard.guard = TableGuard(space.gpu, memory_budget=space.limit_bytes, predictor=predictor, log=False)
         if policy != "pruner":
             sampler = PerfGuardSampler(sampler, guard)
     study = optuna.create_study(sampler=sampler)
@@ -175,7 +176,7 @@ def run_study(work: tuple[Space, str, int], trials: int) -> tuple[str, str, int,
     return space.name, policy, seed, outcome
 
 
-def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard | None, outcome: Outcome) -> None:
+def _one_trial(study: optuna.Study, space: Space, policy: str, guard: OptunaGuard | None, outcome: Outcome) -> None:
     trial = study.ask()
     params: dict[str, Any] = {"family": trial.suggest_categorical("family", list(space.families))}
     params |= {name: trial.suggest_int(name, 0, size - 1) for name, size in space.sizes.items()}
@@ -186,7 +187,7 @@ def _one_trial(study: optuna.Study, space: Space, policy: str, guard: TableGuard
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return
     if guard is not None:
-        decision = guard.decision_of(study, trial) or guard.judge(study, trial, trial.params, guard.build)
+        decision = guard.decision_of(study, trial) or guard.judge(study, trial, guard.build, final=True)
         assert decision is not None
         if decision.verdict.action == "prune":
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)

@@ -5,7 +5,7 @@
 
 A few random cells are measured to tell the constraint about this machine; the limit is their median, unless you give one. From
 then on no candidate is run before it is chosen: those that are predicted to be too slow are never trained. In the end every
-trained network is measured, and accuracy is drawn against what it really takes (out/nas_evolution.png).
+trained network is measured, and accuracy is drawn against what it really takes (out/nas_evolution.html).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import plotly.graph_objects as go
 import torch
 import torch.nn.functional as F
 from nas_space import Cell, mutated, network, random_cell
@@ -152,24 +153,20 @@ def frontier(trained: list[Trained]) -> list[Trained]:
 
 
 def draw(trained: list[Trained], limit_s: float, path: Path) -> None:
-    """Accuracy against measured latency, with the limit and the frontier."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for search, marker in (("random", "o"), ("evolution", "^")):
+    """Accuracy against measured latency, with the limit and the frontier, as a page for a browser."""
+    figure = go.Figure()
+    for search, symbol in (("random", "circle"), ("evolution", "triangle-up")):
         rows = [row for row in trained if row.search == search]
-        axes.scatter([1e3 * row.measured_s for row in rows], [row.accuracy for row in rows], marker=marker, label=search)
+        latency_ms, accuracies = [1e3 * row.measured_s for row in rows], [row.accuracy for row in rows]
+        figure.add_scatter(x=latency_ms, y=accuracies, mode="markers", marker={"symbol": symbol, "size": 10}, name=search)
     best = frontier(trained)
-    axes.plot([1e3 * row.measured_s for row in best], [row.accuracy for row in best], color="0.3", label="frontier")
-    axes.axvline(1e3 * limit_s, color="tab:red", linestyle="--", label="limit")
-    axes.set(xlabel=f"measured latency of {BATCH} images, ms", ylabel="test accuracy")
-    axes.legend()
+    figure.add_scatter(x=[1e3 * row.measured_s for row in best], y=[row.accuracy for row in best], mode="lines", name="frontier")
+    figure.add_vline(x=1e3 * limit_s, line_dash="dash", annotation_text="limit")
+    figure.update_layout(
+        template="plotly_white", xaxis_title=f"measured latency of {BATCH} images, ms", yaxis_title="test accuracy"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    figure.write_html(path)
 
 
 def main() -> None:
@@ -213,8 +210,8 @@ def main() -> None:
     trained = [row for search in searches for row in search.trained]
     errors = [abs(row.predicted_s / row.measured_s - 1) for row in trained]
     console.print(f"error of the predicted latencies: {statistics.median(errors):.1%} (median)")
-    draw(trained, limit_s, arguments.out / "nas_evolution.png")
-    console.print(f"frontier: {arguments.out / 'nas_evolution.png'}")
+    draw(trained, limit_s, arguments.out / "nas_evolution.html")
+    console.print(f"frontier: {arguments.out / 'nas_evolution.html'}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from typing import Any
 
 import optuna
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -32,8 +31,16 @@ from torch import nn
 from perfguard import Run, TensorSpec, Workload, resolve_device
 from perfguard.quantities import format_bytes, format_seconds, parse_bytes
 from perfguard.report import write_report
-from perfguard_optuna import PerfGuardPruner, TrialPrinter, create_study, record_of, summarize
-from perfguard_optuna.visualization.matplotlib import plot_budget, plot_savings
+from perfguard_optuna import (
+    PerfGuardPruner,
+    TrialPrinter,
+    create_study,
+    plot_budget,
+    plot_savings,
+    pruned_table,
+    records_of,
+    summarize,
+)
 
 MEMORY_BUDGET = "64MiB"
 MIDDLE = {"batch_size": 128, "width": 36, "depth": 4, "kernel": 3, "optimizer": "adam", "lr": 1e-3}
@@ -180,10 +187,10 @@ class Outcome:
     @classmethod
     def of_guarded(cls, study: optuna.Study) -> Outcome:
         """From what PerfGuard wrote into the trials."""
-        records = [record_of(trial) for trial in study.trials]
+        records = records_of(study)
         ran = [record for record in records if "time" in record.measured]
         wasted_s = [record.measured["time"] for record in ran if record.violates]
-        num_pruned = sum(record.verdict == "prune" for record in records)
+        num_pruned = sum(record.is_pruned for record in records)
         return cls([record.measured["time"] for record in ran], wasted_s, num_pruned, best_of(study))
 
     @classmethod
@@ -216,17 +223,15 @@ def comparison(guarded: optuna.Study, unguarded: optuna.Study) -> Table:
 
 
 def draw(study: optuna.Study, folder: Path) -> str:
-    """Two pictures of the study in ``folder``; returns their paths, as text."""
-    predictions = Figure(figsize=(12, 5.4), layout="constrained")
-    left, right = predictions.subplots(1, 2)
-    plot_budget(study, quantity="memory", ax=left)
-    plot_budget(study, quantity="time", ax=right)
-    savings = Figure(figsize=(9, 5), layout="constrained")
-    plot_savings(study, ax=savings.subplots())
-    paths = folder / "quickstart.png", folder / "savings.png"
-    for figure, path in zip((predictions, savings), paths, strict=True):
-        figure.savefig(path, dpi=110)
-    return ", ".join(map(str, paths))
+    """Three pictures of the study in ``folder``, as pages for a browser; returns their paths, as text."""
+    figures = {
+        "memory.html": plot_budget(study),
+        "time.html": plot_budget(study, quantity="time"),
+        "savings.html": plot_savings(study),
+    }
+    for name, figure in figures.items():
+        figure.write_html(folder / name, include_plotlyjs="directory")  # one plotly.min.js beside them
+    return ", ".join(str(folder / name) for name in figures)
 
 
 def main() -> None:
@@ -251,8 +256,9 @@ def main() -> None:
     report = arguments.out / "report.html"
     write_report(guarded, report)
     pictures = draw(guarded, arguments.out)
-    console.print(summarize(guarded).table())
     console.print(comparison(guarded, unguarded))
+    console.print(summarize(guarded).table())
+    console.print(pruned_table(guarded))
     for what, where in {
         "best parameters": guarded.best_params,
         "predicted against measured, and what was saved": pictures,

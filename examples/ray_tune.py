@@ -136,15 +136,15 @@ def table_of(log: MeasurementStore) -> Table:
     table = Table()
     for heading in ("verdict", "batch", "width", "predicted memory", "measured", "why"):
         table.add_column(heading)
-    for row in log.decisions():
-        predicted, measured = row.predicted_peak_memory_bytes, row.measured_peak_memory_bytes
+    for trial in log.records():
+        predicted, measured = trial.predicted.get("memory"), trial.measured.get("memory")
         table.add_row(
-            row.action,
-            str(row.params["batch_size"]),
-            str(row.params["width"]),
-            "-" if predicted is None else format_bytes(predicted),
+            trial.in_words,
+            str(trial.params["batch_size"]),
+            str(trial.params["width"]),
+            "-" if predicted is None else format_bytes(predicted.median),
             "-" if measured is None else format_bytes(measured),
-            row.reason if row.action == "prune" else "",
+            trial.reason if trial.is_pruned else "",
         )
     return table
 

@@ -169,6 +169,10 @@ class Budget:
         Raises:
             ConfigurationError: if the budget is more than the memory of the device, or not more than the driver's context.
         """
+        if self.energy_j is not None and device.kind == "cpu":
+            raise ConfigurationError(
+                f"energy_budget cannot be checked: a CPU ({device.name}) has no energy counter. Leave it out, or name a GPU."
+            )
         if self.memory_bytes is None and self.memory_fraction is None:
             return
         capacity_bytes = self.capacity_bytes(device)

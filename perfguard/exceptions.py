@@ -23,7 +23,6 @@ PerfGuardWarning (UserWarning)
 ├── NothingFeasibleWarning             nothing that was proposed fits the budgets
 ├── MeasurementWarning                 a trial ran but could not be measured or attributed
 ├── DriftWarning                       runs cost other than they did: a driver, a framework, a card has changed
-├── ServiceWarning                     the predictor service of a cluster is away; predictions are made locally
 ├── LogWarning                         a row could not be written yet; it is kept
 └── TrackingWarning                    a trial could not be written to an experiment tracker
 """
@@ -152,10 +151,6 @@ class MeasurementWarning(PerfGuardWarning):
 
 class DriftWarning(PerfGuardWarning):
     """Runs cost other than they did, or ran under other conditions; what was learnt before counts for less."""
-
-
-class ServiceWarning(PerfGuardWarning):
-    """The predictor service of a cluster is away, or of another version; predictions are made locally."""
 
 
 class LogWarning(PerfGuardWarning):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["LoggedWeights", "MeasurementStore", "Selection", "default_location"]
 
 _TROUBLE = (SQLAlchemyError, OSError, LogError)  # the database is away, locked or damaged
+_DAMAGED = (PerfGuardError, ValueError, KeyError, TypeError)  # a row is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,9 @@ class MeasurementStore:
     and processes may share a store. In a forked child the store has its own connection, and a pickle opens the log when it is
     used. A store in ":memory:" ends with :meth:`close` and pickles as an empty one.
 
+    What cannot wait (counts, set_aside, take_back, prune, export, promote, promoted and roll_back) raises a LogError while the
+    database is away, and a ConfigurationError for arguments that cannot be right.
+
     Example:
         >>> from perfguard.verdict import Verdict
         >>> with MeasurementStore(":memory:") as store:
@@ -192,27 +196,21 @@ class MeasurementStore:
             params: hyperparameters. Values that JSON does not know are logged as text.
             trial_id: the tuner's own name of the trial, where it has one beside the number.
         """
-        decision_id = uuid.uuid4().hex
-        rows = []
-        if graph is not None:
-            rows.append(tables.graph_row(graph))
-        if device is not None:
-            rows.append(tables.device_row(device))
+        values: dict[str, Any] = {
+            "decision_id": uuid.uuid4().hex, "study": study, "trial": trial, "trial_id": trial_id, "host": platform.node(),
+            "graph_hash": None, "device_hash": None,
+        }  # fmt: skip
         with self._lock:
-            values = {
-                "decision_id": decision_id,
-                "created_at_ns": self._now_ns(),
-                "study": study,
-                "trial": trial,
-                "trial_id": trial_id,
-                "host": platform.node(),
-                "graph_hash": None if graph is None else graph.content_hash,
-                "device_hash": None if device is None else rows[-1].values["content_hash"],
-            }
+            rows = []
             if graph is not None:
+                rows.append(tables.graph_row(graph))
+                values["graph_hash"] = graph.content_hash
                 self._remember(graph)
-            self._deliver(*rows, tables.decision_row(verdict, params, **values))
-        return decision_id
+            if device is not None:
+                rows.append(tables.device_row(device))
+                values["device_hash"] = rows[-1].values["content_hash"]
+            self._deliver(*rows, tables.decision_row(verdict, params, created_at_ns=self._now_ns(), **values))
+        return str(values["decision_id"])
 
     def record_measurement(self, decision_id: str, measurement: Measurement) -> None:
         """Log what the trial of that decision cost. Only the first measurement of a decision counts.
@@ -224,12 +222,7 @@ class MeasurementStore:
             self._deliver(tables.measurement_row(measurement, **values))
 
     def records(self, of: str | Selection | None = None, *, newest: int | None = None) -> list[TrialRecord]:
-        """The trials of a study (its name) or of a selection, each with its verdict and its measurement, oldest first.
-
-        Args:
-            of: whose. None: all.
-            newest: only so many, the newest ones.
-        """
+        """The newest trials of a study (its name) or of a selection, oldest first. ``of`` or ``newest`` None: all."""
         selection = of if isinstance(of, Selection) else Selection(study=of)
         newest_first = DecisionRow.created_at_ns.desc(), DecisionRow.decision_id.desc()
         query = selection.query(DecisionRow, MeasurementRow, DeviceRow).order_by(*newest_first).limit(newest)
@@ -237,7 +230,7 @@ class MeasurementStore:
         for decision, run, device in reversed(self._read(query)):
             try:
                 found.append(tables.record_of(decision, run, device))
-            except (PerfGuardError, ValueError, KeyError, TypeError) as error:  # the row is damaged, the others are not
+            except _DAMAGED as error:  # the others are not
                 self._warn(error)
         return found
 
@@ -245,12 +238,9 @@ class MeasurementStore:
         """The newest ``limit`` runs on that device that ended well or out of memory, and whose graph is known, oldest first.
 
         For a run with status "oom" the peak memory is a lower bound, and the times are not those of a complete run. Measurements
-        that are set aside, or of another device than the one that was decided for, are left out.
-
-        Args:
-            device: its id, or the device itself: runs on the very same one (see :attr:`Device.identity`) then carry it. The rates
-                of a CPU differ from process to process, and what is learnt must be relative to the rates that predictions use.
-            limit: the most runs.
+        that are set aside, or of another device than the one that was decided for, are left out. If ``device`` is no id, runs on
+        the very same one (see :attr:`Device.identity`) carry it: the rates of a CPU differ from process to process, and what is
+        learnt must be relative to the rates that predictions use.
         """
         query = (
             sql.select(MeasurementRow, DecisionRow, DeviceRow.data)
@@ -274,21 +264,9 @@ class MeasurementStore:
                 of = tables.device_from_json(device_data)
                 if not isinstance(device, str) and of.identity == device.identity:
                     of = device
-                observation = Observation(
-                    graphs[decision.graph_hash],
-                    of,
-                    tables.measurement_of(run),
-                    tables.predicted_in(decision),
-                    tables.widening_in(decision),
-                    predicted_by=decision.predictor or "",
-                    decision_id=decision.decision_id,
-                    recorded_at_ns=run.recorded_at_ns,
-                    study=decision.study,
-                )
-            except (PerfGuardError, ValueError, KeyError, TypeError) as error:
+                found.append(tables.observation_of(run, decision, graphs[decision.graph_hash], of))
+            except _DAMAGED as error:
                 self._warn(error)
-            else:
-                found.append(observation)
         return found
 
     def device_ids(self) -> list[str]:
@@ -296,43 +274,24 @@ class MeasurementStore:
         return [row.device_id for row in self._read(sql.select(MeasurementRow.device_id).distinct())]
 
     def counts(self) -> dict[str, int]:
-        """Number of rows of each table.
-
-        Raises:
-            LogError: if the log cannot be read now.
-        """
-        tables = (DecisionRow, MeasurementRow, GraphRow, DeviceRow, WeightsRow)
-        with self._opened() as database, Session(database.engine) as session:
-            return {row.__tablename__: session.scalars(sql.select(sql.func.count()).select_from(row)).one() for row in tables}
+        """Number of rows of each table."""
+        rows = (DecisionRow, MeasurementRow, GraphRow, DeviceRow, WeightsRow)
+        with self._opened() as database, database.engine.connect() as connection:
+            return {
+                row.__tablename__: connection.execute(sql.select(sql.func.count()).select_from(row)).scalar_one() for row in rows
+            }
 
     def set_aside(self, selection: Selection, reason: str) -> int:
-        """Mark the selected measurements, so that nothing is learnt from them any more. They stay in the log.
+        """Mark the selected measurements, so that nothing is learnt from them any more, and return how many are new.
 
-        Args:
-            selection: which. What is set aside already keeps its reason.
-            reason: a sentence that is kept with them.
-
-        Returns:
-            How many are new.
-
-        Raises:
-            LogError: if the log cannot be written now.
-            ConfigurationError: if everything is selected, or without a reason.
+        They stay in the log with the reason, a sentence. What is set aside already keeps its own.
         """
         if not reason:
             raise ConfigurationError("Say why the measurements are set aside: reason is empty.")
         return self._mark(selection, MeasurementRow.set_aside.is_(None), reason)
 
     def take_back(self, selection: Selection) -> int:
-        """Undo :meth:`set_aside` for the selected measurements, whatever the reason was. They are used again.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            LogError: if the log cannot be written now.
-            ConfigurationError: if everything is selected.
-        """
+        """Undo :meth:`set_aside` for the selected measurements, whatever the reason was, and return how many there were."""
         return self._mark(selection, MeasurementRow.set_aside.is_not(None), None)
 
     def _mark(self, selection: Selection, condition: sql.ColumnElement[bool], set_aside: str | None) -> int:
@@ -354,10 +313,6 @@ class MeasurementStore:
 
         Returns:
             How many decisions were removed.
-
-        Raises:
-            LogError: if the log cannot be written now. Rows that were removed until then stay removed.
-            ConfigurationError: if everything is selected, and ``keep_newest`` is not given either.
         """
         selection = selection or Selection()
         if selection.is_everything and keep_newest is None:
@@ -371,30 +326,20 @@ class MeasurementStore:
         if keep_newest is not None:
             cutoff_ns = 0 if selection.before is None else tables.as_ns(selection.before)
             ids = [row for index, row in enumerate(ids) if index >= keep_newest or row.created_at_ns < cutoff_ns]
-        for start in range(0, len(ids), 900):  # small transactions let others write; SQLite before 3.32 takes 999 variables
-            some = [row.decision_id for row in ids[start : start + 900]]
-            with self._opened() as database, database.transaction() as connection:
-                connection.execute(sql.delete(MeasurementRow).where(MeasurementRow.decision_id.in_(some)))
-                connection.execute(sql.delete(DecisionRow).where(DecisionRow.decision_id.in_(some)))
         with self._opened() as database, database.transaction() as connection:
-            for row, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
+            for row in (MeasurementRow, DecisionRow) if ids else ():
+                # One statement for each id: a list of them may be longer than the database takes variables.
+                of_id = sql.delete(row).where(row.decision_id == sql.bindparam("id"))
+                connection.execute(of_id, [{"id": decision_id} for decision_id, _ in ids])
+            for stored, reference in ((GraphRow, DecisionRow.graph_hash), (DeviceRow, DecisionRow.device_hash)):
                 used = sql.select(reference).where(reference.is_not(None))
-                connection.execute(sql.delete(row).where(row.content_hash.not_in(used)))
+                connection.execute(sql.delete(stored).where(stored.content_hash.not_in(used)))
         return len(ids)
 
     def export(self, path: str | os.PathLike[str], selection: Selection | None = None) -> int:
-        """Write one table with a row for each selected decision. Columns of its measurement begin with "measured_".
+        """Write one table with a row for each selected decision (None: all), and return how many there are.
 
-        Args:
-            path: a file that ends in ".csv" or ".parquet". Parquet needs pyarrow.
-            selection: only these decisions. None: all.
-
-        Returns:
-            How many rows.
-
-        Raises:
-            LogError: if the log cannot be read, or the file cannot be written.
-            ConfigurationError: for another ending, or without pyarrow.
+        Columns of the measurement begin with "measured_". ``path`` ends in ".csv" or ".parquet". Parquet needs pyarrow.
         """
         import pandas
 
@@ -423,15 +368,12 @@ class MeasurementStore:
         return len(table)
 
     def promote(self, predictor: str, data: bytes, metrics: Mapping[str, Any] | None = None) -> str:
-        """Put a new generation of weights into use and return its id.
+        """Put a new generation of weights into use and return its id. A promotion does not wait.
 
         Args:
             predictor: whose, for instance "guardnet".
             data: the bytes of the weights' file.
             metrics: what the generation was judged by.
-
-        Raises:
-            LogError: if the log cannot be written now. A promotion does not wait.
         """
         values = {
             "weights_id": uuid.uuid4().hex,
@@ -446,11 +388,7 @@ class MeasurementStore:
         return str(values["weights_id"])
 
     def promoted(self, predictor: str) -> tuple[str, bytes] | None:
-        """The id and the bytes of the generation of ``predictor``'s weights that is in use. None: the shipped ones are.
-
-        Raises:
-            LogError: if the log cannot be read now.
-        """
+        """The id and the bytes of the generation of ``predictor``'s weights that is in use. None: the shipped ones are."""
         if self._database.is_away:
             raise LogError(f"The measurement log {self.location} could not be reached. Try again.")
         with self._opened() as database, database.engine.connect() as connection:
@@ -458,13 +396,9 @@ class MeasurementStore:
         return None if row is None else (row.weights_id, row.data)
 
     def roll_back(self, predictor: str) -> str | None:
-        """Take the generation of ``predictor``'s weights in use out of use, and put the one before it back in.
+        """Take the generation of ``predictor``'s weights in use out of use, and return the one before, which is in use now.
 
-        Returns:
-            The generation that is now in use. None: the shipped weights.
-
-        Raises:
-            LogError: if the shipped weights are in use, or the log cannot be written now.
+        None: the shipped weights are. If they were already, that is a LogError.
         """
         with self._opened() as database, database.transaction() as connection:
             weights_id = connection.execute(_in_use(predictor, WeightsRow.weights_id)).scalar()
@@ -509,10 +443,7 @@ class MeasurementStore:
 
     @property
     def url(self) -> str | None:
-        """The URL with which another process can open the same log, with its password.
-
-        None: the log is in this process's memory.
-        """
+        """The URL, with its password, by which another process opens the same log. None: it is in this process's memory."""
         return None if self._database.in_memory else self._database.url.render_as_string(hide_password=False)
 
     def __getstate__(self) -> tuple[sql.URL, float]:
@@ -603,15 +534,14 @@ class MeasurementStore:
         """The graphs with those hashes. One that is damaged is left out, with a warning."""
         from perfguard.graph import OpGraph
 
-        missing = [content_hash for content_hash in hashes if content_hash not in self._graphs]
         found = {content_hash: self._graphs[content_hash] for content_hash in hashes if content_hash in self._graphs}
-        for start in range(0, len(missing), 900):  # SQLite before 3.32 takes 999 variables
-            some = missing[start : start + 900]
-            for row in self._read(sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(some))):
-                try:
-                    found[row.content_hash] = OpGraph.from_bytes(row.data)
-                except (PerfGuardError, ValueError, KeyError, TypeError) as error:
-                    self._warn(error)
+        missing = hashes - found.keys()
+        wanted = sql.select(GraphRow.content_hash, GraphRow.data).where(GraphRow.content_hash.in_(missing))
+        for row in self._read(wanted) if missing else ():
+            try:
+                found[row.content_hash] = OpGraph.from_bytes(row.data)
+            except _DAMAGED as error:
+                self._warn(error)
         for graph in found.values():
             self._remember(graph)
         return found

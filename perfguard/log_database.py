@@ -22,13 +22,14 @@ from typing import Any
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, IntegrityError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import StaticPool
 
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning, warn_user
 from perfguard.log_tables import LOG_FORMAT, Base, GraphRow, MetaRow, Row
 
 _ELSEWHERE = "Give another path, for instance in the environment variable PERFGUARD_LOG."
+_DAMAGED = (ValueError, KeyError, TypeError, RecursionError, OverflowError, IntegrityError, DataError)  # rows beside the log
 
 
 class Database:
@@ -44,7 +45,6 @@ class Database:
         self.engine = _make_engine(url, busy_timeout_s)
         self.is_open = False
         self._beside = self.file or data_directory() / f"log-{sha256(self.name.encode()).hexdigest()[:12]}"
-        self._graphs_beside: set[str] = set()
         self._is_write_ahead = False
         self._seen: tuple[int, ...] | None = None
         self._retry_at_s = 0.0
@@ -73,8 +73,7 @@ class Database:
     def open(self) -> None:
         """Check the log if it was not open or its file has changed, make it if it is new, and bring in the rows beside it.
 
-        Raises:
-            LogError: if it is damaged, not ours to use, or cannot be opened.
+        A log that is damaged, not ours to use, or cannot be opened, is a LogError.
         """
         seen, before = self._look(), self._seen
         if self.is_open and seen == before:
@@ -126,18 +125,12 @@ class Database:
             if names and self.file is not None:
                 raise self._corrupt("an SQLite file with other tables")
             return None
-        meta = {row.key: row.value for row in connection.execute(sql.select(MetaRow.key, MetaRow.value))}
-        found = meta.get("format") or ""
-        if "schema_version" in meta:
-            is_what = "is of an early version of PerfGuard, whose logs are no longer read"
-            raise LogVersionError(f"The measurement log {self.name} {is_what}; it is left as it is. {_ELSEWHERE}")
+        found: str = connection.execute(sql.select(MetaRow.value).where(MetaRow.key == "format")).scalar() or ""
         if not found.isdecimal():
             raise self._corrupt(f"its format is {found!r}")
         if found != LOG_FORMAT:
-            is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}"
-            raise LogVersionError(
-                f"The measurement log {self.name} {is_what}; it is left as it is. Update perfguard. {_ELSEWHERE}"
-            )
+            is_what = f"has format {found}, this PerfGuard reads {LOG_FORMAT}; it is left as it is"
+            raise LogVersionError(f"The measurement log {self.name} {is_what}. Update perfguard. {_ELSEWHERE}")
         return found
 
     def _corrupt(self, reason: str) -> LogCorruptError:
@@ -170,41 +163,33 @@ class Database:
         """
         if self.in_memory:
             return
-        kept = [row for row in rows if row.table != "graphs" or row.values["content_hash"] not in self._graphs_beside]
         path = self._beside.with_name(f"{self._beside.name}.{uuid.uuid4().hex}.rows.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         try:
-            part.write_text("".join(map(_as_line, kept)), encoding="utf-8")
+            part.write_text("".join(map(_as_line, rows)), encoding="utf-8")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        self._graphs_beside |= {row.values["content_hash"] for row in kept if row.table == "graphs"}
         rows.clear()
 
     def _bring_in(self) -> None:
         """Write the rows that wait beside the log: those of this process, and of others, dead or alive."""
         if self.in_memory:
             return
-        rows, paths = [], []
         for path in sorted(self._beside.parent.glob(f"{glob.escape(self._beside.name)}.{'[0-9a-f]' * 32}.rows.jsonl")):
-            try:
-                rows += [_row_in(line) for line in path.read_text(encoding="utf-8").splitlines()]
-                paths.append(path)
-            except FileNotFoundError:  # another process was quicker
-                continue
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                aside, reason = path.with_suffix(".damaged"), f"{type(error).__name__}: {error}"
-                with suppress(FileNotFoundError):  # another process may be quicker here, too
+            with suppress(FileNotFoundError):  # another process was quicker
+                try:
+                    rows = [_row_in(line) for line in path.read_text(encoding="utf-8").splitlines()]
+                    with self.transaction() as connection:
+                        _put(connection, rows)
+                except _DAMAGED as error:  # a file that the database refuses would be tried for ever
+                    aside, reason = path.with_suffix(".damaged"), f"{type(error).__name__}: {reason_of(error)}"
                     path.replace(aside)
                     warn_user(f"Rows that wait in {path} are damaged ({reason}); they were set aside as {aside}.", LogWarning)
-        if rows:
-            with self.transaction() as connection:
-                _put(connection, rows)
-        for path in paths:
-            with suppress(OSError):
-                path.unlink()
-        self._graphs_beside.clear()
+                else:
+                    with suppress(OSError):  # the rows are written, and a row that comes twice is there once
+                        path.unlink()
 
 
 def _as_line(row: Row) -> str:
@@ -213,19 +198,17 @@ def _as_line(row: Row) -> str:
 
 
 def _row_in(line: str) -> Row:
-    """The row that :func:`_as_line` wrote. Checked, because a row that the database refuses would be tried for ever."""
+    """The row that :func:`_as_line` wrote. Its columns are checked, since SQLite stores a text where a number is meant."""
     document = json.loads(line)
     name, values = document["table"], document["row"]
-    table = Base.metadata.tables[name]
-    if set(values) != set(table.columns.keys()):
+    columns = Base.metadata.tables[name].columns
+    if set(values) != set(columns.keys()):
         raise ValueError(f"a row of table {name!r} has other columns")
-    for column in table.columns:
+    for column in columns:
         value, kind = values[column.name], column.type.python_type
         if kind is bytes:
             values[column.name] = base64.b64decode(value)
-            continue
-        fits = column.nullable if value is None else isinstance(value, (int, float) if kind is float else kind)
-        if not fits or (kind is int and value is not None and value.bit_length() > 63):
+        elif value is not None and not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"{column.name} of table {name!r} is {value!r}")
     return Row(name, values)
 

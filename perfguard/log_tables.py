@@ -27,16 +27,16 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from perfguard.devices import Device
 from perfguard.measure import NOT_A_NUMBER, Measurement
+from perfguard.predictor import Estimate, Observation, Target
 from perfguard.record import VERDICT_COLUMNS, TrialRecord, columns_of, measured_by, verdict_from
 
 if TYPE_CHECKING:
+    from perfguard.budget import Quantity
     from perfguard.graph import OpGraph
-    from perfguard.predictor import Estimate, Target
     from perfguard.verdict import Verdict
 
 LOG_FORMAT = "1"
 _1970 = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_ENDED = ("ok", "oom", "timeout")
 
 
 class Base(DeclarativeBase):
@@ -183,16 +183,12 @@ def measurement_row(measurement: Measurement, **values: Any) -> Row:
 
 
 def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: DeviceRow | None) -> TrialRecord:
-    """Return the record of a trial.
-
-    Raises:
-        ValueError: if the row holds what no PerfGuard writes. Also KeyError and TypeError.
-    """
+    """Return the record of a trial. A row that no PerfGuard writes is a ValueError, a KeyError or a TypeError."""
     verdict = verdict_from(_columns_in(decision))
     device = None if device_row is None else device_from_json(device_row.data)
     measurement = None if run is None else measurement_of(run)
     is_of_device = measurement is not None and (device is None or measurement.is_of(device))
-    ended = measurement is not None and measurement.status in _ENDED
+    ended = measurement is not None and measurement.status in ("ok", "oom", "timeout")
     predicted: Mapping[Any, Estimate] = {} if verdict is None else verdict.predicted
     price_per_hour = None
     if "cost" in predicted and "time" in predicted:  # the log has the cost, but not the price that the user gave
@@ -234,19 +230,24 @@ def measurement_of(run: MeasurementRow) -> Measurement:
     return Measurement(**known | {"total_time_s": math.nan if known["total_time_s"] is None else known["total_time_s"]})
 
 
-def predicted_in(decision: DecisionRow) -> dict[Target, Estimate]:
-    """Return what was predicted of the peak memory and of the time of a step. Empty: nothing could be predicted."""
-    verdict = verdict_from(_columns_in(decision))
-    predicted = {} if verdict is None else verdict.predicted
-    found: dict[Target, Estimate | None] = {"memory": predicted.get("memory"), "time": predicted.get("step_time")}
-    return {target: estimate for target, estimate in found.items() if estimate is not None}
-
-
-def widening_in(decision: DecisionRow) -> dict[Target, float]:
-    """Return the factors by which the intervals that were issued had been widened."""
+def observation_of(run: MeasurementRow, decision: DecisionRow, graph: OpGraph, device: Device) -> Observation:
+    """Return what a predictor learns from a run: what was measured, and what had been predicted, as far as it could be."""
     columns = _columns_in(decision)
-    found: dict[Target, float | None] = {"memory": columns["memory_widening"], "time": columns["step_time_widening"]}
-    return {target: factor for target, factor in found.items() if factor is not None}
+    verdict = verdict_from(columns)
+    predicted = {} if verdict is None else verdict.predicted
+    names: dict[Target, Quantity] = {"memory": "memory", "time": "step_time"}
+    widening = {target: columns[f"{name}_widening"] for target, name in names.items()}
+    return Observation(
+        graph,
+        device,
+        measurement_of(run),
+        {target: predicted[name] for target, name in names.items() if name in predicted},
+        {target: factor for target, factor in widening.items() if factor is not None},
+        predicted_by=decision.predictor or "",
+        decision_id=decision.decision_id,
+        recorded_at_ns=run.recorded_at_ns,
+        study=decision.study,
+    )
 
 
 def weights_of(row: WeightsRow, *, is_in_use: bool) -> LoggedWeights:

@@ -294,7 +294,7 @@ def build_workload(build: Build, params: Mapping[str, Any]) -> Workload:
 
 
 def announce_optimizer(workload: Workload) -> None:
-    """Log once in a process that a training without an optimizer counts as plain SGD: AdamW would keep two more values a weight."""
+    """Log once in a process that training without an optimizer counts as plain SGD, which keeps no state."""
     if workload.mode == "train" and workload.optimizer is None and workload.step is None:
         log_once(
             "no optimizer",

@@ -38,7 +38,6 @@ class FakeGpu:
     name: str = "NVIDIA A100-PCIE-40GB"
     num_sms: int = 108
     uuid: str = "1234-abcd"
-    bus: int = 0x3B
     total_bytes: int = 40_000 * MiB
     context_bytes: int = 450 * MiB
     firmware_bytes: int = 50 * MiB
@@ -134,30 +133,6 @@ class FakeNvml:
             raise FakeNvmlError(NOT_FOUND)
         return self.gpu
 
-    def nvmlDeviceGetHandleByPciBusId(self, pci_bus_id: str) -> Any:
-        self._called("nvmlDeviceGetHandleByPciBusId")
-        if pci_bus_id != f"00000000:{self.gpu.bus:02X}:00.0":
-            raise FakeNvmlError(NOT_FOUND)
-        return SimpleNamespace(card=True) if self.gpu.is_mig else self.gpu
-
-    def nvmlDeviceIsMigDeviceHandle(self, handle: Any) -> int:
-        self._called("nvmlDeviceIsMigDeviceHandle")
-        return int(handle is self.gpu and self.gpu.is_mig)
-
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Any:
-        self._called("nvmlDeviceGetMigMode")
-        return [int(self.gpu.is_mig), int(self.gpu.is_mig)]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
-        self._called("nvmlDeviceGetMaxMigDeviceCount")
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
-        self._called("nvmlDeviceGetMigDeviceHandleByIndex")
-        if index != 3:
-            raise FakeNvmlError(NOT_FOUND)
-        return self.gpu
-
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
         self._called("nvmlDeviceGetMemoryInfo")
         return SimpleNamespace(total=self.gpu.total_bytes, used=self.gpu.used_bytes)
@@ -172,10 +147,6 @@ class FakeNvml:
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
         self._called("nvmlDeviceGetUtilizationRates")
         return SimpleNamespace(gpu=self.gpu.utilisation)
-
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, last_seen_us: int) -> Any:
-        self._called("nvmlDeviceGetProcessUtilization")
-        return [SimpleNamespace(pid=pid, smUtil=30, timeStamp=last_seen_us + 1) for pid in (self.gpu.own_pid, *self.gpu.others)]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
         self._called("nvmlDeviceGetTotalEnergyConsumption")
@@ -324,6 +295,5 @@ class FakeCuda:
     def get_device_properties(self, device: int) -> Any:
         gpu = self.gpu
         return SimpleNamespace(
-            name=gpu.name, total_memory=gpu.total_bytes, multi_processor_count=gpu.num_sms, uuid=gpu.uuid, pci_bus_id=gpu.bus,
-            pci_domain_id=0, pci_device_id=0,
+            name=gpu.name, total_memory=gpu.total_bytes, multi_processor_count=gpu.num_sms, uuid=gpu.uuid,
         )  # fmt: skip

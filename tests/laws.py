@@ -13,8 +13,9 @@ from perfguard import Workload
 from perfguard.devices import resolve_device
 from perfguard.graph import OpGraph, trace
 from perfguard_models.features.step import STEP_FEATURES
-from perfguard_research.dataset import Run, feature_sets
+from perfguard_research.dataset import Run
 from perfguard_research.learners import Trainable, learner_class
+from perfguard_research.papers.layers import FEATURE_SETS
 
 SMALL: dict[str, dict[str, Any]] = {
     "memory-forest": {"trees": 20, "forests": 2},
@@ -46,7 +47,7 @@ def some_runs() -> list[Run]:
     for gpu in ("a100", "t4"):
         device = resolve_device(gpu)
         for graph in some_graphs():
-            sets = [item.compute(graph, device) for item in feature_sets().values()]
+            sets = [item.compute(graph, device) for item in FEATURE_SETS.values()]
             view = {name: value for features in sets for name, value in features.items()}
             memory = math.log(graph.reserved_bytes + device.context_bytes + 1.2e9)
             time = float(view["sums"][STEP_FEATURES.index("log_roofline")]) + (0.9 if gpu == "t4" else 0.5)

@@ -27,7 +27,6 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 _ON_CONDA = {
-    "matplotlib": "matplotlib-base",
     "ortools": "ortools-python",
     "ray": "ray-tune",
     "torch": "pytorch",

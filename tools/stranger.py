@@ -216,7 +216,7 @@ def play(stranger: Stranger) -> None:
     expect("width" in (stranger.mine / "report.html").read_text(encoding="utf-8"), "The report does not show the own study.")
     stranger.wrong("an unknown GPU", re.sub(r"--gpu \S+", "--gpu a1000", check), 2)
     stranger.wrong("a missing file", check.replace("models.py", "absent.py"), 2)
-    stranger.wrong("a missing log", "perfguard report absent.db", 1)
+    stranger.wrong("a missing log", "perfguard report absent.db", 2)
 
 
 def guard_scripts(stranger: Stranger, page: str) -> None:

@@ -10,8 +10,8 @@ Beside these there are:
     perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
     perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory
 
-Each limit also has a constraint, for instance "perfguard:memory". It is the logarithm of (upper predicted bound / limit), positive
-where the trial does not fit.
+Each limit also has a constraint, for instance "perfguard:memory". It is the logarithm of (upper predicted bound / limit), and
+positive where the trial does not fit.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def write(
 ) -> None:
     """Write user attributes and constraints into a trial. A trial that has finished meanwhile is left as it is.
 
-    A pruner gets a FrozenTrial, which cannot be written to. Only the study's storage can, which is private (Optuna 1 to 5). The key
-    of a constraint is that of ``Trial.set_constraint`` (Optuna 5.0).
+    A pruner gets a FrozenTrial, which cannot be written to. Only the study's storage can, which is private (Optuna 1 to 5). A
+    constraint has the key of ``Trial.set_constraint`` (Optuna 5.0).
     """
     storage, trial_id = study._storage, trial._trial_id
     try:

@@ -1,7 +1,7 @@
 """OptunaGuard: judges the trials of a study, measures those that run, and writes both into them.
 
-A trial's way: :meth:`OptunaGuard.begin` judges it (:meth:`~OptunaGuard.judge` builds the workload, :meth:`~OptunaGuard.decide` asks
-the core) and launches or prunes it; :meth:`~OptunaGuard.finish` measures it, and the core learns.
+A trial's way: :meth:`OptunaGuard.begin` judges it, and launches or prunes it. There :meth:`~OptunaGuard.judge` builds the
+workload, and :meth:`~OptunaGuard.decide` asks the core. :meth:`~OptunaGuard.finish` measures the trial, and the core learns.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from perfguard.exceptions import (
     warn_user,
 )
 from perfguard.guard import Guard, as_workload
-from perfguard.measure import Measurement, Run, status_of
-from perfguard.record import RAN_OUT
+from perfguard.measure import Measurement, Run, Status, status_of
 from perfguard.rejections import Rejection
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
@@ -66,6 +65,13 @@ if TYPE_CHECKING:
     from perfguard.log import MeasurementStore
 
 TrialKey = tuple[str, int, datetime.datetime | None]
+
+
+_NEVER_ASKED = (
+    "PerfGuard never judged a trial: the objective does not call trial.should_prune(), and Optuna calls a pruner nowhere else. "
+    "Make the study with `study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
+    "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
+)
 
 
 class OptunaGuard:
@@ -187,14 +193,9 @@ class OptunaGuard:
         final: bool = True,
         make_workload: Callable[[], Workload] | None = None,
     ) -> bool:
-        """Judge ``trial`` and begin to measure it, unless that was done before. Return whether it was launched.
+        """Judge ``trial`` and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
 
-        Args:
-            study: of the trial.
-            trial: the trial.
-            build: as for :meth:`judge`.
-            final: as for :meth:`judge`.
-            make_workload: describes what the trial runs, instead of ``build``.
+        ``make_workload`` describes what the trial runs, in the place of ``build``. The others are those of :meth:`judge`.
 
         Raises:
             optuna.TrialPruned: if the trial does not fit.
@@ -231,12 +232,8 @@ class OptunaGuard:
     def judge(self, study: optuna.Study, trial: AnyTrial, build: Build | None, *, final: bool) -> Decision | None:
         """Decide on ``trial`` by its parameters, and write the verdict into it. None: it cannot be judged yet.
 
-        Args:
-            study: of the trial.
-            trial: the trial.
-            build: makes the workload from the parameters. None: unknown, so the trial cannot be judged.
-            final: whether all parameters are there. If not, a default for a missing parameter, or an error of ``build``, delays
-                the verdict.
+        ``build`` is None if nobody knows what the trial runs. Unless this is the ``final`` attempt, a default for a missing
+        parameter, or an error of ``build``, delays the verdict.
         """
         if build is None:
             return None
@@ -284,12 +281,8 @@ class OptunaGuard:
     ) -> Decision:
         """Decide on what ``params`` would run, write the verdict into ``trial``, and remember a rejection.
 
-        Args:
-            study: of the trial.
-            trial: the trial.
-            params: as ``build`` read them.
-            make_workload: returns what they run, or raises the error of ``build``.
-            is_read: whether they decide what runs. If not, it is a model that the objective made.
+        ``make_workload`` raises the error of ``build``, if there is one. ``is_read`` is False for a model that the objective
+        made: then the parameters do not say what runs.
 
         Raises:
             UnguardedTrialError: if that cannot be judged, and the guard is strict.
@@ -321,7 +314,7 @@ class OptunaGuard:
                 self.guard.warn_once(
                     BudgetWarning,
                     f"No proposal is certain to fit ({search.num_rejected} in a row), so PerfGuard launches a trial that more "
-                    "likely fits than not (shown once). The share of violations may exceed `risk`. Raise the budget, or the risk.",
+                    "likely fits than not (shown once). More trials may break a budget than `risk` says. Raise one of the two.",
                     about="patience",
                 )
             search.count_launched()
@@ -364,11 +357,7 @@ class OptunaGuard:
     ) -> Rejection | None:
         """Return the earlier rejection of ``params`` by ``build``, if judging them again would come to the same.
 
-        Args:
-            study: of the trial.
-            params: proposed for it.
-            build: the function that read the parameters.
-            drawn: names of which the rejection must depend on one. None: any rejection counts.
+        ``drawn`` holds names of which the rejection must depend on one. None: any rejection counts.
         """
         if build != self._remembers:
             self.guard.rejections.clear()
@@ -421,8 +410,10 @@ class OptunaGuard:
                 f"PerfGuard could not write into trial {trial.number} (shown once): {type(error).__name__}: {error}",
             )
 
+    # Nothing runs unguarded in silence: the reason is written into the trial, and the first one is a warning.
+
     def report_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
-        """Write into ``trial`` why it runs without a verdict, and warn of the first such trial.
+        """Report why ``trial`` runs without a verdict, unless it has one.
 
         Raises:
             UnguardedTrialError: if the guard is strict.
@@ -432,20 +423,13 @@ class OptunaGuard:
             return
         if known.error is not None:
             self.decide(study, trial, WatchedParams(trial.params), _raiser(known.error), is_read=False)
-            return
-        why = self._why_unjudged(build, known.missing, trial.params)
-        self._write_unjudged(study, trial, why)
-        self._warn_unjudged(why)
-
-    def unknown_workload(self, study: optuna.Study, trial: AnyTrial) -> Callable[[], Workload]:
-        """Return a ``make_workload`` that raises why nobody knows what ``trial`` runs."""
-        return _raiser(ConfigurationError(self._why_unjudged(self.build, self._trial(study, trial).missing, trial.params)))
+        else:
+            self._unguarded(self.why_unjudged(study, trial, build), study, trial)
 
     def report_ended(self, study: optuna.Study, trial: FrozenTrial, state: TrialState) -> None:
-        """Do as :meth:`report_unjudged` for a trial that ends in ``state`` and was never judged.
+        """Report a trial that ends in ``state`` and was never judged. The arguments are those of a sampler's ``after_trial``.
 
-        A trial that failed, pruned itself or was interrupted may have ended before the call. It has its own reason to end. So the
-        missing verdict is written into it, and there is no warning and no error.
+        A trial that failed, pruned itself or was interrupted has its own reason to end, so there is no warning and no error.
         """
         known = self._trial(study, trial)
         if known.decision is not None or known.is_over or has_verdict(trial):
@@ -456,60 +440,45 @@ class OptunaGuard:
         elif self.build is None or known.missing or known.error is not None:
             self.report_unjudged(study, trial, self.build)
         else:
-            self._write_unjudged(study, trial, self._why_unasked)
-            self._warn_unjudged(self._why_unasked)
+            self._unguarded(_NEVER_ASKED, study, trial)
 
     def report_unasked(self, study: optuna.Study, study_name: str, number: int) -> None:
-        """Warn if an earlier trial of this process completed in silence: nothing of PerfGuard heard of it.
+        """Report an earlier trial of this process that completed in silence: nothing of PerfGuard heard of it.
 
         Raises:
             UnguardedTrialError: if the guard is strict.
         """
-        if study_name != study.study_name:
-            return
-        found = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+        trials = study.get_trials(deepcopy=False) if study_name == study.study_name else []
+        found = next((trial for trial in trials if trial.number == number), None)
         if found is None or found.state != TrialState.COMPLETE or has_verdict(found):
             return
         known = self._trial(study, found)
         if known.decision is None and not known.is_over:  # else the storage could not be written to
-            self._warn_unjudged(self._why_unasked)
+            self._unguarded(_NEVER_ASKED)
 
-    @property
-    def _why_unasked(self) -> str:
-        return (
-            f"PerfGuard never judged a trial{self._and_so('it ran unguarded')}: the objective does not call "
-            "trial.should_prune(), and Optuna calls a pruner nowhere else. Make the study with "
-            "`study = perfguard_optuna.create_study(...)`, or begin the objective's work with "
-            "`if trial.should_prune(): raise optuna.TrialPruned`, right after the last suggestion."
-        )
-
-    def _why_unjudged(self, build: Build | None, missing: Collection[str], params: Mapping[str, Any]) -> str:
-        if missing:
-            return (
-                f"{why_missing(missing, params)}{self._and_so('trials run unguarded')}. Correct the name in build, or "
-                "suggest all that build needs before the first should_prune()."
-            )
+    def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> str:
+        """Return why ``trial`` has no verdict, and what to do."""
+        if missing := self._trial(study, trial).missing:
+            mend = "Correct the name in build, or suggest all that build needs before the first should_prune()."
+            return f"{why_missing(missing, trial.params)}. {mend}"
         if self.build is None and build is None:
             return (
-                f"PerfGuard does not know what the trials run{self._and_so('they are launched unguarded')}. Give it "
-                "`build=lambda params: Workload(...)`, or wrap the training in `with guard.trial(trial, model, batch): ...`."
+                "PerfGuard does not know what the trials run. Give it `build=lambda params: Workload(...)`, or wrap the training "
+                "in `with guard.trial(trial, model, batch): ...`."
             )
-        unguarded = self._and_so("trials run unguarded")
-        return f"The objective suggested nothing that PerfGuard could judge by{unguarded}. Suggest what build needs."
+        return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 
-    def _and_so(self, consequence: str) -> str:
-        """The consequence for a warning. A strict guard has none, because it ends the study."""
-        return "" if self.guard.strict else f", so {consequence}"
+    def _unguarded(self, why: str, study: optuna.Study | None = None, trial: AnyTrial | None = None) -> None:
+        if study is not None and trial is not None:
+            self._write_unjudged(study, trial, why)
+        if self.guard.strict:
+            raise UnguardedTrialError(why)
+        self.guard.warn_once(UnguardedTrialWarning, f"A trial runs unguarded. {why}", about="unjudged")
 
     def _write_unjudged(self, study: optuna.Study, trial: AnyTrial, why: str) -> None:
         self._trial(study, trial).is_over = True
         verdict = Verdict(action="launch", unjudged=why)
         self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
-
-    def _warn_unjudged(self, why: str) -> None:
-        if self.guard.strict:
-            raise UnguardedTrialError(why)
-        self.guard.warn_once(UnguardedTrialWarning, why, about="unjudged")
 
     def too_slow(self, study: optuna.Study, trial: AnyTrial) -> str | None:
         """Return why a running trial will break its time budget at the measured pace, and write it down. None: it may hold it."""
@@ -530,28 +499,50 @@ class OptunaGuard:
     def finish(self, study: optuna.Study, error: BaseException | None) -> Measurement | None:
         """End the measuring of the calling thread's trial, which ended with ``error``, and learn from it."""
         known = self._running.pop(threading.get_ident(), None)
-        if known is None or known.run is None or known.decision is None:
+        if known is None:
             return None
         was_pruned = isinstance(error, optuna.TrialPruned)
-        status = "ok" if was_pruned else status_of(error)
-        if status == "timeout":  # of a socket or a collective, and not the trial's time budget
-            status = "failed"
         note = f"{type(error).__name__}: {error}"[:200] if error is not None and not was_pruned else ""
-        measurement = self._measured(known, lambda run: run.finish(status, note=note))
-        if measurement is None:
+        return self._end(study, known, "ok" if was_pruned else status_of(error), note, was_cut_off=was_pruned)
+
+    def end_abandoned(self, study: optuna.Study) -> None:
+        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
+        known = self._running.pop(threading.get_ident(), None)
+        if known is None or known.run is None:
+            return
+        trials = study.get_trials(deepcopy=False) if known.study_name == study.study_name else []
+        ended = next((trial for trial in trials if trial.number == known.trial.number), None)
+        status: Status = "failed" if ended is not None and ended.state == TrialState.FAIL else "ok"
+        note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
+        self._end(study, known, status, note, was_cut_off=True, at_last_step=True)
+
+    def _end(
+        self, study: optuna.Study, known: _Trial, status: Status, note: str, *, was_cut_off: bool, at_last_step: bool = False
+    ) -> Measurement | None:
+        run, decision, known.run, known.is_over = known.run, known.decision, None, True
+        assert run is not None
+        assert decision is not None
+        try:
+            measurement = run.finish(status, note=note, at_last_step=at_last_step)
+        except Exception as error:
+            self._warn_unmeasured(error)
             return None
-        if was_pruned:
-            measurement = _without_memory_before_a_step(measurement)
+        if was_cut_off and measurement.num_steps == 0:  # its memory does not show what its steps need
+            measurement = replace(measurement, peak_memory_bytes=None)
         attributes: dict[str, Any] = {"status": measurement.status}
-        elsewhere = self.guard.why_not_measured(measurement)
-        if elsewhere:
+        broken: dict[str, float] = {}
+        if elsewhere := self.guard.why_not_measured(measurement):
             attributes["not_measured"] = elsewhere
         else:
             attributes |= measured_attributes_of(measurement, self.guard.budget.price_per_hour)
-        self._write(study, known.trial, attributes, lambda: {} if elsewhere else self._broken(study, known, measurement))
+            if measurement.status == "oom":
+                limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
+                needed = measurement.peak_memory_bytes
+                broken = self._excess(study, "memory", math.log(needed / limit) if needed and limit else 0.0)
+        self._write(study, known.trial, attributes, lambda: broken)
         if measurement.status == "oom":
             _free_memory()
-        if known.decision.verdict.action == "repair" and not known.repair_was_read:
+        if decision.verdict.action == "repair" and not known.repair_was_read:
             self.guard.warn_once(
                 UnguardedTrialWarning,
                 "PerfGuard repaired a trial, but its objective did not call `repair_of(trial)`, so it ran as "
@@ -559,44 +550,12 @@ class OptunaGuard:
                 about="repair",
             )
         else:
-            self.guard.learn(known.decision, measurement)
+            self.guard.learn(decision, measurement)
         return measurement
-
-    def end_abandoned(self, study: optuna.Study) -> None:
-        """End the measurement of a trial without a reported end. In a plain study, the next trial's first call does this."""
-        known = self._running.pop(threading.get_ident(), None)
-        if known is None or known.run is None or known.decision is None:
-            return
-        trials = study.get_trials(deepcopy=False) if known.study_name == study.study_name else []
-        ended = next((trial for trial in trials if trial.number == known.trial.number), None)
-        has_failed = ended is not None and ended.state == TrialState.FAIL
-        note = "ended at its last step, because its end was not reported" if known.run.num_steps else "its end was not reported"
-        status = "failed" if has_failed else "ok"
-        measurement = self._measured(known, lambda run: run.finish(status, note=note, at_last_step=True))  # type: ignore[arg-type]
-        if measurement is not None:
-            self.guard.learn(known.decision, _without_memory_before_a_step(measurement))
-
-    def _measured(self, known: _Trial, finish: Callable[[Run], Measurement]) -> Measurement | None:
-        """The cost of a trial that ends here; None if it could not be measured."""
-        run, known.run, known.is_over = known.run, None, True
-        assert run is not None
-        try:
-            return finish(run)
-        except Exception as error:
-            self._warn_unmeasured(error)
-            return None
 
     def _warn_unmeasured(self, error: Exception) -> None:
         message = f"PerfGuard could not measure a trial (shown once): {type(error).__name__}: {error}"
         self.guard.warn_once(MeasurementWarning, message)
-
-    def _broken(self, study: optuna.Study, known: _Trial, measurement: Measurement) -> dict[str, float]:
-        """Constraints of a trial that ran out of memory in spite of its verdict."""
-        if measurement.status != RAN_OUT["memory"] or known.decision is None:
-            return {}
-        measured = measurement.peak_memory_bytes
-        limit = next((limit.limit for limit in known.decision.verdict.limits if limit.quantity == "memory"), None)
-        return self._excess(study, "memory", math.log(measured / limit) if measured and limit else 0.0)
 
     def _excess(self, study: optuna.Study, quantity: str, excess: float) -> dict[str, float]:
         """The constraint of a broken limit: positive, at least 1%, because the amount may be unknown."""
@@ -702,7 +661,8 @@ class GuardedRun:
         guard, trial = self._guard, self._trial
         study = trial.study
         if not guard.begin(study, trial, guard.build, make_workload=self._make_workload):
-            guard.begin(study, trial, None, make_workload=guard.unknown_workload(study, trial))
+            unknown = ConfigurationError(guard.why_unjudged(study, trial, guard.build))
+            guard.begin(study, trial, None, make_workload=_raiser(unknown))
         self._run = guard._trial(study, trial).run
         guard.repair_of(study, trial)  # the block applies it
         return self
@@ -752,14 +712,9 @@ class GuardedRun:
 
 def prune_if_out_of_memory(error: BaseException | None) -> None:
     """Turn an out-of-memory error into a pruned trial, so that the study goes on."""
-    if isinstance(error, Exception) and not isinstance(error, (UnguardedTrialError, optuna.TrialPruned)):  # which may quote one
-        if status_of(error) == "oom":
-            raise optuna.TrialPruned(f"ran out of memory: {error}") from error
-
-
-def _without_memory_before_a_step(measurement: Measurement) -> Measurement:
-    """The memory of a trial that ended before its first step does not show what its steps need."""
-    return replace(measurement, peak_memory_bytes=None) if measurement.num_steps == 0 else measurement
+    quotes_others = isinstance(error, (UnguardedTrialError, optuna.TrialPruned))
+    if isinstance(error, Exception) and not quotes_others and status_of(error) == "oom":
+        raise optuna.TrialPruned(f"ran out of memory: {error}") from error
 
 
 def _free_memory() -> None:

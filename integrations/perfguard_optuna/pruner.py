@@ -108,7 +108,7 @@ class PerfGuardPruner(HyperbandPruner):
             self.guard.report_unasked(study, *before)
         return 0
 
-    def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:  # type: ignore[override]
+    def _create_bracket_study(self, study: optuna.Study, bracket_id: int) -> optuna.Study:
         return study
 
     def __getstate__(self) -> dict[str, Any]:

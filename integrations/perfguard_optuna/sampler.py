@@ -9,6 +9,7 @@ followed branch by branch.
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -39,8 +40,8 @@ class PerfGuardSampler(BaseSampler):
     What does not fit is in the study as a PRUNED trial, with the reason, but does not count for ``n_trials``. The first trial of
     a fresh study is the exception: the parameters' distributions are known only after it has suggested them.
 
-    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the trial gets the least bad of them, and the pruner
-    prunes it. A study that has launched nothing goes on to 300 proposals in a row, and ends with a NothingFeasibleWarning.
+    When nothing has fitted for ``max_proposals`` proposals or ``max_seconds``, the trial gets the least bad of them, and the
+    pruner prunes it. A study that has launched nothing goes on to 300 proposals in a row, and ends with a NothingFeasibleWarning.
 
     Args:
         inner: the sampler that proposes.
@@ -95,11 +96,12 @@ class PerfGuardSampler(BaseSampler):
         self._max_seconds = max_seconds
         self.judges = judges
         """Whether new proposals are judged before they become trials."""
-        # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so that a study repeats itself.
+        # A sampler that repeats itself is replaced by a random one for a while. Its seed is fixed, so a study can be repeated.
         random = RandomSampler(seed=0)
-        is_fixed = isinstance(inner, PartialFixedSampler)
-        self._random: BaseSampler = PartialFixedSampler(inner._fixed_params, random) if is_fixed else random
-        base = inner._base_sampler if is_fixed else inner
+        self._random: BaseSampler = random
+        base = inner
+        if isinstance(inner, PartialFixedSampler):
+            self._random, base = PartialFixedSampler(inner._fixed_params, random), inner._base_sampler
         self._is_grid = isinstance(base, GridSampler)
         self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
         """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
@@ -166,7 +168,7 @@ class PerfGuardSampler(BaseSampler):
             verdict = proposal.rejection or self._rejection_of(study, proposal)
             if verdict is None:
                 if self.judges and proposal.workload is not None:
-                    self.guard.decide(study, trial, proposal.params, lambda workload=proposal.workload: workload)
+                    self.guard.decide(study, trial, proposal.params, functools.partial(_same, proposal.workload))
                 return proposal.drawn
             if proposal.rejection is None:
                 self.guard.remember(study, proposal.params, verdict)
@@ -255,7 +257,7 @@ class PerfGuardSampler(BaseSampler):
         guard, storage = self.guard, study._storage
         attributes = storage.get_trial_system_attrs(trial._trial_id)
         # A GridSampler knows by these system attributes which points it has visited (Optuna 5.0).
-        grid = {key: attributes[key] for key in ("grid_id", "search_space") if key in attributes}
+        grid: dict[str, Any] = {key: attributes[key] for key in ("grid_id", "search_space") if key in attributes}
         params = {name: proposal.params.given[name] for name in proposal.space if name in proposal.params.given}
         written = attributes_of(verdict, guard.device) | {"proposed_for": trial.number}
         rejected = create_trial(
@@ -300,10 +302,10 @@ class _Proposal:
 class _StudyWithRejected(optuna.Study):
     """A view of a study for the GP sampler. Rejected proposals appear as completed trials, so that it learns the constraints.
 
-    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets the median of the completed ones,
-    from which the model of the objective learns least. A study without constraints has no other way to mark infeasible trials, so
-    there it gets the worst value instead. The trial that is being sampled is left out of the running ones. Otherwise the GP would
-    treat its last, rejected proposal as a running trial.
+    The GP reads completed trials only (Optuna 5.0). A rejected proposal has no value, so it gets the median of the completed
+    ones, from which the model of the objective learns least. A study without constraints has no other way to mark infeasible
+    trials, so there it gets the worst value instead. The trial that is being sampled is left out of the running ones. Otherwise
+    the GP would treat its last, rejected proposal as a running trial.
     """
 
     def __init__(self, study: optuna.Study, sampled: FrozenTrial) -> None:
@@ -332,6 +334,10 @@ class _StudyWithRejected(optuna.Study):
                 twin.state, twin.values = TrialState.COMPLETE, stand_in
                 trials.append(twin)
         return trials
+
+
+def _same(workload: Workload) -> Workload:
+    return workload
 
 
 def _distributions(study: optuna.Study) -> dict[str, BaseDistribution]:

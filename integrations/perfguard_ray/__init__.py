@@ -13,23 +13,16 @@ if tuple(int(part) for part in _ray.__version__.split(".")[:2]) < (2, 43):  # tu
         f"perfguard_ray needs Ray 2.43 or newer, but {_ray.__version__} is installed: pip install --upgrade 'perfguard[ray]'."
     )
 
-from perfguard_ray._callback import PerfGuardCallback
-from perfguard_ray._generator import PerfGuardVariantGenerator
-from perfguard_ray._ledger import repair_of
-from perfguard_ray._measure import measure, measured
-from perfguard_ray._population import PerfGuardPopulationBasedTraining
-from perfguard_ray._resources import resources
-from perfguard_ray._searcher import PerfGuardSearcher
-from perfguard_ray._service import SharedPredictor
-from perfguard_ray._summary import RunSummary, summarize
+from perfguard_ray.callback import PerfGuardCallback, measure, measured, summarize
+from perfguard_ray.ledger import repair_of
+from perfguard_ray.resources import resources
+from perfguard_ray.search import PerfGuardPopulationBasedTraining, PerfGuardSearcher, PerfGuardVariantGenerator
 
 __all__ = [
     "PerfGuardCallback",
     "PerfGuardPopulationBasedTraining",
     "PerfGuardSearcher",
     "PerfGuardVariantGenerator",
-    "RunSummary",
-    "SharedPredictor",
     "measure",
     "measured",
     "repair_of",

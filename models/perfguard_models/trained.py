@@ -37,13 +37,11 @@ class FeatureSet(NamedTuple):
     """The names of all its columns, in their order. Weights that were fitted to other columns are refused."""
     compute: Callable[[OpGraph, Device], Arrays]
     """Computes the features of a graph on a device."""
-    module: str
-    """Module whose source code is part of the cache key of features."""
 
 
 FEATURE_SETS: Mapping[str, FeatureSet] = {
-    "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches, launches.__name__),
-    "sums": FeatureSet(step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}, step.__name__),
+    "launches": FeatureSet((launches.COLUMNS, launches.NAMES, launches.DEVICE_COLUMNS), launches.launches),
+    "sums": FeatureSet(step.STEP_FEATURES, lambda graph, device: {"sums": step.step_features(graph, device)}),
 }
 """Feature sets of GuardNet's learners by name."""
 LEARNERS: Mapping[str, type[Learner]] = {learner.name: learner for learner in (MemoryForest, TwoClocks)}

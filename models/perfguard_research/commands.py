@@ -69,7 +69,8 @@ def collect(words: Sequence[str]) -> None:
     Raises:
         PerfGuardError: for arguments or a device that cannot be right.
     """
-    from perfguard_research.collect import SPACES, collect, collecting_device
+    from perfguard_research.collect.loop import collect, collecting_device
+    from perfguard_research.collect.spaces import SPACES
 
     parser = argparse.ArgumentParser(prog="perfguard collect", description="Run small networks here and write down their cost.")
     parser.add_argument("--out", required=True, type=Path, metavar="ROWS.csv", help="the table to write")

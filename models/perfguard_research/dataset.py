@@ -1,44 +1,50 @@
 """Data sets from tables of measured runs. Each run is traced once, turned into one or several views, and split into folds.
 
-    table → rows → cached OpGraphs (graphs.py) → views (arrays that a predictor reads) → folds
+    table → rows → cached OpGraphs → views (arrays that a predictor reads) → folds
 
-A view is cached beside the graphs, by the table's content and by the source code that made it.
+Graphs are kept in a folder. Each network has one archive; its rows differ only in the batch and the GPU. An archive is written
+when all rows are traced, so an interrupted run continues with the next network. It holds `OpGraph.to_bytes`, or the reason why
+there is no graph.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
-import importlib
-import inspect
+import itertools
 import math
+import os
 import random
+import sys
+import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
-import numpy as np
 import torch
+from rich.progress import track
 
 from perfguard.devices import Device
 from perfguard.exceptions import PerfGuardError
-from perfguard.graph import KIND_INDEX, OpGraph, Phase
+from perfguard.graph import KIND_INDEX, OpGraph, Phase, TraceCache
 from perfguard.workload import Layout
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.learner import Arrays
 from perfguard_models.setting import Setting, arithmetic_of
-from perfguard_models.trained import FeatureSet
 from perfguard_research.csv_rows import read_table
-from perfguard_research.graphs import Group, groups_of, mapped, read_group, trace_groups
 from perfguard_research.operators import Operator
+from perfguard_research.papers.layers import FEATURE_SETS
 from perfguard_research.tables import MeasuredRow, parser_of
 
+T = TypeVar("T")
 STEPS = ("workload", "transformer", "collected", "run")
 """Kinds of table whose rows are steps of whole networks."""
-ALL_TABLES = ("workload", "transformer", "perceptron", "operator", "collected", "run")
+ALL_TABLES = (*STEPS, "perceptron", "operator")
 """Kinds of table that a predictor learns from."""
-_STATUSES = ("ok", "oom")
 
 
 class Run(NamedTuple):
@@ -82,12 +88,12 @@ class Run(NamedTuple):
         return Setting(
             device_id=self.gpu,
             mode=self.mode,
-            precision="fp32" if arithmetic in _ARITHMETIC_OF_FP32 else arithmetic,
+            precision="fp32" if arithmetic in ("tf32", "no-tf32") else arithmetic,
             arithmetic=arithmetic,
             layout=next((word for word in others if word in get_args(Layout)), "nchw"),
             compiled="compiled" in others,
-            has_convolutions=self.has_convolutions,
-            has_recurrent_layers=self.has_recurrent_layers,
+            has_convolutions=self.table == "workload" or self._has("conv"),
+            has_recurrent_layers=self._has("rnn"),
             is_single=self.is_single,
         )
 
@@ -101,35 +107,11 @@ class Run(NamedTuple):
         """The group that it is calibrated with; see :attr:`perfguard_models.setting.Setting.group`."""
         return self.setting.group
 
-    @property
-    def has_convolutions(self) -> bool:
-        """Whether the step has convolutions. Rows of tables other than workloads need launches or sums in their view."""
-        return self.table == "workload" or self._has("conv")
-
-    @property
-    def has_recurrent_layers(self) -> bool:
-        """Whether the step has operators whose time steps wait for one another. Rows need launches or sums in their view."""
-        return self._has("rnn")
-
     def _has(self, kind: str) -> bool:
-        """Whether the step has operators of the kind."""
+        """Whether the step has operators of the kind. Launches or sums in the view say so."""
         if "host" in self.view:
             return bool((self.view["host"] // len(Phase) == KIND_INDEX[kind]).any())
         return bool("sums" in self.view and self.view["sums"][STEP_FEATURES.index(f"time_{kind}")] > 0)
-
-
-_KERNELS_A_STEP = 1_000_000
-"""A step counts as much as so many kernels when folds are balanced."""
-_ARITHMETIC_OF_FP32 = ("tf32", "no-tf32")
-_FEATURES_OF_PAPERS = "perfguard_research.papers.served"
-"""Imported by name, because the papers' package imports this one."""
-_SHARED_BY_FEATURES = tuple(f"perfguard_models.features.{name}" for name in ("convolutions", "operators"))
-
-
-def feature_sets() -> Mapping[str, FeatureSet]:
-    """Feature sets by name."""
-    found: Mapping[str, FeatureSet] = importlib.import_module(_FEATURES_OF_PAPERS).FEATURE_SETS
-    return found
 
 
 class Dataset(NamedTuple):
@@ -152,12 +134,12 @@ class Dataset(NamedTuple):
 def dataset_of(
     tables: Iterable[Path], view: str | Sequence[str], *, cache: Path, jobs: int = 2, most_operators: int = 60_000, seed: int = 0
 ) -> Dataset:
-    """The runs of ``tables``, seen as ``view`` (the name of one of `feature_sets`, or several).
+    """The runs of ``tables``, seen as ``view`` (the name of one of FEATURE_SETS, or several).
 
     Args:
         tables: tables of runs, of any of ALL_TABLES.
         view: what the predictor reads.
-        cache: a folder for graphs and views.
+        cache: a folder for graphs.
         jobs: number of processes for traces and views.
         most_operators: the most rows of an operator table, drawn with ``seed``. Such tables have many similar rows.
         seed: of that draw.
@@ -165,17 +147,18 @@ def dataset_of(
     Raises:
         TableError: if a table cannot be read or is of no known kind.
     """
-    runs: list[Run] = []
-    rejected: list[str] = []
-    cpus = set[str]()
     names = (view,) if isinstance(view, str) else tuple(view)
+    dataset, cpus = Dataset([], []), set[str]()
     for table in tables:
-        read = _read(table, most_operators, seed)
-        cpus |= {row.device.name for row in read.rows if row.gpu == "cpu"}
-        found = _seen(read.rows, names, cache, jobs)
-        runs += [run for run in found if isinstance(run, Run)]
-        rejected += [*read.rejected, *(reason for reason in found if isinstance(reason, str))]
-    return Dataset(runs, rejected, frozenset(cpus))
+        rows, rejected = _read(table, most_operators, seed)
+        cpus |= {row.device.name for row in rows if row.gpu == "cpu"}
+        groups = _groups_of(rows, cache / "graphs")
+        _trace_groups(groups, jobs)
+        dataset.rejected.extend(rejected)
+        for found in _mapped(functools.partial(_look, names=names), groups, jobs, "looking"):
+            dataset.runs.extend(run for run in found if isinstance(run, Run))
+            dataset.rejected.extend(reason for reason in found if isinstance(reason, str))
+    return dataset._replace(cpus=frozenset(cpus))
 
 
 def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: Path) -> Iterator[tuple[Run, Device, OpGraph]]:
@@ -184,21 +167,16 @@ def graphs_of(tables: Iterable[Path], wanted: Callable[[Run], bool], *, cache: P
     The graphs must be in the ``cache``.
     """
     for table in tables:
-        for group in groups_of(_read(table, 0, 0).rows, cache / "graphs"):
-            runs = [_run(row, []) for row in group.rows]
-            if any(isinstance(run, Run) and wanted(run) for run in runs):
-                for run, (_, device, graph) in zip(runs, read_group(group), strict=True):
-                    if isinstance(run, Run) and isinstance(graph, OpGraph) and wanted(run):
+        for group in _groups_of(_read(table, 0, 0)[0], cache / "graphs"):
+            runs = [_run(row, {}) for row in group.rows]
+            if any(map(wanted, runs)):
+                for run, (_, device, graph) in zip(runs, _read_group(group), strict=True):
+                    if isinstance(graph, OpGraph) and wanted(run):
                         yield run, device, graph
 
 
-class _Read(NamedTuple):
-    rows: list[MeasuredRow]
-    rejected: list[str]
-
-
-def _read(table: Path, most_operators: int, seed: int) -> _Read:
-    """The rows of a table that can be used."""
+def _read(table: Path, most_operators: int, seed: int) -> tuple[list[MeasuredRow], list[str]]:
+    """The rows of a table that can be used, and why others cannot."""
     columns, raw = read_table(table)
     parse = parser_of(columns, table)
     rows: list[MeasuredRow] = []
@@ -213,7 +191,7 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
         text = repr(row)
         if text in seen:
             rejected.append("the same row twice")
-        elif row.status not in _STATUSES:
+        elif row.status not in ("ok", "oom"):
             rejected.append(f"status {row.status!r}")
         elif row.gpu == "cpu" and row.figures is None:
             rejected.append("a CPU without its figures, which `perfguard collect` writes")
@@ -224,7 +202,7 @@ def _read(table: Path, most_operators: int, seed: int) -> _Read:
             rows.append(row)
     if "op" in columns and len(rows) > most_operators:
         rows = random.Random(seed).sample(rows, most_operators)
-    return _Read(rows, rejected)
+    return rows, rejected
 
 
 def _absurd(row: MeasuredRow) -> str:
@@ -237,70 +215,114 @@ def _absurd(row: MeasuredRow) -> str:
     return ""
 
 
-def _seen(rows: Sequence[MeasuredRow], names: Sequence[str], cache: Path, jobs: int) -> list[Run | str]:
-    groups = groups_of(rows, cache / "graphs")
-    places = {name: cache / f"{name}-{_fingerprint(groups, name)}.pt" for name in names}
-    missing = tuple(name for name in names if not places[name].is_file())
-    if missing:
-        trace_groups(groups, jobs=jobs)
-        look = functools.partial(_look, names=missing)
-        made: dict[str, list[Any]] = {name: [] for name in missing}
-        for found in mapped(look, groups, jobs=jobs, description="looking"):
-            for item in found:
-                for name in missing:
-                    made[name].append(item if isinstance(item, str) else _as_tensors(item[name]))
-        cache.mkdir(parents=True, exist_ok=True)
-        for name in missing:
-            torch.save(made[name], places[name])
-    ordered = [row for group in groups for row in group.rows]
-    stored = zip(*(torch.load(places[name], weights_only=True) for name in names), strict=True)
-    return [_run(row, views) for row, views in zip(ordered, stored, strict=True)]
+# Graphs
 
 
-def _fingerprint(groups: Sequence[Group], name: str) -> str:
-    rows = [(group.archive.name, [_step_of(row) for row in group.rows]) for group in groups]
-    modules = (feature_sets()[name].module, *_SHARED_BY_FEATURES, Operator.__module__)
-    source = [inspect.getsource(importlib.import_module(module)) for module in modules]
-    return hashlib.sha256(repr((source, rows)).encode()).hexdigest()[:16]
+class _Group(NamedTuple):
+    """Rows of one network, and the archive of their graphs."""
+
+    archive: Path
+    rows: tuple[MeasuredRow, ...]
 
 
-def _step_of(row: MeasuredRow) -> tuple[Any, ...]:
-    return row.device, row.batch_size, row.network.sizes if isinstance(row.network, Operator) else ()
+def _groups_of(rows: Iterable[MeasuredRow], cache: Path) -> list[_Group]:
+    """The rows by network, in an order that does not depend on the table's."""
+    ordered = sorted(rows, key=lambda row: (str(row.structure), row.gpu, row.batch_size))
+    groups = []
+    for structure, members in itertools.groupby(ordered, key=lambda row: row.structure):
+        own = tuple(members)
+        what = "3", structure, sorted({_member(row) for row in own})  # 3: the format of archives
+        groups.append(_Group(cache / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.zip", own))
+    return groups
 
 
-def _look(group: Group, names: tuple[str, ...]) -> list[dict[str, Arrays] | str]:
-    found: list[dict[str, Arrays] | str] = []
-    previous: tuple[OpGraph, Device, dict[str, Arrays]] | None = None
-    for _, device, graph in read_group(group):
+def _member(row: MeasuredRow) -> str:
+    return f"{row.gpu}/{row.batch_size}"
+
+
+def _trace_groups(groups: Sequence[_Group], jobs: int) -> None:
+    """Trace what no archive holds yet, ``jobs`` networks at once."""
+    missing = [group for group in groups if not isinstance(group.rows[0].network, Operator) and not group.archive.is_file()]
+    for group in missing[:1]:
+        group.archive.parent.mkdir(parents=True, exist_ok=True)
+    for _ in _mapped(_trace, missing, jobs, "tracing"):
+        pass
+
+
+def _mapped(function: Callable[[_Group], T], groups: Sequence[_Group], jobs: int, description: str) -> Iterator[T]:
+    """``function`` of each group, in processes, in order, with a progress bar."""
+    if not groups:
+        return
+    with ProcessPoolExecutor(jobs, initializer=_prepare_worker) as pool:
+        results = pool.map(function, groups, chunksize=4)
+        yield from track(results, total=len(groups), description=description, transient=True, disable=not sys.stderr.isatty())
+
+
+def _prepare_worker() -> None:
+    """Graphs are many small objects: looking through them for cycles takes a third of the time."""
+    gc.disable()
+    gc.freeze()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def _trace(group: _Group) -> None:
+    partial = group.archive.with_suffix(f".{os.getpid()}")
+    with zipfile.ZipFile(partial, "w") as archive:
+        try:
+            model = group.rows[0].make_model()
+            traces = TraceCache()
+            for name, row in {_member(row): row for row in group.rows}.items():
+                archive.writestr(name, row.graph(model, traces, row.device).to_bytes())
+        except PerfGuardError as error:
+            archive.writestr("error", str(error))
+    partial.replace(group.archive)
+    gc.collect()
+
+
+def _read_group(group: _Group) -> Iterator[tuple[MeasuredRow, Device, OpGraph | str]]:
+    """Yield each row with its device and its graph, or with the reason why it has no graph."""
+    if isinstance(group.rows[0].network, Operator):  # written down, not traced
+        for row in group.rows:
+            yield row, row.device, row.graph(None, TraceCache(), row.device)
+        return
+    with zipfile.ZipFile(group.archive) as archive:
+        names = set(archive.namelist())
+        for name, rows in itertools.groupby(group.rows, key=_member):
+            found = OpGraph.from_bytes(archive.read(name)) if name in names else archive.read("error").decode()
+            for row in rows:
+                yield row, row.device, found
+
+
+def _look(group: _Group, names: tuple[str, ...]) -> list[Run | str]:
+    """The runs of a group, or the reasons why there are none."""
+    found: list[Run | str] = []
+    previous: tuple[OpGraph, Device, Arrays] | None = None
+    for row, device, graph in _read_group(group):
         if isinstance(graph, str):
             found.append(graph)
             continue
         if previous is None or previous[0] is not graph or previous[1] != device:
-            known = feature_sets()
-            previous = graph, device, {name: known[name].compute(graph, device) for name in names}
-        found.append(previous[2])
+            views = [FEATURE_SETS[name].compute(graph, device) for name in names]
+            previous = graph, device, {name: values for view in views for name, values in view.items()}
+        found.append(_run(row, previous[2]))
     return found
 
 
-def _as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
-
-
-def _run(row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Run | str:
-    arrays: Arrays = {}
-    for view in views:
-        if isinstance(view, str):
-            return view
-        arrays |= {name: value.numpy() for name, value in view.items()}
+def _run(row: MeasuredRow, view: Arrays) -> Run:
     fits = row.status == "ok"
-    alone = row.num_gpus == 1  # communication between GPUs is not modelled
-    labels = {
-        "memory": _log(row.peak_memory_bytes),
-        "time": _log(row.step_time_s) if alone else None,
-        "gpu_util": _logit(row.gpu_util),
-        "sm_active": _logit(row.sm_active),
-    }
+    labels: dict[str, float] = {}
+    if fits and row.peak_memory_bytes is not None:
+        labels["memory"] = math.log(row.peak_memory_bytes)
+    if fits and row.step_time_s is not None and row.num_gpus == 1:  # communication between GPUs is not modelled
+        labels["time"] = math.log(row.step_time_s)
+    for name, share in (("gpu_util", row.gpu_util), ("sm_active", row.sm_active)):
+        if fits and share is not None:
+            inside = min(max(share, 1e-3), 1 - 1e-3)
+            labels[name] = math.log(inside / (1 - inside))
     device = row.device
+    option = {"on": "tf32", "off": "no-tf32", "default": ""}[row.tf32]
+    arithmetic = arithmetic_of(row.precision, [option], device)
     return Run(
         table=row.table,
         source=row.source,
@@ -308,32 +330,18 @@ def _run(row: MeasuredRow, views: Sequence[dict[str, torch.Tensor] | str]) -> Ru
         model=row.model,
         gpu=device.id,
         mode=row.mode,
-        variant=_variant(row),
+        variant=" ".join([arithmetic, row.layout, *(["compiled"] if row.compiled else [])]),
         structure=f"{row.structure} {row.framework}",
         batch_size=row.batch_size,
-        labels={name: value for name, value in labels.items() if value is not None} if fits else {},
+        labels=labels,
         capacity_bytes=int(row.capacity_bytes or device.memory_bytes),
         fits=fits,
-        view=arrays,
+        view=view,
         host=row.host,
     )
 
 
-def _variant(row: MeasuredRow) -> str:
-    option = {"on": "tf32", "off": "no-tf32", "default": ""}[row.tf32]
-    arithmetic = arithmetic_of(row.precision, [option], row.device)
-    return " ".join([arithmetic, row.layout, *(["compiled"] if row.compiled else [])])
-
-
-def _log(value: float | None) -> float | None:
-    return None if value is None else math.log(value)
-
-
-def _logit(share: float | None) -> float | None:
-    if share is None:
-        return None
-    inside = min(max(share, 1e-3), 1 - 1e-3)
-    return math.log(inside / (1 - inside))
+# Folds
 
 
 class Fold(NamedTuple):
@@ -359,7 +367,7 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         # Steps count, else a few cards with many kernels would fill the folds. Kernels count where there is nothing else.
         sizes = Counter[str]()
         for name, run in zip(names, runs, strict=True):
-            sizes[name] += 1 if run.is_single else _KERNELS_A_STEP
+            sizes[name] += 1 if run.is_single else 1_000_000
         parts = _parts_of(sizes, number, seed)
         held_out = [{name for name in parts if parts[name] == part} for part in sorted(set(parts.values()))]
         made = [_fold(f"without {', '.join(sorted(some))}", [name in some for name in names]) for some in held_out]
@@ -370,19 +378,13 @@ def folds(runs: Sequence[Run], split: str, *, number: int = 5, seed: int = 0) ->
         tested = set(order[::number])
         return [_fold("random 1", [index in tested for index in range(len(runs))])]
     if split == "family":
-        part_of = _parts_of_families(runs, number, seed)
+        part_of: dict[tuple[str, str], int] = {}
+        for table in sorted({run.table for run in runs}):
+            parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed)
+            part_of |= {(table, family): part for family, part in parts.items()}
         made = [_fold(f"families {k + 1}", [part_of[run.table, run.family] == k for run in runs]) for k in range(number)]
         return [fold for fold in made if fold.learn and fold.judge]
     raise ValueError(f"A split is 'family', 'source', 'gpu' or 'random', not {split!r}.")
-
-
-def _parts_of_families(runs: Sequence[Run], number: int, seed: int) -> dict[tuple[str, str], int]:
-    """The part, out of ``number``, of each family of each table."""
-    part_of: dict[tuple[str, str], int] = {}
-    for table in sorted({run.table for run in runs}):
-        parts = _parts_of(Counter(run.family for run in runs if run.table == table), number, seed)
-        part_of |= {(table, family): part for family, part in parts.items()}
-    return part_of
 
 
 def _parts_of(sizes: Mapping[str, int], number: int, seed: int) -> dict[str, int]:

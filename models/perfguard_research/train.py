@@ -17,10 +17,11 @@ import numpy as np
 from perfguard.exceptions import ConfigurationError, TableError
 from perfguard_models.learner import Learner
 from perfguard_models.trained import CPU_PREFIX, write_trained
-from perfguard_research.dataset import Run, dataset_of, feature_sets
+from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, errors_of
 from perfguard_research.leaderboard import entries, fit_scores, predictions, rounded
 from perfguard_research.learners import OnEpoch, learner_class
+from perfguard_research.papers.layers import FEATURE_SETS
 
 _FEWEST_RUNS = 20
 
@@ -84,7 +85,7 @@ def train_and_write(
             for (split, group, _), score in fit_scores(runs, found).items()
         ],
     }
-    write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=feature_sets())
+    write_trained(out / stem, name, learner, card, calibrated(errors), feature_sets=FEATURE_SETS)
     size = (out / stem).with_suffix(".safetensors").stat().st_size
     return f"{out / stem}.safetensors ({size / 1e6:.1f} MB) from {len(used)} rows. {dataset.rejections()}"
 

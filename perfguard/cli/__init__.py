@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 from perfguard import __version__
 from perfguard.exceptions import ConfigurationError, PerfGuardError
@@ -26,25 +26,17 @@ COMMANDS_GROUP = "perfguard.commands"
 """Entry-point group for further commands: a function of the words after the command's name."""
 
 
-class _Command(NamedTuple):
-    module: str
-    add_arguments: str
-    """Name of the function of the module that adds the command's words to a parser."""
-    run: str
-    """Name of the function of the module that runs it. It returns the exit status, or None for 0."""
-    help: str
-
-
-# A command's module is imported when the command is called, so that `perfguard --help` loads none of them.
+# The module of each command, and its help. The module is imported when the command is called, so that `perfguard --help` loads
+# none of them. It has two functions: `add_NAME_arguments(parser)`, and `NAME(arguments)`, which returns the exit status or None.
 _COMMANDS = {
-    "predict": _Command("predict", "add_arguments", "predict", "predict memory and time of a workload on a GPU"),
-    "check": _Command("check", "add_arguments", "check", "check whether a workload fits its limits, as an exit status"),
-    "rank": _Command("gpus", "add_rank_arguments", "rank", "order GPUs by speed, and show which ones fit"),
-    "gpus": _Command("gpus", "add_gpus_arguments", "gpus", "list the GPUs in the catalog"),
-    "log": _Command("log", "add_log_arguments", "log", "show, export or clean the measurement log"),
-    "learn": _Command("log", "add_learn_arguments", "learn", "fine-tune the weights on the log, and promote better ones"),
-    "weights": _Command("log", "add_weights_arguments", "weights", "list the weights in the log, or go back to older ones"),
-    "report": _Command("log", "add_report_arguments", "report", "write an HTML page about a study or the measurement log"),
+    "predict": ("predict", "predict memory and time of a workload on a GPU"),
+    "check": ("check", "check whether a workload fits its limits, as an exit status"),
+    "rank": ("gpus", "order GPUs by speed, and show which ones fit"),
+    "gpus": ("gpus", "list the GPUs in the catalog"),
+    "log": ("log", "show, export or clean the measurement log"),
+    "learn": ("log", "fine-tune the weights on the log, and promote better ones"),
+    "weights": ("log", "list the weights in the log, or go back to older ones"),
+    "report": ("log", "write an HTML page about a study or the measurement log"),
 }
 
 
@@ -70,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         arguments = _parser(words, installed.values()).parse_args(words)
         arguments.own_process = argv is None
-        command = _COMMANDS[arguments.command]
-        status: int | None = _function(command, command.run)(arguments)
+        status: int | None = _function(arguments.command, arguments.command)(arguments)
         sys.stdout.flush()  # here, so that a broken pipe is noticed while it can be answered
     except PerfGuardError as error:
         print(f"perfguard: {error}", file=sys.stderr)
@@ -84,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _function(command: _Command, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(f"perfguard.cli.{command.module}"), name)
+def _function(command: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(f"perfguard.cli.{_COMMANDS[command][0]}"), name)
     return function
 
 
@@ -94,10 +85,10 @@ def _parser(words: Sequence[str], installed: Iterable[EntryPoint]) -> argparse.A
     parser = argparse.ArgumentParser(prog="perfguard", description="Predict what a trial will cost before it starts.")
     parser.add_argument("--version", action="version", version=f"perfguard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in _COMMANDS.items():
-        added = commands.add_parser(name, help=command.help)
+    for name, (_, text) in _COMMANDS.items():
+        added = commands.add_parser(name, help=text)
         if name in words:
-            _function(command, command.add_arguments)(added)
+            _function(name, f"add_{name}_arguments")(added)
     for point in installed:  # listed here; they read their own words
         commands.add_parser(point.name, help=f"from {point.module.partition('.')[0]}; see `perfguard {point.name} --help`")
     return parser

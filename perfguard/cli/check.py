@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Result = Literal["fits", "does not fit", "cannot tell"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard check`` takes."""
     parser.description = "Exit status: 0 it fits, 1 it does not, 3 cannot tell, 2 wrong usage."
     add_subject_arguments(parser)
@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Predict, compare with the limits, print the result, and return the exit status: 0, 1 or 3.
-
-    Raises:
-        ConfigurationError: for words that cannot be right; `perfguard` ends with 2.
-    """
+    """Predict, compare with the limits, print the result, and return the exit status: 0, 1 or 3."""
     check_subject(arguments)
     risk = check_risk(arguments.risk)
     if arguments.max_cost is not None and arguments.price_per_hour is None:

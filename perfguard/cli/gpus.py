@@ -68,11 +68,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rank(arguments: argparse.Namespace) -> None:
-    """Predict on every GPU, and print those that fit with a chance of 95% first, then by time.
-
-    Raises:
-        PerfGuardError: for a file or a GPU that cannot be right.
-    """
+    """Predict on every GPU, and print those that fit with a chance of 95% first, then by time."""
     check_subject(arguments)
     from perfguard.graph.kernels import target_of
 

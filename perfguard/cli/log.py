@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -62,25 +61,14 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
 
 
 def log(arguments: argparse.Namespace) -> None:
-    """Run the verb with these arguments.
-
-    Raises:
-        PerfGuardError: for a log, a file or an argument that cannot be used.
-    """
-    verbs: dict[str, Callable[[MeasurementStore, argparse.Namespace], None]] = {
-        "show": _show, "export": _export, "quarantine": _quarantine, "forget": _forget, "prune": _prune
-    }  # fmt: skip
+    """Run the verb with these arguments."""
+    verbs = {"show": _show, "export": _export, "quarantine": _quarantine, "forget": _forget, "prune": _prune}
     with open_log(arguments.log) as store:
         verbs[arguments.verb](store, arguments)
 
 
 def open_log(location: str | None) -> MeasurementStore:
-    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own.
-
-    Raises:
-        ConfigurationError: if a file was named that is not there: a typo makes no new log.
-        LogError: if the log cannot be opened.
-    """
+    """Return the log that was named, else that of the environment variable PERFGUARD_LOG, else the user's own."""
     location = location or os.environ.get("PERFGUARD_LOG")
     if location is not None and "://" not in location and not Path(location).exists():
         raise ConfigurationError(f"There is no measurement log at {location}.")
@@ -187,33 +175,29 @@ def _print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 
 def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    number = store.export(arguments.file, _selection(arguments))
-    print(f"{arguments.file}: {number:,} decisions")
+    print(f"{arguments.file}: {store.export(arguments.file, _selection(arguments)):,} decisions")
 
 
 def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
     from perfguard.learning import assess
 
-    def row(decision_id: str, when: datetime.datetime, device: str | None, reading: str, reason: str) -> dict[str, Any]:
-        when_text = when.isoformat()
-        return {"decision_id": decision_id, "when": when_text, "device": device, "reading": reading, "reason": reason}
-
-    rows = []
+    keys = ("decision_id", "when", "device", "reading", "reason")
+    found: list[tuple[Any, ...]] = []
     for device_id in store.device_ids():
         for doubt in assess(store.observations(device_id)).doubts:
             seen = doubt.observation
             when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
-            rows.append(row(seen.decision_id, when, seen.device.id, doubt.target, doubt.reason))
-    num_quarantined = len(rows)
+            found.append((seen.decision_id, when.isoformat(), seen.device.id, doubt.target, doubt.reason))
+    num_quarantined = len(found)
     for aside in store.records():
         if aside.set_aside and aside.created_at is not None:
-            rows.append(row(aside.decision_id, aside.created_at, aside.device_id, "all", aside.set_aside))
-    rows.sort(key=lambda found: str(found["when"]))
+            found.append((aside.decision_id, aside.created_at.isoformat(), aside.device_id, "all", aside.set_aside))
+    rows = [dict(zip(keys, values, strict=True)) for values in sorted(found, key=lambda values: str(values[1]))]
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    for found in rows:
-        print(f"{found['when'][:19]}  {found['decision_id'][:12]}  {found['device']}  {found['reading']}: {found['reason']}")
+    for row in rows:
+        print(f"{row['when'][:19]}  {row['decision_id'][:12]}  {row['device']}  {row['reading']}: {row['reason']}")
     print(f"{num_quarantined} readings are quarantined, {len(rows) - num_quarantined} measurements are set aside")
 
 
@@ -266,11 +250,7 @@ def add_learn_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def learn(arguments: argparse.Namespace) -> None:
-    """Update the log's weights once. A cron job or a timer makes it a watch.
-
-    Raises:
-        PerfGuardError: for a log or a predictor that cannot be used.
-    """
+    """Update the log's weights once. A cron job or a timer makes it a watch."""
     if arguments.own_process:  # beside a study or on a cluster's head: it must not be noticed
         with suppress(OSError, AttributeError):  # Windows has no niceness
             os.nice(15)
@@ -295,11 +275,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def weights(arguments: argparse.Namespace) -> None:
-    """List the generations of fine-tuned weights, or go back to the one before.
-
-    Raises:
-        PerfGuardError: for a log or an id that cannot be used.
-    """
+    """List the generations of fine-tuned weights, or go back to the one before."""
     with open_log(arguments.log) as store:
         if arguments.verb == "rollback":
             in_use = [known.predictor for known in store.weights() if known.state == "promoted"]
@@ -315,16 +291,10 @@ def weights(arguments: argparse.Namespace) -> None:
     elif not generations:
         print("No weights were fine-tuned yet; the shipped ones are in use.")
     else:
-        rows = [
-            [
-                generation.weights_id[:12],
-                generation.predictor,
-                f"{generation.created_at:%Y-%m-%d %H:%M:%S}",
-                generation.state,
-                ", ".join(f"{name} {value:.4g}" for name, value in generation.metrics.items()),
-            ]
-            for generation in generations
-        ]
+        rows = []
+        for one in generations:
+            errors = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
+            rows.append([one.weights_id[:12], one.predictor, f"{one.created_at:%Y-%m-%d %H:%M:%S}", one.state, errors])
         _print_table(["id", "of", "made (UTC)", "state", "runs, and errors before and after"], rows)
 
 
@@ -337,18 +307,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         help="the storage of an Optuna study (file or URL), or a measurement log (default: PERFGUARD_LOG, else your own log)",
     )
     parser.add_argument("--study", metavar="NAME", help="the study's name, if there are several")
-    parser.add_argument(
-        "--log", metavar="FILE|URL", help="the log of an Optuna study (default: PERFGUARD_LOG, else your own log)"
-    )
+    _add_log(parser)
     parser.add_argument("--out", default="report.html", metavar="FILE.html", help="the file to write (default: report.html)")
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Write the report and print its path.
-
-    Raises:
-        PerfGuardError: for a source that cannot be read, or a file that cannot be written.
-    """
+    """Write the report and print its path."""
     from perfguard.log import default_location
     from perfguard.report import write_report
 

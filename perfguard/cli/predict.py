@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard.budget import NOUNS, Budget
-from perfguard.cli.subject import add_subject_arguments, check_subject, is_onnx, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     OperatorSeconds = npt.NDArray[np.float64]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
@@ -38,16 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device; with --steps, predict the cost")
     parser.add_argument("--explain", action="store_true", help="show bytes and time by module and operator")
     parser.add_argument("--plot", metavar="FILE.html", help="draw the memory over the time of the step")
-    parser.add_argument("--measure", action="store_true", help="also run an ONNX file on the CPU, with ONNX Runtime")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Build or read, predict and print.
-
-    Raises:
-        PerfGuardError: for a file, a function, a parameter or a GPU that cannot be right.
-    """
+    """Build or read, predict and print."""
     check_subject(arguments)
     budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
@@ -56,11 +51,6 @@ def predict(arguments: argparse.Namespace) -> None:
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
-    if arguments.measure and (whole.kind != "cpu" or not is_onnx(arguments)):
-        raise ConfigurationError(
-            "--measure runs an ONNX file on this machine's CPU: give FILE.onnx and --gpu cpu. "
-            "Modules are measured where they run, see perfguard.measure.Run."
-        )
     subject, predictor = subject_of(arguments), load_predictor()
     graph = subject.graph_on(device)
     prediction = predictor.predict(graph, device, steps=subject.steps)
@@ -71,11 +61,6 @@ def predict(arguments: argparse.Namespace) -> None:
     document["notes"] = alias_notes(arguments.gpu, whole) + subject.notes()
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
-    if arguments.measure:
-        from perfguard.onnx import measure_onnx
-
-        measured = measure_onnx(arguments.source, batch_size=arguments.batch_size, dims=dict(arguments.dim))
-        document["measured"] = {"step_time_s": measured.step_time_s, "peak_memory_bytes": measured.peak_memory_bytes}
     if limits:
         document["limits"] = [
             {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
@@ -92,11 +77,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def budget_of(*, memory: str | None, **others: str | None) -> Budget:
-    """Return the budget that ``--max-memory`` and the other options of its kind give.
-
-    Raises:
-        ConfigurationError: naming the option that cannot be right.
-    """
+    """Return the budget that ``--max-memory`` and the other options of its kind give."""
     share: str | float | None = memory
     try:
         share = None if memory is None else float(memory)  # a share of the device
@@ -202,9 +183,6 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
-    if "measured" in document and document["measured"]["step_time_s"] is not None:
-        latency = format_seconds(document["measured"]["step_time_s"])
-        table.add_row("latency, measured", f"{latency}  (ONNX Runtime on {device.num_sms} threads)")
     if document["total_time_s"]:
         table.add_row("trial time", format_seconds(document["total_time_s"]["median"]))
     if document["cost"]:
@@ -353,11 +331,7 @@ def _print_explanation(console: Console, explained: Mapping[str, Any], graph: Op
 def draw_timeline(
     path: str, graph: OpGraph, device: Device, prediction: Prediction, op_time_s: OperatorSeconds, limits: list[Limit]
 ) -> None:
-    """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind.
-
-    Raises:
-        ConfigurationError: if Plotly is missing, or the file cannot be written.
-    """
+    """Write an HTML file with the memory over the predicted time of the step: the context, and the tensors by kind."""
     import numpy as np
 
     from perfguard.graph import timeline

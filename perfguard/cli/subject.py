@@ -49,11 +49,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Parse "32", or "32.0" as a table writes it.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything that is no whole number of at least 1.
-    """
+    """Parse "32", or "32.0" as a table writes it."""
     value = _literal(text)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -67,11 +63,7 @@ def whole_number(text: str) -> int:
 
 
 def parameter(text: str) -> tuple[str, Any]:
-    """Parse "width=32" of --set: a name, and a literal of Python or a plain word.
-
-    Raises:
-        argparse.ArgumentTypeError: if it has another form.
-    """
+    """Parse "width=32" of --set: a name, and a literal of Python or a plain word."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise argparse.ArgumentTypeError(f"must look like NAME=VALUE, but got {text!r}")
@@ -79,11 +71,7 @@ def parameter(text: str) -> tuple[str, Any]:
 
 
 def dimension(text: str) -> tuple[str, int | tuple[int, ...]]:
-    """Parse "batch=8" or "input=8x3x224x224" of --dim.
-
-    Raises:
-        argparse.ArgumentTypeError: if it has another form.
-    """
+    """Parse "batch=8" or "input=8x3x224x224" of --dim."""
     name, separator, value = text.rpartition("=")
     parts = value.lower().split("x")
     if not separator or not name or not all(part.isdecimal() for part in parts):
@@ -111,11 +99,7 @@ def is_onnx(arguments: argparse.Namespace) -> bool:
 
 
 def check_subject(arguments: argparse.Namespace) -> None:
-    """Check the words of :func:`add_subject_arguments` together, without importing torch.
-
-    Raises:
-        ConfigurationError: for a file that is not there, or words that do not go together.
-    """
+    """Check the words of :func:`add_subject_arguments` together, without importing torch."""
     if is_onnx(arguments):
         path = arguments.source
         if arguments.set:
@@ -145,11 +129,7 @@ class Subject(NamedTuple):
     params: ReadParams
 
     def graph_on(self, device: Device) -> OpGraph:
-        """Return the operators of the network as ``device`` runs them.
-
-        Raises:
-            ConfigurationError: if a hyperparameter was given that neither ``build`` nor the step reads.
-        """
+        """Return the operators of the network as ``device`` runs them."""
         from perfguard.predictor import graph_of
 
         graph = graph_of(self.network, device, **self.options)
@@ -173,11 +153,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the network or workload that a command's words name. Call :func:`check_subject` before.
-
-    Raises:
-        PerfGuardError: for a file or a function that cannot be right.
-    """
+    """Return the network or workload that a command's words name. Call :func:`check_subject` before."""
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
         return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, ReadParams())
@@ -191,12 +167,7 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
 
 
 def load_build(source: str) -> Build:
-    """Import the file of "FILE.py:BUILD", and return its function.
-
-    Raises:
-        BuildError: if the file cannot be imported.
-        ConfigurationError: if it has no such function.
-    """
+    """Import the file of "FILE.py:BUILD", and return its function."""
     path, _, name = source.rpartition(":")
     module_name = Path(path).stem
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -278,11 +249,7 @@ class ReadParams(dict[str, Any]):
         return [name for name in dict.keys(self) if name not in self.read]
 
     def refuse_unread(self) -> None:
-        """Raise for a name that nothing has read, so that a typo cannot give the answer for another network.
-
-        Raises:
-            ConfigurationError: with the nearest name that was read.
-        """
+        """Raise for a name that nothing has read, so that a typo cannot give the answer for another network."""
         for name in self.unread():
             reads = sorted(self.read)
             word = "--batch-size" if name == "batch_size" else f"--set {name}"

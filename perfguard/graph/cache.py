@@ -13,9 +13,8 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,14 +31,8 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
 _EXACTLY_PLAIN = frozenset(_PLAIN)
-_INTEGER = frozenset({int})
 _CONTAINERS = frozenset({tuple, list, dict, OrderedDict, torch.Size})
-_BARE = vars(nn.Module())
-_BARE_NAMES = list(_BARE)
-_HOOKS = slice(_BARE_NAMES.index("_buffers") + 1, _BARE_NAMES.index("_modules"))
-"""Attributes of an unchanged module beside tensors and submodules: mostly empty dictionaries of hooks."""
-_BARE_HOOKS = list(map(type, list(_BARE.values())[_HOOKS]))
-_COLLECTIONS = frozenset({dict, OrderedDict, set})
+_EMPTY = frozenset({dict, OrderedDict, set})  # most attributes of a module are empty dictionaries of hooks
 _OF_COMPILER = frozenset({"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"})
 """Attributes by which torch.compile marks a module, and Lightning's own torch.compile."""
 _MOST_VALUES = 200_000
@@ -214,24 +207,13 @@ class _Describer:
             for name, tensor in state[kind].items()
         )
         rest: list[Hashable] = []
-        items: Iterable[tuple[str, Any]] = state.items()
-        if list(state)[: len(_BARE_NAMES)] == _BARE_NAMES:
-            hooks = list(state.values())[_HOOKS]
-            if not any(hooks) and list(map(type, hooks)) == _BARE_HOOKS:
-                items = [("training", module.training), ("_modules", state["_modules"])]
-                items += islice(state.items(), len(_BARE_NAMES), None)
-        for key, item in items:
+        for key, item in state.items():
             kind = type(item)
-            bare = _BARE.get(key, state)
-            if item is bare or (kind is type(bare) and kind in _COLLECTIONS and not item and not bare):
-                continue  # as every module begins
-            if key in _OF_COMPILER:
-                rest += [] if self._compiled else ["compiled"]
+            if key in _OF_COMPILER:  # None: it is not compiled
+                rest += [] if self._compiled or item is None else ["compiled"]
             elif kind in _EXACTLY_PLAIN:
                 rest.append((key, kind, item))
-            elif kind is tuple and _INTEGER.issuperset(map(type, item)):
-                rest.append((key, item))
-            elif (kind is dict or kind is OrderedDict) and not item:
+            elif kind in _EMPTY and not item:
                 rest.append((key, kind))
             elif key not in ("_parameters", "_buffers"):
                 rest.append((key, self(item)))

@@ -417,8 +417,9 @@ class DevicePaths(TorchFunctionMode):
             return attention(self._target, func, *args, **kwargs)
         if name in ("grouped_mm", "_grouped_mm") and is_meta(args[0]):
             self.has_grouped_products = True
-            if args[0].dtype is not torch.bfloat16:
-                return _grouped_product(func, *args, **kwargs)
+            if args[0].dtype is not torch.bfloat16 and args[0].dim() == 2 and args[1].dim() == 3:
+                # The meta kernel takes bfloat16 only. The product of all rows with one expert has the same shape and arithmetic.
+                return args[0] @ args[1][0]
         if name in _SOFTMAX:
             return self._softmax(func, name, args, kwargs)
         if name == "rms_norm" and not self._target.is_cpu and is_meta(args[0]):
@@ -507,13 +508,6 @@ class DevicePaths(TorchFunctionMode):
         return casts[key][1]
 
 
-def _grouped_product(func: Callable[..., Any], rows: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The meta kernel takes bfloat16 only. The product of all rows with one expert has the same shape and arithmetic."""
-    if rows.dim() == 2 and weights.dim() == 3:
-        return rows @ weights[0]
-    return func(rows, weights, *args, **kwargs)
-
-
 _clones: dict[types.FunctionType, types.FunctionType | None] = {}
 
 
@@ -525,17 +519,13 @@ def _without_overrides(func: types.FunctionType) -> types.FunctionType | None:
     """
     if func not in _clones:
         namespace = func.__globals__
-        blind = {name: _never for name in namespace if name.startswith("has_torch_function")}
+        blind = {name: lambda *_: False for name in namespace if name.startswith("has_torch_function")}
         clone = None
         if blind and (namespace.get("__name__") in _OVERRIDABLE or func is torch.Tensor.backward):
             clone = types.FunctionType(func.__code__, {**namespace, **blind}, func.__name__, func.__defaults__, func.__closure__)
             clone.__kwdefaults__ = func.__kwdefaults__
         _clones[func] = clone
     return _clones[func]
-
-
-def _never(*_: Any) -> bool:
-    return False
 
 
 _lock = threading.Lock()
@@ -590,11 +580,11 @@ def _replace_all() -> None:
         _restoring.enter_context(torch.compiler.set_stance("force_eager"))
     checkpoint, transformer = torch.utils.checkpoint, torch.nn.modules.transformer
     _replace(checkpoint, "_infer_device_type", lambda *args: "cuda" if any(map(is_meta, args)) else _USE_ORIGINAL)
-    _replace(
-        transformer,
-        "_detect_is_causal_mask",
-        lambda mask, is_causal=None, size=None: _is_square(mask) if is_meta(mask) and is_causal is None else _USE_ORIGINAL,
-    )
+
+    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> Any:
+        return mask.dim() == 2 and mask.shape[0] == mask.shape[1] if is_meta(mask) and is_causal is None else _USE_ORIGINAL
+
+    _replace(transformer, "_detect_is_causal_mask", is_causal_mask)
     if not torch.cuda.is_available():
         _replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         _replace(torch.cuda, "is_bf16_supported", lambda *_: True)
@@ -634,7 +624,3 @@ def _rename_meta(autocast: Any) -> None:
 
     _restoring.callback(setattr, autocast, "__init__", original)
     autocast.__init__ = renamed
-
-
-def _is_square(mask: torch.Tensor) -> bool:
-    return mask.dim() == 2 and mask.shape[0] == mask.shape[1]

@@ -14,7 +14,6 @@ import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from perfguard.exceptions import why_not_imported
@@ -58,7 +57,7 @@ class GpuProbe:
         self._events_failed = False
         self._use = CudaUse(self._cuda)
         self._notes: list[str] = []
-        self._driver = NvmlProbe(self._identity, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
+        self._driver = NvmlProbe(self._uuid, self._reserved_bytes, nvml=nvml, pid=pid, interval_s=interval_s)
 
     @property
     def method(self) -> str:
@@ -93,12 +92,12 @@ class GpuProbe:
             return None
 
     def read(self) -> Reading:
-        return self._read(self._driver.read)
+        return self._read(is_end=False)
 
     def finish(self) -> Reading:
-        return self._read(self._driver.finish)
+        return self._read(is_end=True)
 
-    def _read(self, read_driver: Callable[[], DriverReading]) -> Reading:
+    def _read(self, *, is_end: bool) -> Reading:
         if not self._can_use_cuda:
             note = "this PyTorch has no CUDA, so the GPU's memory was not measured"
             return Reading("none", notes=(note,), ran_on=RanOn.without_cuda())
@@ -107,14 +106,15 @@ class GpuProbe:
                 self._index = self._cuda.current_device()
         except RuntimeError:
             pass  # reported below
-        driver = read_driver()
+        if is_end:
+            self._driver.finish()
         try:
             if self._index is None:
-                return self._reading(driver, {}, None, "the trial did not use CUDA in this process")
+                return self._reading({}, None, "the trial did not use CUDA in this process")
             stats = self._cuda.memory_stats(self._index)
-            return self._reading(driver, stats, self._overhead(driver, stats))
+            return self._reading(stats, self._overhead(stats))
         except RuntimeError as error:
-            return self._reading(driver, {}, None, f"CUDA's statistics could not be read ({error})")
+            return self._reading({}, None, f"CUDA's statistics could not be read ({error})")
 
     def _find_index(self) -> bool:
         """Whether it is known by now which device the run uses."""
@@ -122,19 +122,12 @@ class GpuProbe:
             self._index = 0 if self._cuda.device_count() == 1 else self._use.index()
         return self._index is not None
 
-    def _identity(self) -> CudaIdentity | None:
+    def _uuid(self) -> str | None:
+        """What NVML knows the device by. It has another order of cards, and ignores CUDA_VISIBLE_DEVICES."""
         # Of several devices the run's own thread finds out which, at the end of its first step: this is the sampling thread.
         if self._index is None and self._cuda.is_initialized() and self._cuda.device_count() == 1:
             self._index = 0
-        if self._index is None:
-            return None
-        properties = self._cuda.get_device_properties(self._index)
-        uuid, bus = getattr(properties, "uuid", None), getattr(properties, "pci_bus_id", None)
-        domain, slot = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
-        return CudaIdentity(
-            uuid=None if uuid is None else str(uuid),
-            pci_bus_id=None if bus is None else f"{domain:08X}:{bus:02X}:{slot:02X}.0",
-        )
+        return None if self._index is None else str(self._cuda.get_device_properties(self._index).uuid)
 
     def _reserved_bytes(self) -> int | None:
         try:
@@ -143,7 +136,8 @@ class GpuProbe:
         except (RuntimeError, KeyError):
             return None
 
-    def _overhead(self, driver: DriverReading, stats: Mapping[str, Any]) -> _Overhead:
+    def _overhead(self, stats: Mapping[str, Any]) -> _Overhead:
+        driver = self._driver
         if driver.process_overhead_bytes is not None:
             return _Overhead(driver.process_overhead_bytes, "nvml-process", "high")
         if driver.card_overhead_bytes is not None:
@@ -156,11 +150,12 @@ class GpuProbe:
             return _Overhead(beside, "cuda-card", "low", "the context is the whole card's memory less PyTorch's")
         return _Overhead(self._context_bytes, "catalog-context", "low", "the context is the catalog's figure")
 
-    def _reading(self, driver: DriverReading, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
+    def _reading(self, stats: Mapping[str, Any], overhead: _Overhead | None, *notes: str) -> Reading:
+        driver = self._driver
         reserved = int(stats.get("reserved_bytes.all.peak", 0)) or None
         before = self._use.before.get(self._index or 0, {})
         retries = stats.get("num_alloc_retries")
-        words = [*self._notes, *driver.notes, *notes]
+        words = [*self._notes, *driver.notes(), *notes]
         left_mib = int(before.get("allocated_bytes.all.current", 0)) / 2**20
         if left_mib > 64:  # a model that is kept for the next trial, and not the few blocks of a library
             words.append(f"{left_mib:.0f} MiB of the GPU were allocated in this process before the run and are counted")
@@ -177,46 +172,12 @@ class GpuProbe:
             peak_memory_bytes=peak,
             allocated_peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)) or None,
             reserved_peak_bytes=reserved,
-            sm_utilisation=driver.sm_utilisation,
-            energy_j=driver.energy_j,
-            sm_clock_hz=driver.sm_clock_hz,
-            throttled=driver.throttled,
             oom_retries=None if retries is None else int(retries) - int(before.get("num_alloc_retries", 0)),
-            driver=driver.driver,
             confidence=confidence,
             notes=tuple(words),
             ran_on=self._use.ran_on(),
+            **driver.sensors(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CudaIdentity:
-    """Identifies a CUDA device in NVML. NVML has another order of cards and ignores CUDA_VISIBLE_DEVICES."""
-
-    uuid: str | None
-    """UUID without the prefix."""
-    pci_bus_id: str | None = None
-    """For instance "00000000:3B:00.0"."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriverReading:
-    """The driver's readings during one run. None: there is none."""
-
-    process_peak_bytes: int | None = None
-    """Largest sample of this process."""
-    process_overhead_bytes: int | None = None
-    """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
-    card_overhead_bytes: int | None = None
-    """The same for the whole card (or MIG instance), while at most one process was on it."""
-    num_others: int = 0
-    """Most processes that were seen beside this one."""
-    sm_utilisation: float | None = None
-    energy_j: float | None = None
-    sm_clock_hz: float | None = None
-    throttled: str | None = None
-    driver: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 class NvmlProbe:
@@ -226,7 +187,7 @@ class NvmlProbe:
     renumber the processes, and a GPU may fall off the bus. Whatever fails is left out of the reading and named in its notes.
 
     Args:
-        identity: returns the GPU's identity. None: it is not known yet. It is called at each sample until it is.
+        uuid: returns the GPU's UUID. None: it is not known yet which GPU it is. It is called at each sample until it is.
         reserved_bytes: returns the bytes that PyTorch's allocator holds now. None: they are unknown.
         nvml: stands in for the module ``pynvml``.
         pid: this process.
@@ -235,14 +196,14 @@ class NvmlProbe:
 
     def __init__(
         self,
-        identity: Callable[[], CudaIdentity | None],
+        uuid: Callable[[], str | None],
         reserved_bytes: Callable[[], int | None],
         *,
         nvml: Any = None,
         pid: int | None = None,
         interval_s: float = 0.1,
     ) -> None:
-        self._identity = identity
+        self._uuid = uuid
         self._reserved_bytes = reserved_bytes
         self._given = nvml
         self._nvml: Any = None  # with an open session
@@ -254,17 +215,18 @@ class NvmlProbe:
         self._is_mig = False
         self._over = False
         self._refused: dict[str, str] = {}
-        """Note for each query that failed and is not repeated; empty: it needs none."""
+        """Note for each query that failed and is not repeated."""
         self._driver: str | None = None
-        self._process_peak: int | None = None
-        self._process_overhead: int | None = None
-        self._card_overhead: int | None = None
+        self.process_peak_bytes: int | None = None
+        """Largest sample of this process."""
+        self.process_overhead_bytes: int | None = None
+        """Memory of this process outside PyTorch's allocator: the context, and libraries with their own allocations."""
+        self._card_overhead_bytes: int | None = None
         self._sees_itself = False
-        self._num_others = 0
+        self.num_others = 0
+        """Most processes that were seen beside this one."""
         self._energy_mj: list[int] = []
         self._utilisation: list[float] = []
-        self._own_utilisation: list[float] = []
-        self._last_seen_us = 0
         self._clocks_mhz: list[int] = []
         self._reasons: int | None = None
 
@@ -274,8 +236,13 @@ class NvmlProbe:
         self._sampler = threading.Thread(target=self._watch, name="perfguard-nvml", daemon=True)
         self._sampler.start()
 
-    def finish(self) -> DriverReading:
-        """Take the last sample and return the readings."""
+    @property
+    def card_overhead_bytes(self) -> int | None:
+        """Memory of the whole card (or MIG instance) outside PyTorch's allocator; None if other processes were on it."""
+        return self._card_overhead_bytes if self.num_others == 0 else None
+
+    def finish(self) -> None:
+        """Take the last sample and end the session."""
         self._stop.set()
         if self._sampler is not None:
             self._sampler.join()
@@ -287,32 +254,30 @@ class NvmlProbe:
             except self._nvml.NVMLError:
                 pass  # it is gone anyway
             self._nvml = None
-        return self.read()
 
-    def read(self) -> DriverReading:
-        """Summary of the samples so far."""
-        notes = [note for note in self._refused.values() if note]
-        alone = self._num_others == 0
-        if not alone:
-            notes.append(f"{self._num_others} other processes used the GPU, so its energy cannot be attributed")
+    def notes(self) -> list[str]:
+        """What is missing so far, and why."""
+        notes = list(self._refused.values())
+        if self.num_others:
+            notes.append(f"{self.num_others} other processes used the GPU, so its energy and utilisation cannot be attributed")
         if self._handle is not None and not self._sees_itself and "processes" not in self._refused and not self._over:
             notes.append("NVML does not show this process by its id (a container?)")
         if self._is_mig:
             notes.append("on a MIG instance, energy, clocks and utilisation are the whole card's and are left out")
+        return notes
+
+    def sensors(self) -> dict[str, Any]:
+        """Summary of the samples so far, by the fields of a Reading."""
+        alone = self.num_others == 0
         energy_mj = self._energy_mj[-1] - self._energy_mj[0] if self._energy_mj and alone else -1
-        utilisation = self._utilisation if alone else self._own_utilisation
-        return DriverReading(
-            process_peak_bytes=self._process_peak,
-            process_overhead_bytes=self._process_overhead,
-            card_overhead_bytes=self._card_overhead if alone else None,
-            num_others=self._num_others,
-            sm_utilisation=statistics.fmean(utilisation) if utilisation else None,
-            energy_j=energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
-            sm_clock_hz=statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
-            throttled=None if self._reasons is None else _throttle_text(self._reasons),
-            driver=self._driver,
-            notes=tuple(notes),
-        )
+        utilisation = self._utilisation if alone else []
+        return {
+            "sm_utilisation": statistics.fmean(utilisation) if utilisation else None,
+            "energy_j": energy_mj / 1e3 if energy_mj >= 0 else None,  # a reload of the driver sets the counter back
+            "sm_clock_hz": statistics.fmean(self._clocks_mhz) * 1e6 if self._clocks_mhz else None,
+            "throttled": None if self._reasons is None else _throttle_text(self._reasons),
+            "driver": self._driver,
+        }
 
     def _watch(self) -> None:
         while not self._over and not self._stop.wait(self._interval_s):
@@ -322,8 +287,8 @@ class NvmlProbe:
         if self._over:
             return
         try:
-            if self._handle is None and (identity := self._identity()) is not None and self._open():
-                self._handle = self._find(identity)
+            if self._handle is None and (uuid := self._uuid()) is not None and self._open():
+                self._handle = self._find(uuid)
             if self._handle is not None:
                 self._sample(self._nvml, self._handle)
         except Exception as error:  # whatever a driver does, the trial goes on
@@ -347,35 +312,19 @@ class NvmlProbe:
         self._driver = version.decode() if isinstance(version, bytes) else version
         return True
 
-    def _find(self, identity: CudaIdentity) -> Any:
+    def _find(self, uuid: str) -> Any:
         """The handle of the card, or of the MIG instance that this process runs on. None: NVML does not have it."""
-        nvml = self._nvml
-        reason = "CUDA does not say which card it uses"
-        for find, name in ways_to_find(nvml, identity):
+        nvml, reason = self._nvml, ""
+        for prefix in ("GPU", "MIG"):
             try:
-                handle = find(name)
-                break
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{uuid}")
             except nvml.NVMLError as error:
                 reason = f"NVML does not know this CUDA device ({error})"
-        else:
-            self._give_up(reason)
-            return None
-        self._is_mig = bool(self._query("MIG", lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle), quiet=True))
-        if self._is_mig:
-            return handle
-        # An older PyTorch gives no UUID, and the PCI bus is that of the whole card, which counts all instances together.
-        mode = self._query("MIG mode", lambda: nvml.nvmlDeviceGetMigMode(handle), quiet=True)
-        if not mode or not mode[0]:
-            return handle
-        self._is_mig = True
-        for index in range(self._query("MIG instances", lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle)) or 0):
-            try:
-                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-                if any(process.pid == self._pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(instance)):
-                    return instance
-            except nvml.NVMLError:
-                continue  # no instance at this index
-        return handle
+            else:
+                self._is_mig = prefix == "MIG"
+                return handle
+        self._give_up(reason)
+        return None
 
     def _sample(self, nvml: Any, handle: Any) -> None:
         before = self._reserved_bytes()
@@ -392,13 +341,6 @@ class NvmlProbe:
         rates = self._query("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         if rates is not None:
             self._utilisation.append(rates.gpu / 100)
-        if self._num_others:  # the card's utilisation is theirs, too
-            since, name = self._last_seen_us, "utilisation of processes"
-            samples = self._query(name, lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since), quiet=True)
-            for sample in samples or ():
-                self._last_seen_us = max(self._last_seen_us, int(sample.timeStamp))
-                if sample.pid == self._pid:
-                    self._own_utilisation.append(sample.smUtil / 100)
         clock_mhz = self._query("clocks", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
         if clock_mhz is not None:
             self._clocks_mhz.append(clock_mhz)
@@ -414,17 +356,17 @@ class NvmlProbe:
         self._sees_itself |= bool(own)
         # In another namespace of process ids one of the strangers is this process.
         num_others = len(processes) - (1 if self._sees_itself else min(1, len(processes)))
-        self._num_others = max(self._num_others, num_others)
+        self.num_others = max(self.num_others, num_others)
         if own:
             used = int(own[0].usedGpuMemory)
-            self._process_peak = max(self._process_peak or 0, used)
+            self.process_peak_bytes = max(self.process_peak_bytes or 0, used)
             if reserved is not None:
-                self._process_overhead = max(self._process_overhead or 0, used - reserved)
+                self.process_overhead_bytes = max(self.process_overhead_bytes or 0, used - reserved)
         if memory is not None and reserved is not None:
-            self._card_overhead = max(self._card_overhead or 0, int(memory.used) - reserved)
+            self._card_overhead_bytes = max(self._card_overhead_bytes or 0, int(memory.used) - reserved)
 
-    def _query(self, name: str, query: Callable[[], _T], *, quiet: bool = False) -> _T | None:
-        """The result of ``query``; None, and a note unless ``quiet``, if the driver fails. A refused query is not repeated."""
+    def _query(self, name: str, query: Callable[[], _T]) -> _T | None:
+        """The result of ``query``; None, and a note, if the driver fails. A refused query is not repeated."""
         if name in self._refused or self._over:
             return None
         try:
@@ -434,10 +376,10 @@ class NvmlProbe:
             if code == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 self._give_up("the GPU was lost during the run")
             elif code == self._nvml.NVML_ERROR_NO_PERMISSION:
-                self._refused[name] = "" if quiet else f"NVML forbids reading its {name}"
+                self._refused[name] = f"NVML forbids reading its {name}"
             elif code == self._nvml.NVML_ERROR_NOT_SUPPORTED:
-                self._refused[name] = "" if quiet else f"this GPU does not report its {name}"
-            elif not quiet:
+                self._refused[name] = f"this GPU does not report its {name}"
+            else:
                 self._refused[name] = f"its {name} could not be read ({error})"
             return None
 
@@ -446,25 +388,10 @@ class NvmlProbe:
         self._refused["NVML"] = reason
 
 
-def ways_to_find(nvml: Any, identity: CudaIdentity) -> list[tuple[Callable[[str], Any], str]]:
-    """Functions of NVML that may find the device, each with the name to give it."""
-    ways: list[tuple[Callable[[str], Any], str]] = []
-    if identity.uuid is not None:
-        ways += [(nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{identity.uuid}") for prefix in ("GPU", "MIG")]
-    if identity.pci_bus_id is not None:
-        ways.append((nvml.nvmlDeviceGetHandleByPciBusId, identity.pci_bus_id))
-    return ways
-
-
 def _throttle_text(reasons: int) -> str:
     """Bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h) that slow a busy GPU down against its user's will, in words."""
     words = {
-        0x4: "power cap",
-        0x8: "hardware slowdown",
-        0x20: "thermal",
-        0x40: "hardware thermal",
-        0x80: "power brake",
-        0x200: "board limit",
-        0x400: "reliability",
-    }
+        0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
+        0x200: "board limit", 0x400: "reliability",
+    }  # fmt: skip
     return ", ".join(text for bit, text in words.items() if reasons & bit)

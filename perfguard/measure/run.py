@@ -197,9 +197,8 @@ def status_of(error: BaseException | None) -> Status:
         "out of memory",
         "can't allocate memory",
         "std::bad_alloc",
-        "cublas_status_alloc_failed",
-        "cudnn_status_alloc_failed",
-    )
+        "status_alloc_failed",
+    )  # the last is cuBLAS's and cuDNN's
     is_oom = isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
     return "oom" if is_oom else "failed"
 

@@ -8,6 +8,7 @@ The first bytes of that file hold the place at which the work is, for the error 
 from __future__ import annotations
 
 import ast
+import contextlib
 import graphlib
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import inliner, numpy_helper, shape_inference
+from onnx.helper import get_attribute_value, make_tensor_type_proto
 from onnx.reference.ops import load_op
 
 PLACE_BYTES = 256
@@ -66,15 +68,11 @@ def main() -> None:
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
     """Bound this process."""
-    for kind, limit in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, PLACE_BYTES + MOST_ANSWER_BYTES),
-    ):
-        try:
+    answer_bytes = PLACE_BYTES + MOST_ANSWER_BYTES
+    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: answer_bytes}
+    for kind, limit in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a stricter limit is already there
             resource.setrlimit(kind, (limit, limit + 1))  # one more, so that the signal names the limit and is not SIGKILL
-        except (ValueError, OSError):  # a stricter limit is already there
-            continue
 
 
 def _at(place: str) -> None:
@@ -291,7 +289,7 @@ def _bind(inputs: list[onnx.ValueInfoProto], batch_size: int | None, dims: Mappi
     for name, tensor in tensors.items():
         given = dims.get(name)
         if isinstance(given, list):
-            tensor.shape.CopyFrom(onnx.helper.make_tensor_type_proto(1, given).tensor_type.shape)
+            tensor.shape.CopyFrom(make_tensor_type_proto(onnx.TensorProto.FLOAT, given).tensor_type.shape)
         elif tensor.HasField("shape"):
             _bind_one(name, tensor.shape.dim, bound, batch_size, open_)
         else:
@@ -355,7 +353,7 @@ class _Description:
         for tensor in graph.initializer:
             self._learn_tensor(tensor.name, tensor)
         for sparse in graph.sparse_initializer:
-            self._learn(sparse.values.name, onnx.helper.make_tensor_type_proto(sparse.values.data_type, sparse.dims))
+            self._learn(sparse.values.name, make_tensor_type_proto(sparse.values.data_type, sparse.dims))
         whole = self._whole() if any(True for node in graph.node for _ in _graphs_in(node)) else {}
         for index, node in enumerate(graph.node):
             _at(_label(node, index))
@@ -418,7 +416,10 @@ class _Description:
             if name not in self._shapes and name in self._declared:
                 self._learn(name, self._declared[name])
         if is_standard:
-            self._check_reshape(node, index)
+            shapes = [self._shapes.get(name) for name in (*node.input[:1], *node.output)]
+            if node.op_type == "Reshape" and None not in shapes and math.prod(shapes[0] or ()) != math.prod(shapes[1] or ()):
+                # A batch that was written into the target shape at export contradicts the one that the user gives.
+                raise Refusal(f"reshapes {shapes[0]} to {shapes[1]} in {_label(node, index)}", _FIXED)
             if is_inferred and not is_control_flow:  # what a file declares of a value may be far from what it takes to compute it
                 self._compute(node)
 
@@ -436,7 +437,9 @@ class _Description:
         values = {name: self._values[name] for name in names if name in self._values}
         if node.op_type == "Range":  # runtimes take vectors of one number, shape inference does not
             values = {name: value.reshape(()) if value.size == 1 else value for name, value in values.items()}
-            protos |= {name: _type_of(protos[name].tensor_type.elem_type, value.shape) for name, value in values.items()}
+            protos |= {
+                name: make_tensor_type_proto(protos[name].tensor_type.elem_type, value.shape) for name, value in values.items()
+            }
         try:
             return shape_inference.infer_node_outputs(
                 schema,
@@ -500,13 +503,11 @@ class _Description:
             raise Refusal(
                 f"has a weight {name[:80]!r} of shape {tuple(tensor.dims[:8])}", "Sizes cannot be negative; export it again."
             )
-        self._learn(name, _type_of(tensor.data_type, tensor.dims))
+        self._learn(name, make_tensor_type_proto(tensor.data_type, tensor.dims))
         is_here = tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.data_type != onnx.TensorProto.STRING
         if is_here and math.prod(tensor.dims) <= _MOST_VALUES:
-            try:
+            with contextlib.suppress(Exception):  # damaged, or of an exotic type: only its shape is known
                 self._learn_value(name, numpy_helper.to_array(tensor))
-            except Exception:  # damaged, or of an exotic type: only its shape is known
-                pass
 
     def _learn_constant(self, node: onnx.NodeProto) -> None:
         """The value of a Constant is in one of eight attributes."""
@@ -515,26 +516,19 @@ class _Description:
                 self._learn_tensor(node.output[0], attribute.t)
             elif attribute.name == "sparse_value":
                 sparse = attribute.sparse_tensor
-                self._learn(node.output[0], _type_of(sparse.values.data_type, sparse.dims))
+                self._learn(node.output[0], make_tensor_type_proto(sparse.values.data_type, sparse.dims))
             elif attribute.name in ("value_int", "value_ints", "value_float", "value_floats"):
                 dtype = np.int64 if "int" in attribute.name else np.float32
-                value = np.array(onnx.helper.get_attribute_value(attribute), dtype=dtype)
+                value = np.array(get_attribute_value(attribute), dtype=dtype)
                 self._learn_tensor(node.output[0], numpy_helper.from_array(value))
 
     def _learn_value(self, name: str, value: Any) -> None:
         if value.dtype.kind in "biuf" and value.size <= _MOST_VALUES:
             self._values[name] = value
 
-    def _check_reshape(self, node: onnx.NodeProto, index: int) -> None:
-        """A batch that was written into the target shape at export contradicts the one that the user gives."""
-        if node.op_type == "Reshape":
-            before, after = self._shapes.get(node.input[0]), self._shapes.get(node.output[0])
-            if before is not None and after is not None and math.prod(before) != math.prod(after):
-                raise Refusal(f"reshapes {before} to {after} in {_label(node, index)}", _FIXED)
-
     def _compute(self, node: onnx.NodeProto) -> None:
         """The values of the outputs, if they are few and follow from known ones."""
-        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        attributes = {attribute.name: get_attribute_value(attribute) for attribute in node.attribute}
         if node.op_type in ("Shape", "Size"):  # known although the values of the input are not
             shape = self._shapes.get(node.input[0])
             if shape is not None:
@@ -618,10 +612,6 @@ class _ShortNames(dict[str, str]):
     def __missing__(self, name: str) -> str:
         self[name] = name if len(name) <= 200 else f"{name[:180]}#{len(self)}"
         return self[name]
-
-
-def _type_of(elem_type: int, shape: Any) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(elem_type, list(shape))
 
 
 def _reason(error: Exception) -> str:

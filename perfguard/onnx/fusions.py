@@ -19,10 +19,8 @@ _Match = tuple[Node, set[int]]
 """The replacement of an operator, and the indices of the operators that it replaces."""
 
 
-def fused(
-    nodes: Sequence[Node], types: Mapping[str, TensorType], constants: Collection[str], kept: Collection[str]
-) -> list[Node]:
-    """``nodes`` with each pattern in one piece.
+class Fuser:
+    """Puts each pattern into one piece.
 
     Args:
         nodes: in order.
@@ -30,10 +28,7 @@ def fused(
         constants: names of the values that do not depend on the inputs.
         kept: names of the model's outputs. No pattern may swallow them.
     """
-    return _Fuser(nodes, types, constants, kept).run()
 
-
-class _Fuser:
     def __init__(
         self, nodes: Sequence[Node], types: Mapping[str, TensorType], constants: Collection[str], kept: Collection[str]
     ) -> None:
@@ -49,6 +44,7 @@ class _Fuser:
         self._gone: set[int] = set()
 
     def run(self) -> list[Node]:
+        """The operators in order, without those that a pattern has swallowed."""
         placed: dict[int, Node] = {}
         patterns: dict[str, tuple[Callable[[int], _Match | None], ...]] = {
             "MatMul": (self._attention,),

@@ -12,7 +12,7 @@ from perfguard.exceptions import ConfigurationError, OnnxError
 from perfguard.graph import Op, OpGraph, Phase, Storage, StorageKind
 from perfguard.graph.costs import bytes_read
 from perfguard.graph.kernels import Target, target_of
-from perfguard.onnx.fusions import fused
+from perfguard.onnx.fusions import Fuser
 from perfguard.onnx.operators import HOST, IN_PLACE, QUANTISED, VIEWS, Launch, launch_of
 from perfguard.onnx.read import DEFAULT_MAX_BYTES, Dims, Network, Node, read_network
 from perfguard.workload import Tf32, tf32_instead, tf32_options
@@ -51,7 +51,8 @@ def graph_from_onnx(
         target: the device, or just its kind ("cuda": a recent GPU). It decides which fused kernels run.
 
     Raises:
-        OnnxError: if the file is damaged, too large, too new, cyclic, reaches outside its folder, or leaves sizes open.
+        OnnxError: if the file is missing, damaged, too large, too new, cyclic, contradicts the specification, reaches outside
+            its folder, leaves sizes open, or takes more memory or time than the limits.
         ConfigurationError: for an argument that cannot be right.
     """
     if precision not in (None, "fp32", *_HALF):
@@ -90,11 +91,7 @@ class _Value(NamedTuple):
 class _Builder:
     """Places one operator after the other: nothing, a view, or a launch with new storages.
 
-    Args:
-        path: for messages.
-        network: what the file says.
-        target: the device that it runs on.
-        half: the type in place of float32. None: float32 stays.
+    ``half`` is the type in place of float32; None: float32 stays.
     """
 
     def __init__(self, path: Path, network: Network, target: Target, half: str | None) -> None:
@@ -107,7 +104,7 @@ class _Builder:
             self._types = {name: one._replace(dtype=is_single.get(one.dtype, one.dtype)) for name, one in network.types.items()}
         self._outputs = set(network.outputs)
         self._constants = self._constant_names()
-        self._nodes = fused(network.nodes, self._types, self._constants, self._outputs)
+        self._nodes = Fuser(network.nodes, self._types, self._constants, self._outputs).run()
         self._constant_maker = {name: node for node in self._nodes for name in node.outputs if name in self._constants}
         self._readers_left = Counter(name for node in self._nodes for name in node.inputs if name)
         self._readers_left.update(self._outputs)
@@ -174,20 +171,17 @@ class _Builder:
             self._launch(node)
         elif node.op_type in VIEWS and node.is_standard:
             self._view(node, source)
-        elif self._is_row(node) or self._is_same_cast(node):
+        elif self._is_alias(node):
             self._alias(node.outputs[0], node.inputs[0])
         else:
             self._launch(node)
 
-    def _is_row(self, node: Node) -> bool:
-        """Gather with one index is a view."""
-        index = self._types.get(node.inputs[-1])
-        return node.op_type == "Gather" and len(node.inputs) == 2 and index is not None and not index.shape
-
-    def _is_same_cast(self, node: Node) -> bool:
-        before, after = self._types.get(node.inputs[0]), self._types.get(node.outputs[0])
-        known = before is not None and after is not None and before.dtype == after.dtype
-        return known and node.op_type in ("Cast", "CastLike")
+    def _is_alias(self, node: Node) -> bool:
+        """Gather with one index is a view, and a cast to the same type does nothing."""
+        first, last, out = (self._types.get(name) for name in (node.inputs[0], node.inputs[-1], node.outputs[0]))
+        if node.op_type == "Gather":
+            return len(node.inputs) == 2 and last is not None and not last.shape
+        return node.op_type in ("Cast", "CastLike") and first is not None and out is not None and first.dtype == out.dtype
 
     def _find(self, name: str) -> _Value | None:
         """The value of ``name``. The first look-up of a weight creates its storage. None: on the host, or not known."""

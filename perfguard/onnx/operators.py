@@ -224,19 +224,9 @@ def _einsum(node: Node, inputs: Types, outputs: Types, _: Target) -> Launch | No
         return None
     sizes = dict(zip("".join(letters), (*left.shape, *right.shape), strict=True))
     first, second, third = set(letters[0]), set(letters[1]), set(result)
-
-    def product_of(names: set[str]) -> int:
-        return math.prod(sizes[name] for name in names)
-
-    return _matrix_product(
-        node,
-        (
-            product_of(first & second & third),
-            product_of((first & third) - second),
-            product_of((second & third) - first),
-            product_of((first & second) - third),
-        ),
-    )
+    groups = first & second & third, (first & third) - second, (second & third) - first, (first & second) - third
+    batch, rows, columns, inner = (math.prod(sizes[name] for name in group) for group in groups)
+    return _matrix_product(node, (batch, rows, columns, inner))
 
 
 def _attention(flops: int, inputs: Types, target: Target, *, masked: bool) -> Launch:

@@ -101,18 +101,11 @@ def read_network(
     """The network in the file at ``path``. The values of its weights stay on the disk.
 
     Args:
-        path: the file.
-        batch_size, dims: sizes to bind, as :func:`perfguard.onnx.graph_from_onnx` takes them.
-        max_bytes: larger files are refused.
+        path, batch_size, dims, max_bytes: as :func:`perfguard.onnx.graph_from_onnx` takes them, which also lists the errors.
         most_nodes: more operators are refused, those of subgraphs and functions among them. One takes about 0.2 ms.
         memory_bytes: limit of the child's address space, without the map of the file. With what is made of its answer here, the
             whole stays below 1 GiB.
         cpu_s: limit of the child's processor time, in seconds.
-
-    Raises:
-        OnnxError: if the file is missing, damaged, too large, too new, cyclic, contradicts the specification or the sizes, or
-            reaches outside its folder. If it takes more memory or time than the limits.
-        ConfigurationError: for an argument that cannot be right.
     """
     _check_sizes(batch_size, dims or {}, max_bytes)
     _check_file(path, max_bytes)
@@ -180,35 +173,22 @@ def _check_file(path: Path, max_bytes: int) -> None:
 
 
 def _ask(path: Path, request: Mapping[str, Any], *, place_bytes: int = 256, most_bytes: int = 32 * 2**20) -> dict[str, Any]:
-    """The child's answer. Nothing in it is trusted: it is bounded, and JSON.
+    """The child's answer to ``request``. Nothing in it is trusted: it is bounded, and JSON.
 
-    Args:
-        path: for messages.
-        request: what the child reads from its standard input.
-        place_bytes: length of the place at the start of the answer's file, as the child has it.
-        most_bytes: limit of the answer. Twenty thousand operators take about 10 MiB.
+    The file of the answer begins with the place at which the child is. Twenty thousand operators take about 10 MiB.
     """
     # The child's own folder must not be among the folders that it imports from: its modules have everyday names.
     start = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
-    script = Path(__file__).with_name("child.py")
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        start,
-        json.dumps([entry for entry in sys.path if isinstance(entry, str)]),
-        str(script),
-    ]
+    folders = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    command = [sys.executable, "-I", "-c", start, folders, str(Path(__file__).with_name("child.py"))]
     # Threads of numpy's libraries would reserve memory for each core.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     wall_s = 60  # for a child that waits, for instance for a network drive; processor time has its own limit
     with tempfile.TemporaryFile() as file:
         try:
+            output: dict[str, Any] = {"stdout": file, "stderr": subprocess.DEVNULL}
             text = json.dumps(request).encode()
-            done = subprocess.run(
-                command, input=text, stdout=file, stderr=subprocess.DEVNULL, env=environment, timeout=wall_s, check=False
-            )
-            code = done.returncode
+            code = subprocess.run(command, input=text, env=environment, timeout=wall_s, check=False, **output).returncode
         except subprocess.TimeoutExpired:
             code = -signal.SIGXCPU
         except OSError as error:

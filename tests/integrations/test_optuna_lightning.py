@@ -134,7 +134,7 @@ def states(study: optuna.Study) -> list[TrialState]:
 
 
 def predicted_bytes(study: optuna.Study) -> float:
-    return record_of(study.trials[0]).predicted["memory"]
+    return record_of(study.trials[0]).predicted["memory"].median
 
 
 def by_hand(guard: OptunaGuard, **fields: Any) -> float:
@@ -147,7 +147,7 @@ def by_hand(guard: OptunaGuard, **fields: Any) -> float:
     }
     model = nn.Linear(64, SMALL)
     workload = Workload(model, inputs=(BATCH, 64), loss=nn.functional.cross_entropy, **(defaults | fields))
-    return float(guard.trace(workload).peak_live_bytes)
+    return float(guard.guard.trace(workload).peak_live_bytes)
 
 
 class Placed(Net):
@@ -169,13 +169,13 @@ def test_callback_judges_once_measures_and_learns() -> None:
     guard = make_guard()
     study = study_of(guard, [SMALL, LARGE, SMALL], Scored, accumulate_grad_batches=2, max_epochs=3)
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert [(decision.action, decision.status) for decision in guard.log.records()] == [
-        ("launch", "ok"),
-        ("prune", None),
-        ("launch", "ok"),
+    assert [(record.in_words, record.status) for record in guard.log.records()] == [
+        ("launched", "ok"),
+        ("pruned", None),
+        ("launched", "ok"),
     ]
-    assert record_of(study.trials[0]).predicted["time"] == pytest.approx(6 * 0.01)
-    observations = guard.predictor.learnt  # type: ignore[attr-defined]
+    assert record_of(study.trials[0]).predicted["time"].median == pytest.approx(6 * 0.01)
+    observations = guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert [observation.measurement.num_steps for observation in observations] == [6, 6]
 
 
@@ -366,7 +366,7 @@ def test_an_example_batch_may_be_described() -> None:
     stream = DataLoader(Stream(), batch_size=BATCH)
     study = study_of(make_guard(), [SMALL, LARGE], loader=stream, batch=batch, max_steps=2)
     assert states(study) == [COMPLETE, PRUNED]
-    assert record_of(study.trials[0]).predicted["time"] == pytest.approx(0.02)
+    assert record_of(study.trials[0]).predicted["time"].median == pytest.approx(0.02)
 
 
 class Manual(Net):
@@ -472,7 +472,7 @@ def test_callback_does_not_judge_a_guarded_trial_again() -> None:
 
     study = perfguard_optuna.create_study()
     study.optimize(objective, n_trials=1, pruner=PerfGuardPruner(guard=guard))
-    assert [(decision.action, decision.status) for decision in guard.log.records()] == [("launch", "ok")]
+    assert [(record.in_words, record.status) for record in guard.log.records()] == [("launched", "ok")]
     assert "meta" not in Net.seen
 
 

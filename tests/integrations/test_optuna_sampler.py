@@ -151,6 +151,24 @@ def test_brute_force_tries_every_fitting_point() -> None:
     assert len(study.trials) <= 11
 
 
+def test_brute_force_may_be_read_in_another_order() -> None:
+    """Its tree holds the parameters as the objective suggests them, and said "param_name mismatch" for any other order."""
+
+    def reads_batch_first(params: Mapping[str, Any]) -> Workload:
+        return build({"batch": params["batch"], "width": params["width"]})
+
+    def small_space(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", GRID["width"])
+        batch = trial.suggest_categorical("batch", GRID["batch"])
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        return float(width + batch)
+
+    study = plain_study(BruteForceSampler(seed=0), build=reads_batch_first)
+    study.optimize(small_space, n_trials=60)  # a warning would be an error here
+    assert sorted({(trial.params["width"], trial.params["batch"]) for trial in completed(study)}) == sorted(GRID_THAT_FITS)
+
+
 @pytest.mark.slow
 def test_gp_sampler_learns_from_rejected_proposals() -> None:
     """What it proposes after some trials fits more often than the space does."""

@@ -127,12 +127,6 @@ def test_an_objective_may_bring_its_build() -> None:
     assert states(study) == [COMPLETE, PRUNED]
 
 
-def test_the_pruner_may_be_given_to_create_study() -> None:
-    study = study_of(SMALL, LARGE, pruner=make_pruner())
-    study.optimize(objective, n_trials=2, count="proposed")
-    assert states(study) == [COMPLETE, PRUNED]
-
-
 def test_another_pruner_works_as_ever() -> None:
     study = study_of(SMALL, LARGE)
     study.optimize(objective, n_trials=2, count="proposed", pruner=optuna.pruners.NopPruner())
@@ -242,24 +236,6 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-@pytest.mark.parametrize(
-    "faulty",
-    [
-        lambda params: 1 / 0,
-        lambda params: nn.Linear(64, params["width"]),
-        lambda params: Workload(Branching(), inputs=(params["width"], 64), loss=torch.mean),
-        lambda params: dict[str, int]()["a key of build's own"],
-    ],
-    ids=["raises", "returns a model", "branches on data", "raises KeyError"],
-)
-def test_unjudgeable_trial_launches_with_one_warning(faulty: Callable[..., Any]) -> None:
-    study = study_of(SMALL, LARGE, SMALL)
-    with pytest.warns(UnguardedTrialWarning) as caught:
-        study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=faulty))
-    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
-    assert states(study) == [COMPLETE] * 3
-
-
 def failing_at(number: int, error: BaseException) -> Callable[[optuna.Trial], float]:
     def failing(trial: optuna.Trial) -> float:
         value = objective(trial)
@@ -284,13 +260,6 @@ def test_oom_prunes_the_trial_and_the_study_goes_on(error: Exception) -> None:
     assert [row.measurement.status for row in pruner.guard.guard.predictor.learnt] == ["ok", "oom", "ok"]  # type: ignore[attr-defined]
 
 
-def test_oom_prunes_an_unguarded_trial_too() -> None:
-    study = study_of(SMALL, SMALL)
-    with pytest.warns(UnguardedTrialWarning):
-        study.optimize(failing_at(0, MemoryError()), n_trials=2, pruner=make_pruner(build=None))
-    assert states(study) == [PRUNED, COMPLETE]
-
-
 def test_other_errors_end_as_optuna_has_it() -> None:
     pruner = make_pruner()
     study = study_of(SMALL, SMALL, SMALL)
@@ -310,18 +279,6 @@ def test_interrupted_study_is_logged_and_resumed() -> None:
     assert statuses(pruner, study) == ["ok", "interrupted"]
     study.optimize(objective, n_trials=1, count="proposed")
     assert statuses(pruner, study) == ["ok", "interrupted", "ok"]
-
-
-def test_a_trial_that_the_objective_prunes_is_measured() -> None:
-    def giving_up(trial: optuna.Trial) -> float:
-        objective(trial)
-        raise optuna.TrialPruned
-
-    pruner = make_pruner()
-    study = study_of(SMALL)
-    study.optimize(giving_up, n_trials=1, count="proposed", pruner=pruner)
-    assert states(study) == [PRUNED]
-    assert statuses(pruner, study) == ["ok"]
 
 
 def test_two_jobs_share_a_pruner() -> None:
@@ -347,18 +304,6 @@ def test_two_jobs_share_a_pruner() -> None:
         pass
     assert alone.measurement is not None
     assert alone.measurement.peak_memory_bytes is not None
-
-
-def test_the_guard_leaves_the_random_numbers_alone() -> None:
-    def values(study: optuna.Study, **options: Any) -> list[float]:
-        torch.manual_seed(0)
-        study.optimize(objective, n_trials=3, **options)
-        return [trial.values[0] for trial in study.trials]
-
-    plain = optuna.create_study()
-    for _ in range(3):
-        plain.enqueue_trial({"width": SMALL})
-    assert values(study_of(SMALL, SMALL, SMALL), pruner=make_pruner()) == values(plain)
 
 
 def test_the_sampler_is_told_which_trials_do_not_fit() -> None:
@@ -478,15 +423,6 @@ def test_the_median_pruner_is_consulted_inside() -> None:
     study.optimize(reporting, n_trials=4, count="proposed", pruner=pruner)
     assert states(study) == [COMPLETE, COMPLETE, PRUNED, PRUNED]
     assert [record_of(trial).is_pruned for trial in study.trials] == [False, False, False, True]
-
-
-def test_callbacks_see_what_was_measured() -> None:
-    seen = []
-    study = study_of(SMALL)
-    study.optimize(
-        objective, n_trials=1, count="proposed", callbacks=[lambda _, trial: seen.append(record_of(trial))], pruner=make_pruner()
-    )
-    assert seen[0].status == "ok"
 
 
 def test_the_shipped_predictor_learns_during_a_study() -> None:

@@ -127,14 +127,14 @@ def states(study: optuna.Study) -> list[TrialState]:
 
 
 def predicted_bytes(study: optuna.Study) -> float:
-    return record_of(study.trials[0]).predicted["memory"]
+    return record_of(study.trials[0]).predicted["memory"].median
 
 
 def by_hand(guard: OptunaGuard, model: nn.Module, **fields: Any) -> float:
     """Bytes at the peak, without the Trainer, by the optimizer that Transformers takes by default."""
     fused = functools.partial(torch.optim.AdamW, fused=True)
     defaults: dict[str, Any] = {"optimizer": fused, "zero_grad": "after-step", "retain": "nothing"}
-    return float(guard.trace(Workload(model, inputs=SPECS, **(defaults | fields))).peak_live_bytes)
+    return float(guard.guard.trace(Workload(model, inputs=SPECS, **(defaults | fields))).peak_live_bytes)
 
 
 def test_callback_prunes_or_measures_and_learns(folder: str) -> None:
@@ -142,13 +142,13 @@ def test_callback_prunes_or_measures_and_learns(folder: str) -> None:
     args = arguments(folder, max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=2)
     study = study_of(guard, args, [SMALL, LARGE, SMALL])
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
-    assert [(decision.action, decision.status) for decision in guard.log.records()] == [
-        ("launch", "ok"),
-        ("prune", None),
-        ("launch", "ok"),
+    assert [(record.in_words, record.status) for record in guard.log.records()] == [
+        ("launched", "ok"),
+        ("pruned", None),
+        ("launched", "ok"),
     ]
-    assert record_of(study.trials[0]).predicted["time"] == pytest.approx(6 * 0.01)
-    observations = guard.predictor.learnt  # type: ignore[attr-defined]
+    assert record_of(study.trials[0]).predicted["time"].median == pytest.approx(6 * 0.01)
+    observations = guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert [observation.measurement.num_steps for observation in observations] == [6, 6]
     assert predicted_bytes(study) == by_hand(guard, Net(SMALL), accumulation=2)
 
@@ -173,7 +173,7 @@ def test_the_trainers_arguments_are_judged(folder: str, options: dict[str, Any],
 
 
 def guard_bytes(guard: OptunaGuard, workload: Workload) -> float:
-    return float(guard.trace(workload).peak_live_bytes)
+    return float(guard.guard.trace(workload).peak_live_bytes)
 
 
 def test_checkpointed_activations_are_judged(folder: str) -> None:
@@ -205,9 +205,9 @@ def test_trial_is_judged_before_the_trainer_is_made(folder: str) -> None:
     study.optimize(objective, n_trials=2)
     assert states(study) == [PRUNED, COMPLETE]
     assert len(made) == 1
-    (observation,) = guard.predictor.learnt  # type: ignore[attr-defined]
+    (observation,) = guard.guard.predictor.learnt  # type: ignore[attr-defined]
     assert observation.measurement.num_steps == 2
-    assert record_of(study.trials[1]).predicted["time"] == pytest.approx(0.02)
+    assert record_of(study.trials[1]).predicted["time"].median == pytest.approx(0.02)
 
 
 def test_compiled_model_is_seen_as_such(folder: str) -> None:
@@ -306,8 +306,8 @@ def test_a_hyperparameter_search_is_guarded(folder: str) -> None:
     guard_search(trainer, guard)
     study = search(trainer, 2)
     assert {trial.params["width"]: trial.state for trial in study.trials} == {SMALL: COMPLETE, LARGE: PRUNED}
-    assert sorted(decision.action for decision in guard.log.records()) == ["launch", "prune"]
-    assert len(guard.predictor.learnt) == 1  # type: ignore[attr-defined]
+    assert sorted(record.in_words for record in guard.log.records()) == ["launched", "pruned"]
+    assert len(guard.guard.predictor.learnt) == 1  # type: ignore[attr-defined]
     assert len(trainer.callback_handler.callbacks) == num_callbacks
 
 

@@ -16,7 +16,7 @@ import torch
 from optuna.trial import TrialState
 from torch import nn
 
-from perfguard import Guard, Measurement, MeasurementStore, Workload
+from perfguard import Guard, MeasurementStore, Workload
 from perfguard.exceptions import MeasurementWarning
 from perfguard.predictor import Predictor, load_predictor
 from perfguard_optuna import OptunaGuard, PerfGuardPruner, record_of
@@ -138,24 +138,6 @@ def test_laptop_pace_does_not_stop_an_a100_trial(tmp_path: Path) -> None:
 
     study.optimize(objective, n_trials=1)
     assert study.trials[0].state == TrialState.COMPLETE
-
-
-def test_older_log_rows_are_harmless_at_every_load(tmp_path: Path) -> None:
-    """Such a log exists on the disks of those who tried; it must do no harm before anybody migrates it."""
-    log = tmp_path / "old.db"
-    fresh = fresh_verdicts("a100")
-    guard = Guard("a100", log=str(log), predictor=unlearnt())
-    for number, width in enumerate(WIDTHS):
-        decision = guard.decide(lambda width=width: build({"width": width}))  # type: ignore[misc]
-        guard.log.record_measurement(
-            decision.id,
-            Measurement(
-                "ok", A100, guard.device.name, None, 12.0 + number, 150.0, 10, "none", "torch2.9",
-                "this PyTorch has no CUDA, so the GPU's memory was not measured",
-            ),
-        )  # fmt: skip
-    guard.log.close()
-    assert verdicts("a100", str(log)) == fresh
 
 
 def returns_at_once(_run: Any) -> None:

@@ -128,13 +128,7 @@ def test_wrong_argument_of_a_block_is_an_error(arguments: tuple[str, ...], field
     """They were launched unguarded, with a warning in Python's own words."""
     known: dict[str, Any] = {"trial": optuna.create_study().ask(), "model": nn.Linear(64, 8)}
     with pytest.raises(ConfigurationError, match=words):
-        make_pruner().trial(*(known[name] for name in arguments), (32, 64), **fields)
-
-
-def test_an_objective_that_asks_is_not_warned_of() -> None:
-    study = optuna.create_study(pruner=make_pruner())
-    study.optimize(asks, n_trials=5)
-    assert summarize(study).num_unguarded == 0
+        make_pruner().trial(known[arguments[0]], known[arguments[1]], (32, 64), **fields)
 
 
 def test_an_objective_that_asks_at_times_is_found_out() -> None:
@@ -230,11 +224,8 @@ def test_build_key_not_suggested_is_named(new_study: Callable[..., optuna.Study]
             "build gets the parameters .* a dict, and not the trial",
         ),
         (lambda params: Workload(nn.Linear(64, 8).cuda(), inputs=(32, 64)), r"leave out \.cuda\(\)"),
-        (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),
-        (
-            lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean),
-            r"integers of at least 0, but got \(32\.0, 64\)",
-        ),
+        (lambda params: Workload(nn.Linear(64, 8), inputs=(32, 64), loss=nn.MSELoss), r"loss=MSELoss\(\)"),  # type: ignore[arg-type]
+        (lambda params: Workload(nn.Linear(64, 8), inputs=(32.0, 64), loss=torch.mean), r"whole numbers, but got \(32\.0, 64\)"),
         (argument_typo, r"unexpected keyword argument 'los' \(did you mean 'loss'\?\)"),
         (lambda params: Workload(nn.Liner(64, 8), inputs=(32, 64)), r"no attribute 'Liner' \(did you mean 'Linear'\?\)"),  # type: ignore[attr-defined]
     ],
@@ -279,14 +270,8 @@ def test_budget_that_never_binds_is_warned_of(budget: dict[str, Any], fields: di
 
 
 def test_energy_budget_on_cpu_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"energy_budget='1J' cannot be checked: a CPU .* Leave energy_budget out"):
+    with pytest.raises(ConfigurationError, match=r"energy_budget cannot be checked: a CPU .* Leave it out"):
         make_pruner(gpu="cpu", energy_budget="1J")
-
-
-def test_a_budget_that_binds_is_not_warned_of() -> None:
-    bound = workload(steps=10, steps_per_epoch=5)
-    make_pruner(time_budget="1h", epoch_time_budget="30min", step_time_budget="1min").guard.check(bound)
-    make_pruner(latency_budget="1s").guard.check(workload(mode="infer"))
 
 
 def strict_plain(objective: Callable[[optuna.Trial], float], **options: Any) -> optuna.Study:

@@ -35,7 +35,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_guarded(study: optuna.Study) -> None:
     summary = perfguard_optuna.summarize(study)
     completed = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
-    assert summary.num_unjudged == 0
+    assert summary.num_unguarded == 0
     assert summary.num_launched == summary.num_measured == len(completed) >= 10
     assert summary.num_pruned == len(study.trials) - len(completed)
     assert summary.num_pruned or summary.num_violations  # part of the search space is over the budget

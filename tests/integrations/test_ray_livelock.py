@@ -19,7 +19,7 @@ from ray.tune.search.optuna import OptunaSearch
 from torch import nn
 
 import perfguard_ray
-from perfguard import Device, Guard, OpGraph, Prediction, Workload
+from perfguard import Device, Estimate, Guard, OpGraph, Prediction, Workload
 from perfguard.exceptions import NothingFeasibleWarning
 from perfguard_ray import PerfGuardSearcher, PerfGuardVariantGenerator
 from tests.doubles import BARE_A100, ReplayPredictor
@@ -67,8 +67,13 @@ def drive(search: PerfGuardSearcher, space: Mapping[str, Any], *, patience: int 
 
 
 def rejected(search: Any) -> Counter[str]:
-    rows = search.ledger.guard.log.decisions()
-    return Counter(repr(sorted(row.params.items())) for row in rows if row.action == "prune")
+    rows = search.ledger.guard.log.records()
+    return Counter(repr(sorted(row.params.items())) for row in rows if row.is_pruned)
+
+
+def summarized(search: Any) -> int:
+    """Configurations that the summary counts as pruned."""
+    return perfguard_ray.summarize(search).num_pruned
 
 
 @pytest.mark.parametrize("name", SEARCHERS)
@@ -99,7 +104,7 @@ def test_rejected_choice_is_judged_once(name: str) -> None:
     launched, _ = drive(search, {"width": tune.choice(widths)})
     assert launched == NUM_SAMPLES
     assert set(rejected(search).values()) == {1}
-    assert search.ledger.num_rejected == len(rejected(search)) < len(widths)
+    assert perfguard_ray.summarize(search).num_pruned == len(rejected(search)) < len(widths)
     assert search.ledger.num_repeated > 0
 
 
@@ -107,10 +112,11 @@ class Repeating(Searcher):
     """Proposes the same width for ever."""
 
     num_proposals = 0
+    width = 4096
 
     def suggest(self, trial_id: str) -> Any:
         self.num_proposals += 1
-        return {"width": 4096}
+        return {"width": self.width}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         pass
@@ -122,8 +128,25 @@ def test_insistent_searcher_ends_with_one_row() -> None:
     search = PerfGuardSearcher(searcher, build=build, **OPTIONS)
     with pytest.warns(NothingFeasibleWarning, match="Repeating proposed 100 configurations in a row that do not fit"):
         assert search.suggest("a") == Searcher.FINISHED
-    assert (len(rejected(search)), search.ledger.num_rejected, search.ledger.num_repeated) == (1, 1, 99)
+    assert (len(rejected(search)), search.ledger.num_repeated) == (1, 99)
     assert searcher.num_proposals == 100
+
+
+class Unsure(ReplayPredictor):
+    """Expects that a trial breaks the budget of 1 MiB with a chance of 24%."""
+
+    def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+        return replace(super().predict(graph, device, steps=steps), peak_memory=Estimate(0.7 * 2**20, 0.5))
+
+
+def test_search_that_finds_nothing_sure_launches_what_likely_fits() -> None:
+    """Otherwise a predictor that is unsure of a new machine would end a run that has trials to launch."""
+    searcher = Repeating("loss", "min")
+    searcher.width = 8  # which surely fits by its least memory
+    search = PerfGuardSearcher(searcher, build=build, **{**OPTIONS, "predictor": Unsure()})
+    assert search.suggest("a") == {"width": 8}
+    summary = perfguard_ray.summarize(search)
+    assert (summary.num_launched, summary.num_pruned, summary.num_repeated) == (1, 0, 29), "after 30 rejections in a row"
 
 
 class Learning(ReplayPredictor):
@@ -153,7 +176,7 @@ def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bo
         assert ledger.judge({"width": 512}).rejected
     ledger.entries["a"] = ledger.judge({"width": 1})
     assert ledger.judge({"width": 512}).rejected, "a trial that was launched has taught nothing yet"
-    assert (ledger.num_rejected, ledger.num_repeated) == (1, 2)
+    assert (summarized(search), ledger.num_repeated) == (1, 2)
     end_a_trial(search, "a")
     if restored:
         again = PerfGuardSearcher(Repeating("loss", "min"), build=build, **options)
@@ -164,32 +187,33 @@ def test_rejection_is_judged_again_after_a_trial_ends(learns: bool, restored: bo
     assert ledger.entries["b"].rejected != learns
     summary = perfguard_ray.summarize(search)
     if learns:
-        assert (ledger.num_rejected, summary.num_pruned, summary.num_launched) == (0, 0, 2)
+        assert (summary.num_pruned, summary.num_launched) == (0, 2)
         return
-    assert (ledger.num_rejected, summary.num_pruned, summary.num_launched) == (1, 1, 1), "one configuration"
+    assert (summary.num_pruned, summary.num_launched) == (1, 1), "one configuration"
     del ledger.entries["b"]
     ledger.entries["c"] = ledger.judge({"width": 1})
     end_a_trial(search, "c")
     assert ledger.judge({"width": 512}).rejected
-    assert (ledger.num_rejected, ledger.num_repeated) == (1, 3)
+    assert (summarized(search), ledger.num_repeated) == (1, 3)
     assert rejected(search) == {"[('width', 512)]": 2}, "and never again"
 
 
 def test_second_look_on_a_grid_is_once_a_workload() -> None:
-    ledger = PerfGuardVariantGenerator(build=build, **OPTIONS).ledger
-    ledger.entries["a"] = ledger.judge({"width": 8, "lr": 0.1}, once_a_workload=True)
-    assert ledger.judge({"width": 4096, "lr": 0.1}, once_a_workload=True).rejected
+    search = PerfGuardVariantGenerator(build=build, **OPTIONS)
+    ledger = search.ledger
+    ledger.entries["a"] = ledger.judge({"width": 8, "lr": 0.1})
+    assert ledger.judge({"width": 4096, "lr": 0.1}).rejected
     ledger.start("a", {"width": 8, "lr": 0.1})
     ledger.finish("a", "failed")
     for lr in (0.2, 0.3, 0.1):
-        assert ledger.judge({"width": 4096, "lr": lr}, once_a_workload=True).rejected
-    ledger.entries["b"] = ledger.judge({"width": 8, "lr": 0.1}, once_a_workload=True)
+        assert ledger.judge({"width": 4096, "lr": lr}).rejected
+    ledger.entries["b"] = ledger.judge({"width": 8, "lr": 0.1})
     ledger.start("b", {"width": 8, "lr": 0.1})
     ledger.finish("b", "failed")
-    assert ledger.judge({"width": 4096, "lr": 0.1}, once_a_workload=True).rejected
-    rows = ledger.guard.log.decisions()
-    assert [row.params["lr"] for row in rows if row.action == "prune"] == [0.1, 0.2]
-    assert (ledger.num_rejected, ledger.num_repeated) == (1, 3)
+    assert ledger.judge({"width": 4096, "lr": 0.1}).rejected
+    rows = ledger.guard.log.records()
+    assert [row.params["lr"] for row in rows if row.is_pruned] == [0.1, 0.2]
+    assert (summarized(search), ledger.num_repeated) == (1, 3)
 
 
 class Exhausted(Repeating):
@@ -229,8 +253,8 @@ def test_grid_point_is_judged_once_for_all_draws(tmp_path: Path) -> None:
     with pytest.warns(NothingFeasibleWarning, match="16 of 24 points were left out"):
         search, configs = draw(space, 4, tmp_path)
     assert [config["width"] for config in configs] == [8, 16] * 4
-    rows = search.ledger.guard.log.decisions()
-    assert Counter(row.params["width"] for row in rows if row.action == "prune") == {4096: 1, 8192: 1, 5000: 1, 6000: 1}
+    rows = search.ledger.guard.log.records()
+    assert Counter(row.params["width"] for row in rows if row.is_pruned) == {4096: 1, 8192: 1, 5000: 1, 6000: 1}
     assert len(rows) == 12
 
 

@@ -1,21 +1,19 @@
-"""The report of a Ray Tune run, from its search and from its log."""
+"""What a report shows of a Ray Tune run: its trials, as the log has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.perfguard.report.pages import Page
 from torch import nn
 
 import perfguard_ray
-from perfguard import Measurement, MeasurementStore, Workload
-from perfguard.report import page_of, report_of_log
-from perfguard_ray._report import read
+from perfguard import Measurement, Workload
+from perfguard.report import page_of, read_report
+from perfguard_ray.callback import read_report as read
 from tests.doubles import BARE_A100, ReplayPredictor
 
 pytest.importorskip("plotly")
@@ -27,29 +25,15 @@ def build(config: Mapping[str, Any]) -> Workload:
 
 def report_of_worker(*, peak_memory_bytes: int) -> dict[str, Any]:
     """What a worker with the guarded GPU would report."""
-    return asdict(
-        Measurement(
-            status="ok",
-            device_id=BARE_A100.id,
-            device_name=BARE_A100.name,
-            peak_memory_bytes=peak_memory_bytes,
-            step_time_s=0.01,
-            total_time_s=0.03,
-            num_steps=3,
-            method="nvml-process+allocator",
-            framework="torch",
-        )
+    measurement = Measurement(
+        "ok", BARE_A100.id, BARE_A100.name, peak_memory_bytes, 0.01, 0.03, 3, "nvml-process+allocator", "torch"
     )
+    return asdict(measurement)
 
 
-def test_search_and_log_give_one_report(tmp_path: Path) -> None:
+def test_report_has_the_trials_of_the_run() -> None:
     search = perfguard_ray.PerfGuardVariantGenerator(
-        build=build,
-        gpu=BARE_A100,
-        memory_budget="1MiB",
-        predictor=ReplayPredictor(),
-        log=str(tmp_path / "log.db"),
-        study="tune",
+        build=build, gpu=BARE_A100, memory_budget="1MiB", predictor=ReplayPredictor(), log=False, study="tune"
     )
     ledger = search.ledger
     for number, width in enumerate((8, 5000, 24, 2**30)):
@@ -60,22 +44,21 @@ def test_search_and_log_give_one_report(tmp_path: Path) -> None:
             ledger.start(f"t{number}", config, trial=number)
             ledger.entries[f"t{number}"].report = report_of_worker(peak_memory_bytes=width * 2**16)
             ledger.finish(f"t{number}", "ok")
-    report = read(search, None, None)
-    assert report is not None
-    assert report.summary == perfguard_ray.summarize(search)
-    with MeasurementStore(tmp_path / "log.db") as log:
-        of_log = report_of_log(log)
-    assert [trial.outcome for trial in report.trials] == ["launched", "pruned", "over", "pruned"]
-    assert [trial.outcome for trial in of_log.trials] == [trial.outcome for trial in report.trials]
-    assert (of_log.summary.num_pruned, of_log.summary.num_crashes_avoided, of_log.summary.num_violations) == (2, 1, 1)
-    assert of_log.summary.memory_error == report.summary.memory_error is not None  # type: ignore[attr-defined]
-    assert of_log.summary.saved_s == pytest.approx(report.summary.saved_s)
-    assert report.trials[1].params == {"model/width": 5000, "name": "<b>"}
-    page, page_of_log = Page(page_of(report)), Page(page_of(of_log))
-    assert page.tables["trials"] == page_of_log.tables["trials"]
-    assert "model/width=5000, name=<b>" in page.tables["trials"][2][-1][0]
+    report = read_report(search, log=False)
+    records = report.records
+    assert (report.title, report.device) == ("tune", BARE_A100.name)
+    assert [(record.in_words, record.violates) for record in records] == [
+        ("launched", False),
+        ("pruned", False),
+        ("launched", True),
+        ("pruned", False),
+    ]
+    assert records[1].params == {"model": {"width": 5000}, "name": "<b>"}
+    summary = perfguard_ray.summarize(search)
+    assert summary == report.summary
+    assert (summary.num_pruned, summary.num_crashes_avoided, summary.num_violations) == (2, 1, 1)
+    assert "5000" in page_of(report)
 
 
 def test_other_sources_are_left_to_other_readers() -> None:
-    assert read("tune", None, None) is None
-    assert read(None, None, None) is None
+    assert read("tune", None) is read(None, None) is None

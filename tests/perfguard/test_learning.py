@@ -114,7 +114,7 @@ def test_card_with_other_memory_is_drift() -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(0.03, 0.5), (0.5, 0.03), (0.1, 0.1)])
 def test_share_of_misses_is_bounded(first: float, second: float) -> None:
-    covered, log_widths = coverage([first] * 120 + [second] * 120, seed=0)
+    covered, log_widths = coverage([first] * 70 + [second] * 70, seed=0)
     for start in range(len(covered) - 100):
         misses = 100 - sum(covered[start : start + 100])
         moved = log_widths[start + 100] - log_widths[start]

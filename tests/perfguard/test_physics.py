@@ -16,12 +16,13 @@ from torch import nn
 from perfguard import Device, Estimate, Guard, Prediction, TensorSpec, Workload
 from perfguard.devices import resolve_device
 from perfguard.exceptions import BudgetWarning, BuildError, TooLargeError
-from perfguard.graph import OpGraph, TraceCache, trace
+from perfguard.graph import OpGraph, StorageKind, TraceCache, trace
 from perfguard.physics import LeastMemory
 from perfguard.predictor import load_predictor
 from perfguard.workload import build_workload
 from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
 
+GIB = 2**30
 A100 = resolve_device("a100")
 
 
@@ -134,6 +135,16 @@ def test_lower_bound_overrules_predictor_to_the_byte() -> None:
     assert too_little.p_violation >= 0.999
 
 
+def test_numbers_near_the_budget_are_the_predictors() -> None:
+    """Searchers learn the border from them; the bound's own estimate would be a step there."""
+    example = workload(PERCEPTRON, 4096, 64)
+    least = LeastMemory.of(trace(example, target=BARE_A100), BARE_A100).num_bytes
+    verdict = guard(gpu=BARE_A100, memory_budget=f"{least // 2}B", predictor=ReplayPredictor()).check(example)
+    assert verdict.action == "prune"
+    assert verdict.prediction is not None
+    assert verdict.prediction.predictor == "replay-1"
+
+
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("gpu", ["a100", "rtx3090", "rtx4090", "v100-pcie-16gb", "cpu"])
 def test_predictor_never_thinks_less_is_enough(gpu: str, mode: str) -> None:
@@ -149,16 +160,38 @@ def test_predictor_never_thinks_less_is_enough(gpu: str, mode: str) -> None:
                 assert memory.p_exceeds(least) >= 0.5, (batch, precision, memory.median / least)
 
 
+def test_least_bytes_of_compiled_count_what_lasts() -> None:
+    """A claim that a step needs at least so much must hold under torch.compile, too."""
+    plain, compiled = (trace(workload(PERCEPTRON, 10_000, 64, compiled=on, retain="nothing")) for on in (False, True))
+    assert sum(plain.least_bytes_by_kind.values()) == plain.peak_live_bytes
+    parameters = sum(parameter.numel() * 4 for parameter in PERCEPTRON.parameters())
+    inputs = 10_000 * 64 * 4
+    lasting = compiled.least_bytes_by_kind
+    assert lasting[StorageKind.PARAMETER] == lasting[StorageKind.GRADIENT] == parameters
+    assert lasting[StorageKind.INPUT] == inputs
+    assert 2 * parameters <= lasting[StorageKind.OPTIMIZER_STATE] < 2 * parameters + 100
+    assert set(lasting).isdisjoint({StorageKind.ACTIVATION, StorageKind.TEMPORARY})
+    assert sum(lasting.values()) < plain.peak_live_bytes
+
+
 def test_hopeless_step_is_repaired_by_smaller_batch() -> None:
     example = workload(PERCEPTRON, 960_000, 64)
     peak = trace(example, target=BARE_A100).peak_live_bytes
     judge = Guard(BARE_A100, memory_budget=f"{peak // 8}B", predictor=ReplayPredictor(), log=False, on_violation="repair")
     verdict = judge.check(example)
     assert verdict.action == "repair"
-    assert verdict.reason.startswith("needs at least ")
+    assert verdict.reason.startswith("needs ")
     micro = verdict.repair.micro_batch_size
     assert micro is not None
     assert micro * verdict.repair.accumulation == 960_000
+
+
+def test_batch_of_a_trillion_is_pruned_fast() -> None:
+    """Its divisors are not searched one by one."""
+    judge = Guard(BARE_A100, predictor=ReplayPredictor(), log=False, on_violation="repair")
+    verdict = judge.check(workload(PERCEPTRON, 10**12, 64))
+    assert verdict.action == "prune"
+    assert verdict.reason.endswith("no remedy of accumulation helps")
 
 
 def test_the_largest_batch_is_found_below_any_ceiling() -> None:
@@ -205,6 +238,14 @@ def test_only_a_size_is_hopeless(make: Callable[[], object], error: type[Excepti
 
     with pytest.raises(error):
         build_workload(build, {})
+
+
+def test_verdict_without_predictor_is_logged() -> None:
+    judge = guard()
+    decision = judge.decide(lambda: workload(PERCEPTRON, 10**13, 64), study="absurd", params={"batch_size": 10**13})
+    (row,) = judge.log.records("absurd")
+    assert (row.in_words, row.reason, row.predictor) == ("pruned", decision.verdict.reason, "lower-bound")
+    assert math.isfinite(row.predicted["memory"].median)
 
 
 def test_lower_bound_is_below_every_liveness() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch import nn
 
 from perfguard import Guard, TensorSpec, Workload
 from perfguard.exceptions import BudgetWarning, ConfigurationError, WorkloadError
-from perfguard.graph import trace
 from perfguard.repair import AS_PROPOSED, Repair, batch_size_of, largest_batch, with_batch_size
-from perfguard.traced_workload import TracedWorkload
 from tests import zoo
 from tests.doubles import BARE_A100, ReplayPredictor
 
@@ -88,14 +85,6 @@ def test_max_batch_size_fits_and_one_more_does_not() -> None:
     assert judge._fits(workload(largest))
     assert not judge._fits(workload(largest + 1))
     assert judge.max_batch_size(Deep(), (96, 64), loss=torch.mean) == largest
-
-
-def test_max_batch_size_refuses_traced_workload() -> None:
-    """Its graph is of one batch."""
-    fields = {field.name: getattr(workload(), field.name) for field in dataclasses.fields(Workload)}
-    traced = TracedWorkload(**fields, graph=trace(workload()))
-    with pytest.raises(ConfigurationError, match="graph is of one batch"):
-        guard("8MiB").max_batch_size(traced)
 
 
 def test_max_batch_size_starts_where_batch_norm_trains() -> None:

@@ -39,9 +39,11 @@ def write_study(store: MeasurementStore, num_trials: int, *, study: str = "made 
     for number in range(num_trials):
         params = {"width": rng.randint(16, 512), "optimizer": rng.choice(["sgd", "adamw"]), name: {"nested": name}}
         memory_bytes, seconds = 4e6 * rng.uniform(16, 12_000), rng.uniform(1000, 9000)
-        estimates = [Estimate(value * math.exp(rng.gauss(0, 0.1)), 0.1) for value in (memory_bytes, seconds / 1000, seconds)]
-        prediction = Prediction(*estimates, "made-up-1", CARD.id, trained_on_device=True)
-        limits = [Limit("memory", 32 * GIB, estimates[0]), Limit("time", 7200.0, estimates[2])]
+        memory, step, total = (
+            Estimate(value * math.exp(rng.gauss(0, 0.1)), 0.1) for value in (memory_bytes, seconds / 1000, seconds)
+        )
+        prediction = Prediction(memory, step, total, "made-up-1", CARD.id, trained_on_device=True)
+        limits = [Limit("memory", 32 * GIB, memory), Limit("time", 7200.0, total)]
         verdict = Verdict.of(prediction, limits, accepted=0.05)
         decision_id = store.record_decision(verdict, graph=None, device=CARD, study=study, trial=number, params=params)
         if verdict.action == "launch":

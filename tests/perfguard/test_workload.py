@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -140,3 +141,14 @@ def test_what_build_raises_is_told_with_the_parameters() -> None:
 def test_build_must_return_a_workload() -> None:
     with pytest.raises(BuildError, match=r"must return a perfguard.Workload, but returned Linear"):
         build_workload(lambda params: nn.Linear(2, 2), {})  # type: ignore[arg-type, return-value]
+
+
+def test_missing_optimizer_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain SGD needs 2.4 GiB where AdamW needs 5.4, and nothing said which of them was meant."""
+    monkeypatch.delenv("PERFGUARD_QUIET", raising=False)
+    monkeypatch.setattr("perfguard.exceptions._logged_topics", set())
+    monkeypatch.setattr(logging.getLogger("perfguard"), "propagate", True)
+    for params in ({"optimizer": torch.optim.SGD}, {}, {}):
+        build_workload(lambda given: Workload(nn.Linear(2, 2), (1, 2), loss=torch.mean, **given), params)
+    (said,) = [record.getMessage() for record in caplog.records if "no optimizer" in record.getMessage()]
+    assert "judged with SGD without momentum" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,18 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from perfguard import load_predictor, resolve_device
 from perfguard.cli import main
-from perfguard.exceptions import MeasuringError
-from perfguard_research.collect import COLUMNS, CollectReport, collect, collecting_device
+from perfguard.exceptions import ConfigurationError, MeasuringError
+from perfguard_research.collect.loop import COLUMNS, collect, collecting_device
 from perfguard_research.collect.worker import Worker
 from perfguard_research.csv_rows import read_table
 from perfguard_research.evaluate import evaluate
 from perfguard_research.networks import Network
-from perfguard_research.tables import MeasuredRow, kind_of_table
+from perfguard_research.tables import MeasuredRow
 
 MiB = 2**20
 SMALL = {"inputs": 16, "width": 32, "depth": 1, "norm": False, "dropout": False, "activation": "relu", "classes": 10}
@@ -55,29 +55,12 @@ def run(worker: Worker, measured: MeasuredRow) -> dict[str, str]:
     return row
 
 
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CollectReport]:
-    """Eight rows of this machine."""
-    path = tmp_path_factory.mktemp("collect") / "rows.csv"
+@pytest.mark.slow
+def test_collected_table_can_be_evaluated(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
     summary = collect(path, device=CPU, spaces=["mlp", "ops", "nas", "rnn"], max_rows=8, memory_limit=64 * MiB)
-    return path, summary
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a processor takes a C++ compiler")
-def test_a_compiled_step_is_a_row_too(worker: Worker) -> None:
-    for mode in ("train", "infer"):
-        row = run(worker, dataclasses.replace(MLP, compiled=True, mode=mode))
-        assert row["status"] == "ok", row
-        assert float(row["step_time_ms"]) > 0
-
-
-@pytest.mark.slow
-def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> None:
-    path, summary = table
     columns, rows = read_table(path)
     assert tuple(columns) == COLUMNS
-    assert kind_of_table(columns) == "collected"
     assert summary.rows.total() == len(rows) == 8
     assert {row["space"] for row in rows} == {"mlp", "ops", "nas", "rnn"}
     ok = [row for row in rows if row["status"] == "ok"]
@@ -85,7 +68,6 @@ def test_collected_table_can_be_evaluated(table: tuple[Path, CollectReport]) -> 
     for row in ok:
         assert float(row["step_time_ms"]) > 0
         assert 0 < float(row["peak_memory_mib"]) < 256
-        assert int(row["num_steps"]) >= 4
         assert row["framework"].startswith("torch")
     results = evaluate(columns, rows, path, load_predictor())
     assert [result.error for result in results] == [""] * len(rows)
@@ -100,36 +82,29 @@ def test_run_that_does_not_fit_is_one_oom_row() -> None:
         assert row["status"] == "oom"
         assert "can't allocate memory" in row["note"]
         assert row["step_time_ms"] == ""
+        before = worker.pid
         assert run(worker, MLP)["status"] == "ok"
-        assert worker.starts == 1
+        assert worker.pid == before
     finally:
         worker.close()
 
 
-def test_a_run_that_hangs_is_given_up(worker: Worker) -> None:
-    worker.start()
+def test_a_run_that_hangs_is_given_up() -> None:
     slow = Worker(CPU, row_limit_s=0.3)
     row = run(slow, HUGE)
-    slow.close()
     assert (row["status"], row["note"]) == ("timeout", "given up after 0.3 s")
+    assert slow.run(HUGE, until=time.monotonic() - 1) is None  # the time of the session is over
+    slow.close()
 
 
 def test_worker_that_dies_costs_one_row(worker: Worker) -> None:
     """Another process takes its place."""
     worker.start()
-    starts = worker.starts
     assert worker.pid is not None
     threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
     row = run(worker, HUGE)
     assert (row["status"], row["note"]) == ("failed", "the process was ended by SIGKILL")
     assert run(worker, MLP)["status"] == "ok"
-    assert worker.starts == starts + 1
-
-
-def test_worker_gives_up_when_the_time_is_over(worker: Worker) -> None:
-    start = time.monotonic()
-    assert worker.run(HUGE, until=time.monotonic() + 0.2) is None
-    assert time.monotonic() - start < 20
 
 
 def test_an_error_of_the_run_is_its_status(worker: Worker) -> None:
@@ -152,15 +127,6 @@ def test_collecting_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert collecting_device("cpu").kind == "cpu"
 
 
-def test_collecting_on_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = resolve_device("t4")
-    monkeypatch.setattr(
-        "perfguard_research.collect.loop.resolve_device", lambda gpu: here if gpu == "auto" else resolve_device(gpu)
-    )
-    with pytest.raises(MeasuringError, match=r"but this machine has the .*T4. Use --gpu auto"):
-        collecting_device("a100")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -178,7 +144,7 @@ def test_words_that_cannot_be_right_are_explained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_the_program_leaves_a_table_to_go_on_with(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     words = ["collect", "--gpu", "cpu", "--space", "ops", "--memory-limit", "64MiB", "--out", str(path), "--resume"]
@@ -198,3 +164,78 @@ def test_whatever_ends_the_program_leaves_a_table_to_go_on_with(number: signal.S
     assert main([*words, "--rows", "1"]) == 0
     numbers = [int(row["index"]) for row in read_table(path)[1]]
     assert len(numbers) == len(set(numbers)) > 3
+
+
+# When the loop ends, and how it goes on
+
+
+class _Scripted(Worker):
+    """Answers at once, with what the test says."""
+
+    status = "failed"
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def run(self, row: Any, **_: Any) -> dict[str, str]:
+        return {"status": self.status, "note": "no kernel image is available for execution on the device"}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> type[_Scripted]:
+    monkeypatch.setattr("perfguard_research.collect.loop.Worker", _Scripted)
+    return _Scripted
+
+
+def test_collect_ends_after_25_failures_in_a_row(scripted: type[_Scripted], tmp_path: Path) -> None:
+    """A card on which everything fails is not tried for ever."""
+    summary = collect(tmp_path / "rows.csv", device=CPU, spaces=["ops"])
+    assert summary.ended_by == "25 configurations in a row failed"
+    assert summary.rows == {("ops", "failed"): 25}
+    rows = read_table(tmp_path / "rows.csv")[1]
+    assert {row["note"] for row in rows} == {"no kernel image is available for execution on the device"}
+
+
+def test_time_that_is_over_begins_nothing(scripted: type[_Scripted], tmp_path: Path) -> None:
+    summary = collect(tmp_path / "rows.csv", device=CPU, spaces=["ops"], minutes=1e-9)
+    assert (summary.rows.total(), summary.ended_by) == (0, "1e-09 minutes are over")
+    assert read_table(tmp_path / "rows.csv")[1] == []
+
+
+@pytest.fixture
+def table(scripted: type[_Scripted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two rows of the space "ops"."""
+    monkeypatch.setattr(scripted, "status", "ok")
+    collect(tmp_path / "rows.csv", device=CPU, spaces=["ops"], max_rows=2)
+    return tmp_path / "rows.csv"
+
+
+def indices(table: Path) -> list[str]:
+    return [row["index"] for row in read_table(table)[1]]
+
+
+def test_collecting_goes_on_where_it_was(table: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"is there already. Continue it with --resume"):
+        collect(table, device=CPU, spaces=["ops"])
+    collect(table, device=CPU, spaces=["ops"], max_rows=1, resume=True)
+    first = [int(index) for index in indices(table)]
+    assert first == sorted(set(first))
+    collect(table, device=CPU, spaces=["ops"], max_rows=1, resume=True, memory_limit=2**27)
+    assert indices(table)[-1] == indices(table)[0]  # another limit is another order
+
+
+def test_a_line_that_was_cut_short_is_measured_again(table: Path) -> None:
+    """A program that is killed while it writes leaves such a line."""
+    before = indices(table)
+    table.write_text(table.read_text()[:-40])
+    collect(table, device=CPU, spaces=["ops"], max_rows=1, resume=True)
+    assert indices(table) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("file/rows.csv", "The rows cannot be written to"), ("rows.csv.gz", "end in .csv")]
+)
+def test_a_table_that_cannot_be_written_fails_before_anything_is_measured(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=message):
+        collect(tmp_path / name, device=CPU, spaces=["ops"])

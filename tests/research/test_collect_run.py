@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,18 +40,9 @@ def gpu() -> FakeGpu:
 
 @pytest.fixture
 def card(gpu: FakeGpu) -> Card:
-    def clear() -> None:
-        gpu.give_cache_back()
-
     cuda: Any = WorkingCuda(gpu)
-    return Card(A100, cuda=cuda, torch_device=torch.device("cpu"), nvml=FakeNvml(gpu), clear_workspaces=clear)
-
-
-@pytest.fixture(autouse=True)
-def _switches_kept() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    yield
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    nvml = FakeNvml(gpu)
+    return Card(A100, cuda=cuda, torch_device=torch.device("cpu"), nvml=nvml, clear_workspaces=gpu.give_cache_back)
 
 
 def test_card_row_has_three_peaks_and_driver(gpu: FakeGpu, card: Card) -> None:
@@ -79,11 +69,15 @@ def test_earlier_allocations_are_freed_or_noted(gpu: FakeGpu, card: Card) -> Non
     assert "40 MiB of an earlier run could not be freed" in run_row(MLP, A100, card)["note"]
 
 
-@pytest.mark.parametrize(("tf32", "cudnn", "matmul"), [("default", True, False), ("on", True, True), ("off", False, False)])
-def test_the_switches_of_a_recipe_are_set(card: Card, tf32: Any, cudnn: bool, matmul: bool) -> None:
-    card.start_afresh(dataclasses.replace(MLP, tf32=tf32, cudnn_benchmark=True))
-    assert torch.backends.cudnn.benchmark
-    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (cudnn, matmul)
+def test_switches_of_a_row_are_set(card: Card) -> None:
+    try:
+        card.start_afresh(dataclasses.replace(MLP, tf32="on", cudnn_benchmark=True))
+        assert torch.backends.cudnn.benchmark
+        assert torch.backends.cuda.matmul.allow_tf32
+        card.start_afresh(dataclasses.replace(MLP, tf32="off"))
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        card.start_afresh(MLP)
 
 
 def test_limit_counts_context_like_a_smaller_card(gpu: FakeGpu, card: Card) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from perfguard import resolve_device
 from perfguard.devices import Device
 from perfguard.graph import OpGraph, TraceCache
-from perfguard_research.collect import COLUMNS, SPACES, Draft, Space, drafts, without_missing_packages
-from perfguard_research.collect.loop import batch_at, columns_of, planned
+from perfguard_research.collect.loop import COLUMNS, batch_at, columns_of, planned
+from perfguard_research.collect.spaces import SPACES, Draft, Space, drafts, without_missing_packages
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow, parser_of
 from tests import zoo
@@ -29,8 +28,8 @@ def first(number: int, spaces: tuple[Space, ...] = OWN, *, seed: int = 0, on_gpu
     return list(itertools.islice(drafts(spaces, seed=seed, device=resolve_device("t4" if on_gpu else "cpu")), number))
 
 
-def mlp(*, checkpointing: bool = False, **sizes: object) -> MeasuredRow:
-    network = Network(name="perfguard:mlp", config=MLP | sizes, checkpointing=checkpointing)
+def mlp(**sizes: object) -> MeasuredRow:
+    network = Network(name="perfguard:mlp", config=MLP | sizes)
     return MeasuredRow(table="collected", source="collected", family="mlp", network=network, mode="train", gpu="t4", batch_size=1,
                        optimizer="sgd-momentum")  # fmt: skip
 
@@ -51,22 +50,19 @@ def graph_of(row: MeasuredRow, device: Device) -> OpGraph:
     return row.graph(row.make_model(), TraceCache(), device)
 
 
-def test_every_prefix_has_as_many_rows_of_each_space() -> None:
-    order = [draft.space for draft in first(60)]
-    for length in range(1, len(order)):
-        counts = Counter(order[:length])
-        assert max(counts.values()) - min(counts[space] for space in OWN) <= 1
+def test_spaces_take_turns_and_a_seed_is_an_order() -> None:
+    assert [draft.space for draft in first(20)] == [*OWN] * 5
+    assert first(20) == first(20)
+    assert [draft.row.network.key for draft in first(20)] != [draft.row.network.key for draft in first(20, seed=1)]
 
 
-@pytest.mark.parametrize("length", [48, 96, 240])
+@pytest.mark.parametrize("length", [48, 96])
 def test_every_prefix_is_balanced_in_what_is_chosen(length: int) -> None:
     rows = [draft.row for draft in first(length, ("mlp",))]
     shares: dict[str, tuple[Callable[[MeasuredRow], bool], float]] = {
         "training": (lambda r: r.mode == "train", 2 / 3),
         "fp32": (lambda r: r.precision == "fp32", 1 / 2),
         "fp16": (lambda r: r.precision == "amp-fp16", 1 / 6),
-        "TF32 for all": (lambda r: r.tf32 == "on", 1 / 6),
-        "AdamW": (lambda r: r.optimizer == "adamw", 1 / 3),
         "cuDNN's benchmark": (lambda r: r.cudnn_benchmark, 1 / 2),
         "AdamW with fp32": (lambda r: r.optimizer == "adamw" and r.precision == "fp32", 1 / 6),
     }
@@ -81,11 +77,6 @@ def test_some_memory_shares_are_above_one() -> None:
     assert 0.08 < sum(share > 1 for share in shares) / len(shares) < 0.22
     assert 0.02 <= min(shares) < 0.03
     assert 1.25 < max(shares) <= 1.3
-
-
-def test_a_seed_is_an_order() -> None:
-    assert first(20) == first(20)
-    assert [draft.row.network.key for draft in first(20)] != [draft.row.network.key for draft in first(20, seed=1)]
 
 
 def test_drafts_on_cpu_have_no_gpu_options() -> None:
@@ -116,15 +107,7 @@ def test_each_draft_survives_the_table_and_can_be_traced() -> None:
         assert graph.peak_live_bytes > 0
 
 
-def test_checkpointing_spares_activations() -> None:
-    def peak(*, checkpointing: bool) -> int:
-        row = mlp(checkpointing=checkpointing, depth=8, norm=True, activation="gelu")
-        return graph_of(dataclasses.replace(row, batch_size=8192), resolve_device("t4")).peak_live_bytes
-
-    assert peak(checkpointing=True) < 0.6 * peak(checkpointing=False)
-
-
-@pytest.mark.parametrize("target", [50.0, 1e3, 1e4, 3e6])
+@pytest.mark.parametrize("target", [50.0, 1e4])
 def test_batch_at_finds_batch_of_convex_cost(target: float) -> None:
     asked: list[int] = []
 
@@ -138,7 +121,6 @@ def test_batch_at_finds_batch_of_convex_cost(target: float) -> None:
 
 
 def test_batch_at_clamps_cost_never_reached() -> None:
-    """It takes the smallest or the largest batch."""
     assert batch_at(1.0, lambda batch_size: 10.0 * batch_size) == 2
     assert batch_at(1e9, lambda batch_size: 7.0) == 2**20
 
@@ -151,16 +133,11 @@ def test_a_plan_takes_the_wanted_share_of_the_memory() -> None:
     assert row.batch_size % 16 == 0
 
 
-def test_plan_cuts_long_steps_unless_they_should_fail() -> None:
+def test_plan_has_no_long_step_unless_it_should_fail() -> None:
     slow, device = mlp(width=8192, depth=16), resolve_device("t4")
     assert plan(slow, 0.9, device).batch_size < 0.8 * plan(slow, 1.1, device).batch_size
-
-
-@pytest.mark.parametrize("share", [0.9, 1.1])
-def test_plan_on_cpu_has_no_long_step(share: float) -> None:
-    assert plan(mlp(width=512, depth=16), share, TOY_CPU, 2**30).batch_size < 2000  # 30 ms at 100 GFLOP/s
-    huge = draft_of(mlp(width=8192, depth=16), share)
-    assert planned(huge, TOY_CPU, 2**40) == "a step would take too long on a CPU"
+    assert plan(mlp(width=512, depth=16), 1.1, TOY_CPU, 2**30).batch_size < 2000  # 30 ms at 100 GFLOP/s
+    assert planned(draft_of(slow, 0.9), TOY_CPU, 2**40) == "a step would take too long on a CPU"
 
 
 def test_plan_gives_reason_for_untraceable_network() -> None:

@@ -16,9 +16,10 @@ from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard_models.features.step import STEP_FEATURES
 from perfguard_models.setting import Setting
-from perfguard_research import graphs
-from perfguard_research.dataset import Dataset, Run, dataset_of, feature_sets, folds
+from perfguard_research import dataset as module
+from perfguard_research.dataset import Dataset, Run, dataset_of, folds
 from perfguard_research.memory_forest import bracketed
+from perfguard_research.papers.layers import FEATURE_SETS
 from tests import zoo
 
 needs_timm = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm")
@@ -91,13 +92,13 @@ def test_every_row_is_a_run_or_a_reason(dataset: Dataset) -> None:
 
 
 @needs_timm
-def test_what_was_traced_and_seen_is_found_again(
+def test_what_was_traced_is_found_again(
     table: Path, operators: Path, cache: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("traced again")
 
-    monkeypatch.setattr(graphs, "_trace", fail)
+    monkeypatch.setattr(module, "_trace", fail)
     again = dataset_of([table, operators], ("sums", "launches", "layers"), cache=cache, jobs=1)
     assert again.rejected == dataset.rejected
     for first, second in zip(dataset.runs, again.runs, strict=True):
@@ -147,7 +148,7 @@ def test_run_has_the_setting_of_its_graph(view: str, tf32: Literal["on", "off", 
         "lstm": (nn.LSTM(8, 8, batch_first=True), (2, 5, 8)),
     }[network]
     graph = trace(Workload(model, inputs, mode="infer", tf32=tf32))
-    features = feature_sets()[view].compute(graph, device)
+    features = FEATURE_SETS[view].compute(graph, device)
     arithmetic = {"on": "tf32", "off": "no-tf32", "default": "fp32"}[tf32]
     run = Run("run", "s", "f", "m", device.id, "infer", f"{arithmetic} nchw", "s", 2, {}, 10**10, True, features)
     setting = Setting.of(graph, device)

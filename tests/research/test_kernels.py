@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 from perfguard import Workload, trace
@@ -33,11 +31,3 @@ def test_matrix_product_runs_as_matrix_product() -> None:
     graph = trace(Workload(nn.Linear(1024, 1024), (512, 1024), mode="infer"), target=device)
     (likeliest, *_) = kernels.shipped().of_operator(graph, device)
     assert "gemm" in likeliest
-
-
-def test_scores_are_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    scores = json.loads((WEIGHTS / "kernels.json").read_text())["scores"]
-    kernels.print_scores(scores)
-    shown = capsys.readouterr().out
-    assert f"{scores['shape']['all']['top1']:.1%}" in shown
-    assert "LILOU" in shown

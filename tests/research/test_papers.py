@@ -22,6 +22,7 @@ from perfguard_models.calibration import NEW_GPU, Calibration
 from perfguard_models.trained import write_trained
 from perfguard_research.dataset import Run
 from perfguard_research.papers import served
+from perfguard_research.papers.layers import FEATURE_SETS
 from perfguard_research.papers.perfseer import pcgrad
 from tests.laws import fitted, some_graphs, some_runs
 
@@ -65,7 +66,7 @@ def weights(runs: list[Run], tmp_path: Path) -> Path:
     calibration = Calibration({"memory": 0.02, "time": 0.05}, {"memory": 1.5, "time": 1.5, f"time/{NEW_GPU}": 6.0})
     card = {"version": 1, "trained_devices": ["a100-pcie-40gb"]}
     learner = fitted("dippm", runs)
-    write_trained(tmp_path / "dippm", "dippm", learner, card, calibration, feature_sets=served.FEATURE_SETS)
+    write_trained(tmp_path / "dippm", "dippm", learner, card, calibration, feature_sets=FEATURE_SETS)
     return tmp_path / "dippm"
 
 
@@ -90,7 +91,7 @@ def test_served_weights_predict_and_learn_an_offset(weights: Path, graphs: list[
 def test_paper_without_an_answer_uses_physics_unsurely(runs: list[Run], graphs: list[OpGraph], tmp_path: Path) -> None:
     card = {"version": 1, "trained_devices": []}
     learner = fitted("lilou", runs)
-    write_trained(tmp_path / "lilou", "lilou", learner, card, Calibration({}, {}), feature_sets=served.FEATURE_SETS)
+    write_trained(tmp_path / "lilou", "lilou", learner, card, Calibration({}, {}), feature_sets=FEATURE_SETS)
     prediction = served.load("lilou", tmp_path / "lilou").predict(graphs[0], resolve_device("a100"))
     assert prediction.peak_memory.median >= graphs[0].peak_live_bytes
     assert prediction.peak_memory.log_sigma == 1.0

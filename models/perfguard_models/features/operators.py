@@ -2,7 +2,7 @@
 
 Equal operators are one row with a count. A network repeats its blocks, so a step of a thousand operators has two hundred rows,
 and learning is five times as fast. An operator's neighbours are not features, because they do not reduce the error
-(docs/decisions/two-clocks.md).
+(docs/decisions.md).
 
 Shapes: N operators, d different operators.
 """

@@ -8,37 +8,18 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from perfguard.devices import Device
-from perfguard.measure import CpuProbe, GpuProbe, Measurement, Probe, Run, status_of
-from perfguard.workload import TensorSpec, Workload
+from perfguard.measure import CpuProbe, GpuProbe, Measurement, Run, status_of
+from perfguard.workload import TensorSpec
 from perfguard_research.networks import Network
 from perfguard_research.tables import AUTOCAST, MIB, OPTIMIZERS, MeasuredRow
 
 Columns = dict[str, str]
 """Columns of a row of the table."""
-
-
-class Place(Protocol):
-    """The device that a run uses, in the process that uses it."""
-
-    torch_device: torch.device
-
-    def limit(self, num_bytes: int) -> None:
-        """Limit the memory of this process, the driver's context included."""
-
-    def start_afresh(self, row: MeasuredRow) -> str:
-        """Free the memory of the last run, and set the switches of ``row``. Returns what could not be freed, in words."""
-
-    def synchronize(self) -> None:
-        """Wait until all that was launched is done."""
-
-    def probe(self) -> Probe:
-        """Probe that measures a whole run."""
 
 
 class Processor:
@@ -50,9 +31,11 @@ class Processor:
         self._limit_bytes: int | None = None
 
     def limit(self, num_bytes: int) -> None:
+        """Limit the memory of this process."""
         self._limit_bytes = num_bytes
 
     def start_afresh(self, row: MeasuredRow) -> str:
+        """Free the memory of the last run. Returns what could not be freed, in words: nothing."""
         gc.collect()
         if self._limit_bytes is not None:  # beside what the C library keeps of earlier runs
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -62,9 +45,10 @@ class Processor:
         return ""
 
     def synchronize(self) -> None:
-        pass
+        """Nothing runs behind the program's back."""
 
-    def probe(self) -> Probe:
+    def probe(self) -> CpuProbe:
+        """Probe that measures a whole run."""
         return CpuProbe()
 
 
@@ -96,11 +80,13 @@ class Card:
         self._clear_workspaces = clear_workspaces or torch._C._cuda_clearCublasWorkspaces
 
     def limit(self, num_bytes: int) -> None:
+        """Limit the memory of this process, the driver's context included."""
         total = int(self._cuda.get_device_properties(0).total_memory)
         share = (num_bytes - self._device.context_bytes) / total
         self._cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0))
 
     def start_afresh(self, row: MeasuredRow) -> str:
+        """Free the memory of the last run, and set the switches of ``row``. Returns what could not be freed, in words."""
         gc.collect()
         self._clear_workspaces()
         self._cuda.empty_cache()
@@ -112,10 +98,16 @@ class Card:
         return f"{left / MIB:.0f} MiB of an earlier run could not be freed" if left > MIB else ""
 
     def synchronize(self) -> None:
+        """Wait until all that was launched is done."""
         self._cuda.synchronize()
 
-    def probe(self) -> Probe:
+    def probe(self) -> GpuProbe:
+        """Probe that measures a whole run."""
         return GpuProbe(self._device.context_bytes, cuda=self._cuda, nvml=self._nvml)
+
+
+Place = Processor | Card
+"""The device that a run uses, in the process that uses it."""
 
 
 def place_of(device: Device) -> Place:
@@ -197,21 +189,17 @@ def make_step(row: MeasuredRow, device: torch.device) -> Callable[[], None]:
     dtype = AUTOCAST.get(row.precision)
     autocast = functools.partial(torch.autocast, device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
+    def forward() -> Any:
+        if isinstance(inputs, dict):
+            return called(**inputs)
+        return called(*inputs) if isinstance(inputs, list) else called(inputs)
+
     def infer() -> None:
         with torch.no_grad(), autocast():
-            _call(called, inputs)
+            forward()
 
-    return infer if row.mode == "infer" else _training(row, workload, model, lambda: _call(called, inputs), targets, autocast)
-
-
-def _training(
-    row: MeasuredRow,
-    workload: Workload,
-    model: nn.Module,
-    forward: Callable[[], Any],
-    targets: Any,
-    autocast: Callable[[], Any],
-) -> Callable[[], None]:
+    if row.mode == "infer":
+        return infer
     optimizer: torch.optim.Optimizer = OPTIMIZERS[row.optimizer](model.parameters())
     on_cuda = next(model.parameters()).is_cuda
     scaler = torch.amp.GradScaler("cuda" if on_cuda else "cpu", enabled=row.precision == "amp-fp16" and on_cuda)
@@ -229,12 +217,6 @@ def _training(
         scaler.update()
 
     return train
-
-
-def _call(called: Callable[..., Any], inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return called(**inputs)
-    return called(*inputs) if isinstance(inputs, list) else called(inputs)
 
 
 def _tensors(spec: Any, *, high: int, device: torch.device, layout: str) -> Any:

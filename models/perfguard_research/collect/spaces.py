@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -25,15 +25,6 @@ T = TypeVar("T")
 Space = Literal["vision", "text", "mlp", "rnn", "nas", "ops"]
 SPACES: tuple[Space, ...] = get_args(Space)
 
-TEXT = {
-    "bert": "BertForMaskedLM",
-    "distilbert": "DistilBertForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "bart": "BartForConditionalGeneration",
-}
-"""Classes of Transformers by type of model."""
 _TIMM = (
     "resnet18", "resnet50", "resnet26d", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "densenet121", "vgg11_bn",
     "mobilenetv2_100", "mobilenetv3_large_100", "efficientnet_b0", "efficientnetv2_rw_t", "mnasnet_100", "fbnetc_100",
@@ -51,6 +42,47 @@ _TORCHVISION = (
 _CHECKPOINTING_IN_TIMM = (
     "resnet", "resnext", "wide_resnet", "seresnet", "densenet", "efficientnet", "vit", "deit3", "convnext", "swin",
 )  # fmt: skip
+_ENCODER_DECODER = ("t5", "bart")
+TEXT: dict[str, tuple[str, Mapping[str, str]]] = {  # type of model: its class, and the names of our sizes in its configuration
+    "bert": ("BertForMaskedLM", {
+        "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "intermediate_size": "4 width",
+        "max_position_embeddings": "length"}),
+    "distilbert": ("DistilBertForMaskedLM", {
+        "dim": "width", "n_layers": "layers", "n_heads": "heads", "hidden_dim": "4 width", "max_position_embeddings": "length"}),
+    "gpt2": ("GPT2LMHeadModel", {
+        "n_embd": "width", "n_layer": "layers", "n_head": "heads", "n_positions": "length", "bos_token_id": "0",
+        "eos_token_id": "0"}),
+    "llama": ("LlamaForCausalLM", {
+        "hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "heads",
+        "intermediate_size": "3 width", "max_position_embeddings": "length"}),
+    "t5": ("T5ForConditionalGeneration", {
+        "d_model": "width", "d_ff": "4 width", "d_kv": "head width", "num_heads": "heads", "num_layers": "layers"}),
+    "bart": ("BartForConditionalGeneration", {
+        "d_model": "width", "encoder_layers": "layers", "decoder_layers": "layers", "max_position_embeddings": "length",
+        "encoder_attention_heads": "heads", "decoder_attention_heads": "heads", "encoder_ffn_dim": "4 width",
+        "decoder_ffn_dim": "4 width"}),
+}  # fmt: skip
+# What is drawn for the networks of ours, in this order. A tuple is the range of a size (and what it is a multiple of); of a list
+# one is taken.
+_CNN = {
+    "style": ["plain", "residual", "depthwise"], "norm": ["batch", "group", "none"], "depth": (2, 24),
+    "activation": ["relu", "gelu", "silu"], "kernel": [1, 3, 3, 5, 7], "width": (8, 256, 2),
+    "down": [(), (0.5,), (0.3, 0.6), (0.2, 0.5, 0.8)], "img_size": (24, 256, 8),
+}  # fmt: skip
+_CELLS = {"width": (8, 64, 2), "cells": (1, 6), "img_size": (16, 64, 8)}
+_MLP = {
+    "inputs": (16, 4096), "width": (32, 8192), "depth": (1, 16), "norm": [False, False, True], "dropout": [False, False, True],
+    "activation": ["relu", "gelu", "tanh"], "classes": (2, 1000),
+}  # fmt: skip
+_RNN = {
+    "cell": ["lstm", "gru", "rnn"], "inputs": (16, 512), "width": (32, 1024), "depth": (1, 4), "length": (8, 256),
+    "bidirectional": [False, True],
+}  # fmt: skip
+_IMAGE_OPERATOR = {
+    "inputs": (4, 1024, 2), "img_size": (7, 256), "outputs": (4, 1024, 2), "kernel": [1, 3, 3, 5, 7], "stride": [1, 1, 2],
+}  # fmt: skip
+_ATTENTION = {"heads": (1, 32), "length": (16, 2048), "head_width": [32, 64, 64, 128]}
+_OTHER_OPERATOR = {"length": (1, 512), "inputs": (16, 8192), "outputs": (16, 8192)}
 
 
 class Draft(NamedTuple):
@@ -87,10 +119,14 @@ class Point:
         """One of ``options``."""
         return options[int(self.share() * len(options))]
 
-    def size(self, low: int, high: int, *, multiple: int = 1) -> int:
+    def size(self, low: int, high: int, multiple: int = 1) -> int:
         """An integer between ``low`` and ``high``, its logarithm uniform; the reach cuts the upper end."""
         value = low * math.exp(math.log(high / low) * self._reach * self.share())
         return max(low, round(value / multiple) * multiple)
+
+    def sizes(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """One of each, in the order of ``spec``."""
+        return {name: self.size(*what) if isinstance(what, tuple) else self.choice(what) for name, what in spec.items()}
 
 
 def drafts(spaces: Sequence[Space], *, seed: int, device: Device) -> Iterator[Draft]:
@@ -136,15 +172,6 @@ def _points(name: str, reach: float, *, choices: int = 32, block: int = 64) -> I
             yield Point(coordinates, reach)
 
 
-class _Drawn(NamedTuple):
-    """A network, and what a step of it may be."""
-
-    network: Network
-    can_checkpoint: bool = False
-    is_image: bool = False
-    trainable: bool = True
-
-
 def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
     on_gpu = device.kind != "cpu"
     mode: Mode = point.choice(("train", "train", "infer"))
@@ -161,20 +188,20 @@ def _draft(number: int, space: Space, point: Point, device: Device) -> Draft:
     # Compilation takes most of a minute where the others take half a second.
     compiled = point.share() < 1 / 64
     memory_share, round_batch = _memory_share(point.share(), point.share()), point.share() < 0.5
-    drawn = _DRAWS[space](point)
-    train = mode == "train" and drawn.trainable
-    checkpointing &= train and drawn.can_checkpoint
+    network = _NETWORKS[space](point)
+    train = mode == "train" and network.config.get("op", "linear") in TRAINABLE_OPERATORS
+    has_images = "image" in network.input or "img_size" in network.config
     row = MeasuredRow(
         table="collected",
         source="collected",
-        family=drawn.network.family,
-        network=dataclasses.replace(drawn.network, checkpointing=checkpointing),
+        family=network.family,
+        network=dataclasses.replace(network, checkpointing=checkpointing and train and _can_checkpoint(network)),
         mode="train" if train else "infer",
         gpu=device.id,
         batch_size=1,
         precision=precision,
         tf32=tf32,
-        layout=layout if drawn.is_image else "nchw",
+        layout=layout if has_images else "nchw",
         optimizer=optimizer if train else "none",
         cudnn_benchmark=benchmark and on_gpu,
         compiled=compiled and on_gpu and space != "ops",
@@ -189,133 +216,68 @@ def _memory_share(which: float, where: float) -> float:
     return 0.8 + 0.5 * where if which < 1 / 4 else 0.02 * math.exp(math.log(0.8 / 0.02) * where)
 
 
-def _vision(point: Point) -> _Drawn:
-    kinds = [kind for kind in ("timm", "torchvision") if _is_there(kind)]
-    kind = point.choice([*kinds, "cnn"])
+def _can_checkpoint(network: Network) -> bool:
+    prefix, _, name = network.name.partition(":")
+    if prefix == "timm":
+        return name.startswith(_CHECKPOINTING_IN_TIMM)
+    return prefix == "hf" or (prefix == "perfguard" and name in ("cnn", "cells", "mlp"))
+
+
+# The network of each space
+
+
+def _vision(point: Point) -> Network:
+    kind = point.choice([*(kind for kind in ("timm", "torchvision") if _is_there(kind)), "cnn"])
     if kind == "cnn":
-        return _cnn(point)
+        sizes = point.sizes(_CNN)
+        sizes |= {"down": [round(sizes["depth"] * part) for part in sizes["down"]], "classes": 100}
+        return Network(name="perfguard:cnn", config=sizes, family=f"cnn-{sizes['style']}-{sizes['norm']}")
     name = point.choice(_TIMM if kind == "timm" else _TORCHVISION)
-    fixed = kind == "timm" and name.startswith(_FIXED_SIZE)
-    image = 224 if fixed else max(64, point.size(64, 320, multiple=32))
-    can_checkpoint = kind == "timm" and name.startswith(_CHECKPOINTING_IN_TIMM)
-    network = Network(name=f"{kind}:{name}", input={"image": image}, family=name.partition("_")[0])
-    return _Drawn(network, can_checkpoint, True)
+    is_fixed = kind == "timm" and name.startswith(_FIXED_SIZE)
+    image = 224 if is_fixed else max(64, point.size(64, 320, 32))
+    return Network(name=f"{kind}:{name}", input={"image": image}, family=name.partition("_")[0])
 
 
-def _cnn(point: Point) -> _Drawn:
-    style, norm = point.choice(("plain", "residual", "depthwise")), point.choice(("batch", "group", "none"))
-    depth = point.size(2, 24)
-    sizes = {
-        "style": style,
-        "norm": norm,
-        "activation": point.choice(("relu", "gelu", "silu")),
-        "kernel": point.choice((1, 3, 3, 5, 7)),
-        "width": point.size(8, 256, multiple=2),
-        "depth": depth,
-        "down": [round(depth * part) for part in point.choice(((), (0.5,), (0.3, 0.6), (0.2, 0.5, 0.8)))],
-        "img_size": point.size(24, 256, multiple=8),
-        "classes": 100,
-    }
-    return _Drawn(Network(name="perfguard:cnn", config=sizes, family=f"cnn-{style}-{norm}"), True, True)
-
-
-def _nas(point: Point) -> _Drawn:
+def _nas(point: Point) -> Network:
     edges = [point.choice(EDGES) for _ in range(NUM_EDGES)]
-    sizes = {
-        "edges": edges,
-        "width": point.size(8, 64, multiple=2),
-        "cells": point.size(1, 6),
-        "img_size": point.size(16, 64, multiple=8),
-        "classes": 10,
-    }
-    return _Drawn(Network(name="perfguard:cells", config=sizes, family=f"cells-{edges.count('conv3x3')}"), True, True)
+    sizes = {"edges": edges, **point.sizes(_CELLS), "classes": 10}
+    return Network(name="perfguard:cells", config=sizes, family=f"cells-{edges.count('conv3x3')}")
 
 
-def _mlp(point: Point) -> _Drawn:
-    sizes = {
-        "inputs": point.size(16, 4096),
-        "width": point.size(32, 8192),
-        "depth": point.size(1, 16),
-        "norm": point.choice((False, False, True)),
-        "dropout": point.choice((False, False, True)),
-        "activation": point.choice(("relu", "gelu", "tanh")),
-        "classes": point.size(2, 1000),
-    }
-    return _Drawn(Network(name="perfguard:mlp", config=sizes, family="mlp-norm" if sizes["norm"] else "mlp"), True)
+def _mlp(point: Point) -> Network:
+    sizes = point.sizes(_MLP)
+    return Network(name="perfguard:mlp", config=sizes, family="mlp-norm" if sizes["norm"] else "mlp")
 
 
-def _rnn(point: Point) -> _Drawn:
-    cell = point.choice(("lstm", "gru", "rnn"))
-    sizes = {
-        "cell": cell,
-        "inputs": point.size(16, 512),
-        "width": point.size(32, 1024),
-        "depth": point.size(1, 4),
-        "length": point.size(8, 256),
-        "bidirectional": point.choice((False, True)),
-        "classes": 20,
-    }
-    return _Drawn(Network(name="perfguard:recurrent", config=sizes, family=cell))
+def _rnn(point: Point) -> Network:
+    sizes = point.sizes(_RNN)
+    return Network(name="perfguard:recurrent", config=sizes | {"classes": 20}, family=sizes["cell"])
 
 
-def _text(point: Point) -> _Drawn:
+def _text(point: Point) -> Network:
     model_type = point.choice(tuple(TEXT))
     heads, layers = point.size(2, 16), point.size(2, 16)
-    width, length = heads * point.choice((32, 64, 64)), point.size(32, 1024, multiple=16)
-    vocabulary = point.size(1000, 50_000)
-    config = _text_config(model_type, heads, layers, width, length, vocabulary) | {"use_cache": False}
-    lengths = {"seq_len": length} | ({"target_len": length} if model_type in ("t5", "bart") else {})
-    return _Drawn(Network(name=f"hf:{TEXT[model_type]}", config=config, input=lengths, family=model_type), True)
+    head_width, length, vocabulary = point.choice((32, 64, 64)), point.size(32, 1024, 16), point.size(1000, 50_000)
+    width, has_decoder = heads * head_width, model_type in _ENCODER_DECODER
+    sizes = {
+        "heads": heads, "layers": max(1, layers // 2) if has_decoder else layers, "head width": head_width, "width": width,
+        "3 width": 3 * width, "4 width": 4 * width, "length": length, "0": 0,
+    }  # fmt: skip
+    cls, names = TEXT[model_type]
+    config = {"vocab_size": vocabulary, "use_cache": False} | {name: sizes[size] for name, size in names.items()}
+    lengths = {"seq_len": length} | ({"target_len": length} if has_decoder else {})
+    return Network(name=f"hf:{cls}", config=config, input=lengths, family=model_type)
 
 
-def _text_config(model_type: str, heads: int, layers: int, width: int, length: int, vocabulary: int) -> dict[str, Any]:
-    config: dict[str, Any] = {"vocab_size": vocabulary}
-    if model_type == "bert":
-        config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-        return config | {"intermediate_size": 4 * width, "max_position_embeddings": length}
-    if model_type == "distilbert":
-        return config | {
-            "dim": width,
-            "n_layers": layers,
-            "n_heads": heads,
-            "hidden_dim": 4 * width,
-            "max_position_embeddings": length,
-        }
-    if model_type == "gpt2":
-        config |= {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
-        return config | {"bos_token_id": 0, "eos_token_id": 0}
-    if model_type == "llama":
-        config |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-        return config | {"intermediate_size": 3 * width, "max_position_embeddings": length}
-    layers = max(1, layers // 2)  # an encoder and a decoder
-    if model_type == "t5":
-        return config | {"d_model": width, "d_ff": 4 * width, "d_kv": width // heads, "num_heads": heads, "num_layers": layers}
-    config |= {"d_model": width, "encoder_layers": layers, "decoder_layers": layers, "max_position_embeddings": length}
-    config |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
-    return config | {"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width}
-
-
-def _ops(point: Point) -> _Drawn:
+def _ops(point: Point) -> Network:
     op = point.choice(OPERATORS)
-    sizes: dict[str, Any] = {"op": op}
     is_image = op in ("conv", "depthwise-conv", "batch-norm", "max-pool")
-    if is_image:
-        sizes |= {"inputs": point.size(4, 1024, multiple=2), "img_size": point.size(7, 256)}
-        sizes |= {
-            "outputs": point.size(4, 1024, multiple=2),
-            "kernel": point.choice((1, 3, 3, 5, 7)),
-            "stride": point.choice((1, 1, 2)),
-        }
-    elif op == "attention":
-        sizes |= {"heads": point.size(1, 32), "length": point.size(16, 2048), "head_width": point.choice((32, 64, 64, 128))}
-    else:
-        sizes |= {"length": point.size(1, 512), "inputs": point.size(16, 8192), "outputs": point.size(16, 8192)}
+    sizes = point.sizes(_IMAGE_OPERATOR if is_image else _ATTENTION if op == "attention" else _OTHER_OPERATOR)
     if op == "embedding":
-        sizes |= {"vocabulary": point.size(1000, 100_000)}
-    network = Network(name="perfguard:operator", config=sizes, family=op)
-    return _Drawn(network, is_image=is_image, trainable=op in TRAINABLE_OPERATORS)
+        sizes["vocabulary"] = point.size(1000, 100_000)
+    return Network(name="perfguard:operator", config={"op": op, **sizes}, family=op)
 
 
-_DRAWS: dict[Space, Callable[[Point], _Drawn]] = {
+_NETWORKS: dict[Space, Callable[[Point], Network]] = {
     "vision": _vision, "text": _text, "mlp": _mlp, "rnn": _rnn, "nas": _nas, "ops": _ops,
 }  # fmt: skip

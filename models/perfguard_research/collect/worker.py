@@ -21,11 +21,11 @@ import torch
 from perfguard.devices import Device
 from perfguard.exceptions import MeasuringError
 from perfguard_research.collect.run import Columns, place_of, run_row
+from perfguard_research.collect.spaces import TEXT
 from perfguard_research.networks import Network
 from perfguard_research.tables import MeasuredRow
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "perfguard_research.collect.preload"])
 
 
 class Worker:
@@ -44,10 +44,8 @@ class Worker:
         self._row_limit_s = row_limit_s
         self._most_rows = most_rows
         self._process: Any = None
-        self._pipe: Connection | None = None
+        self._pipe: Connection
         self._rows = 0
-        self.starts = 0
-        """Number of processes so far."""
 
     @property
     def pid(self) -> int | None:
@@ -60,18 +58,21 @@ class Worker:
         Raises:
             MeasuringError: if it cannot be started. The message has the process's error.
         """
-        if self._process is not None and self._rows >= self._most_rows:
-            self.close()
-        if self._process is not None:
+        if self._process is not None and self._rows < self._most_rows:
             return
+        self.close()
+        # Else the first row of each process would be charged for the memory of the networks' libraries. Only those are imported
+        # that the choice of spaces has found to work.
+        libraries = ["timm", "torchvision.models", *(f"transformers.models.{name}.modeling_{name}" for name in TEXT)]
+        there = [name for name in libraries if name.partition(".")[0] in sys.modules]
+        _context.set_forkserver_preload([__name__, *there])
         self._pipe, theirs = _context.Pipe()
-        words = theirs, self._device, self._limit_bytes, torch.get_num_threads()
-        self._process = _context.Process(target=_serve, args=words, daemon=True)
+        arguments = theirs, self._device, self._limit_bytes, torch.get_num_threads()
+        self._process = _context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        self._rows, self.starts = 0, self.starts + 1
-        hello = self._answer(120.0)
-        if hello != {}:
+        self._rows = 0
+        if (hello := self._answer(120.0)) != {}:
             self.close()
             raise MeasuringError(f"No process could be started on {self._device.name}: {hello}")
 
@@ -82,21 +83,14 @@ class Worker:
             MeasuringError: if no process can be started any more.
         """
         self.start()
-        assert self._pipe is not None
         self._rows += 1
         limit_s = self._row_limit_s * (4 if row.compiled else 1)
-        try:
-            self._pipe.send(row)
-            answer = self._answer(min(limit_s, until - time.monotonic()))
-        except OSError:
-            answer = self._exit_reason()
-        if isinstance(answer, dict):
-            if answer["status"] == "failed" or "could not be freed" in answer["note"]:
-                self.close()  # an error of CUDA stays with its process
+        answer = self._answer(min(limit_s, until - time.monotonic()), row)
+        if isinstance(answer, dict) and answer["status"] != "failed" and "could not be freed" not in answer["note"]:
             return answer
-        self.close()
+        self.close()  # an error of CUDA stays with its process
         if answer:
-            return {"status": "failed", "note": answer}
+            return answer if isinstance(answer, dict) else {"status": "failed", "note": answer}
         return None if time.monotonic() >= until else {"status": "timeout", "note": f"given up after {limit_s:g} s"}
 
     def close(self) -> None:
@@ -105,28 +99,23 @@ class Worker:
             self._process.kill()
             self._process.join()
             self._process.close()
-            self._process = None
-        if self._pipe is not None:
             self._pipe.close()
-            self._pipe = None
+            self._process = None
 
-    def _answer(self, limit_s: float) -> Columns | str:
-        """The process's reply; or why there is none, empty: it took too long."""
-        assert self._pipe is not None
-        if not self._pipe.poll(max(limit_s, 0.0)):
-            return ""
+    def _answer(self, limit_s: float, row: MeasuredRow | None = None) -> Columns | str:
+        """The process's reply (to ``row``); or why there is none, empty: it took too long."""
         try:
-            answer: Columns | str = self._pipe.recv()
+            if row is not None:
+                self._pipe.send(row)
+            answer: Columns | str = self._pipe.recv() if self._pipe.poll(max(limit_s, 0.0)) else ""
             return answer
         except (EOFError, OSError):
-            return self._exit_reason()
-
-    def _exit_reason(self) -> str:
-        self._process.join(5)
-        code = self._process.exitcode
-        if code is None or code >= 0:
-            return f"the process ended with status {code}"
-        return f"the process was ended by {signal.Signals(-code).name}"
+            self._process.join(5)
+            code = self._process.exitcode
+            is_signal = code is not None and code < 0
+            return (
+                f"the process was ended by {signal.Signals(-code).name}" if is_signal else f"the process ended with status {code}"
+            )
 
 
 def _serve(pipe: Connection, device: Device, limit_bytes: int | None, num_threads: int) -> None:

@@ -15,15 +15,15 @@ a new card.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
+import json
 import platform
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import nn
@@ -249,31 +247,27 @@ def score_of(model: KernelModel, rows: Sequence[KernelRow]) -> KernelScore:
 def cross_validated(rows: Sequence[KernelRow]) -> dict[str, dict[str, KernelScore]]:
     """Scores by split ("shape": a fifth of all shapes, on every card; "gpu": each card) and operator ("all", and "products":
     linear and bmm, whose kernel is a choice)."""
-    splits: dict[str, list[Callable[[KernelRow], bool]]] = {
-        "shape": [_is_held_out],
-        "gpu": [functools.partial(_is_of, gpu) for gpu in sorted({row.gpu for row in rows})],
+
+    def fifth_of_shapes(row: KernelRow) -> bool:
+        return hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()[0] % 5 == 0
+
+    gpus = sorted({row.gpu for row in rows})
+    splits = {
+        "shape": [[row for row in rows if fifth_of_shapes(row)]],
+        "gpu": [[row for row in rows if row.gpu == gpu] for gpu in gpus],
     }
     found: dict[str, dict[str, KernelScore]] = {}
     for split, folds in splits.items():
         parts: dict[str, list[KernelScore]] = {}
-        for is_judged in folds:
-            model = fitted([row for row in rows if not is_judged(row)])
-            own = [row for row in rows if is_judged(row)]
-            parts.setdefault("all", []).append(score_of(model, own))
-            parts.setdefault("products", []).append(score_of(model, [row for row in own if row.operator in ("linear", "bmm")]))
-            for operator in sorted({row.operator for row in own}):
-                parts.setdefault(operator, []).append(score_of(model, [row for row in own if row.operator == operator]))
+        for judged in folds:
+            held_out = set(map(id, judged))
+            model = fitted([row for row in rows if id(row) not in held_out])
+            parts.setdefault("all", []).append(score_of(model, judged))
+            parts.setdefault("products", []).append(score_of(model, [row for row in judged if row.operator in ("linear", "bmm")]))
+            for operator in sorted({row.operator for row in judged}):
+                parts.setdefault(operator, []).append(score_of(model, [row for row in judged if row.operator == operator]))
         found[split] = {name: _together(scores) for name, scores in parts.items()}
     return found
-
-
-def _is_held_out(row: KernelRow) -> bool:
-    digest = hashlib.sha256(repr((row.operator, row.sizes)).encode()).digest()
-    return digest[0] % 5 == 0
-
-
-def _is_of(gpu: str, row: KernelRow) -> bool:
-    return row.gpu == gpu
 
 
 def _together(scores: Sequence[KernelScore]) -> KernelScore:
@@ -311,17 +305,6 @@ def shipped() -> KernelModel:
     return read_kernel_model(folder / "kernels.safetensors", folder / "kernels.json")
 
 
-def print_scores(scores: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A table for people."""
-    table = Table("held out", "operators", "rows", "top-1", "top-5", "latency: mean error", "median")
-    for split, by in scores.items():
-        for name, score in by.items():
-            shares = (f"{100 * score[column]:.1f}%" for column in ("top1", "top5", "mean_error", "median_error"))
-            table.add_row(split, name, f"{int(score['rows']):,}", *shares)
-    table.add_row("networks, in LILOU's paper", "all", "", "88.6%", "98.8%", "", "")
-    Console(width=120).print(table)
-
-
 def main() -> None:
     """Judge, fit, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -346,7 +329,7 @@ def main() -> None:
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "kernels", {**model.network.state_dict(), "scale": model.scale}, card)
-    print_scores(scores)
+    print(json.dumps(scores, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ With torch.compile's Inductor, the network's aten graph is decomposed and made f
 the operator that it comes from (`from_node`). Inductor lowers the graph, and its scheduler fuses operators. The result is read
 in Inductor's own hook for passes after fusion. Compilation ends there, before any C++ is written. Nothing is computed and there
 are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device. For ONNX Runtime see
-`fusion_labels_onnx`.
+`labels_onnx`.
 
 Each line is one JSON object. It has the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of its operators in
 the graph. The command may be interrupted at any time. Every line is flushed, and models that are in the file are skipped.
@@ -42,6 +42,7 @@ from torch import nn
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import TensorSpec, Workload
 from perfguard_research.fusion.labels_onnx import onnxruntime_case
+from perfguard_research.networks import EDGES, NUM_EDGES, Network
 
 COMPILERS = ("inductor-cpu", "inductor-cuda", "onnxruntime")
 _MOST_OPERATORS = 400
@@ -270,16 +271,6 @@ def cases(seed: int = 0) -> Iterator[Case]:
 def _timm_cases(rng: random.Random) -> Iterator[Case]:
     import timm
 
-    def made(name: str) -> Case:
-        def make() -> nn.Module:
-            with torch.device("meta"):
-                model: nn.Module = timm.create_model(name)
-            return model
-
-        cfg = timm.get_pretrained_cfg(name)
-        size = cfg.input_size if cfg is not None else (3, 224, 224)
-        return Case("", name, make, (rng.choice(_BATCHES), *size))
-
     families: dict[str, list[str]] = {}
     for name in timm.list_models():
         family = "".join(itertools.takewhile(lambda letter: not letter.isdigit() and letter != "_", name))
@@ -287,66 +278,29 @@ def _timm_cases(rng: random.Random) -> Iterator[Case]:
     chosen = [(family, rng.sample(names, min(_MODELS_OF_FAMILY, len(names)))) for family, names in families.items()]
     rng.shuffle(chosen)
     for family, names in chosen:
-        yield from (made(name)._replace(family=family) for name in names)
+        for name in names:
+            cfg = timm.get_pretrained_cfg(name)
+            size = cfg.input_size if cfg is not None else (3, 224, 224)
+            yield Case(family, name, functools.partial(_on_meta, timm.create_model, name), (rng.choice(_BATCHES), *size))
 
 
 def _cells(rng: random.Random) -> Iterator[Case]:
-    """Cells of six edges between four nodes, two stages of two, as `examples/nas_space.py` has them."""
+    """Cells in the manner of NAS-Bench-201."""
     for number in range(_CELLS):
-        plan = tuple(rng.choice(("none", "skip", "conv1x1", "conv3x3", "pool3x3")) for _ in range(6))
-        width = rng.choice((8, 16, 24, 32))
-        yield Case(
-            "nas-cell",
-            f"cell-{number}",
-            functools.partial(_on_meta, _CellNetwork, plan, width),
-            (rng.choice(_BATCHES), 3, 32, 32),
-        )
+        sizes = {
+            "edges": [rng.choice(EDGES) for _ in range(NUM_EDGES)],
+            "width": rng.choice((8, 16, 24, 32)),
+            "cells": 2,
+            "img_size": 32,
+            "classes": 10,
+        }
+        network = Network(name="perfguard:cells", config=sizes)
+        yield Case("nas-cell", f"cell-{number}", functools.partial(_on_meta, network.make), (rng.choice(_BATCHES), 3, 32, 32))
 
 
 def _on_meta(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     with torch.device("meta"):
         return make(*arguments)
-
-
-_EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
-
-
-class _CellNetwork(nn.Module):
-    def __init__(self, plan: Sequence[str], width: int) -> None:
-        super().__init__()
-
-        def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Module:
-            return nn.Sequential(
-                nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-        def operator(name: str, channels: int) -> nn.Module:
-            if name.startswith("conv"):
-                return conv(channels, channels, int(name[-1]))
-            return nn.AvgPool2d(3, 1, 1, count_include_pad=False) if name == "pool3x3" else nn.Identity()
-
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
-        self.plan = [(edge, name) for edge, name in zip(_EDGES, plan, strict=True) if name != "none"]
-        widths = (width, width, 2 * width, 2 * width)
-        self.cells = nn.ModuleList(nn.Sequential(*(operator(name, size) for _, name in self.plan)) for size in widths)
-        self.down = conv(width, 2 * width, 3, 2)
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for index, cell in enumerate(self.cells.children()):
-            assert isinstance(cell, nn.Sequential)
-            x = self.down(x) if index == 2 else x
-            nodes: list[torch.Tensor | None] = [x, None, None, x]
-            for at, ((start, end), _) in enumerate(self.plan):
-                source, before = nodes[start], nodes[end]
-                if source is not None:
-                    made = cell[at](source)
-                    nodes[end] = made if before is None else before + made
-            assert nodes[3] is not None
-            x = nodes[3]
-        out: torch.Tensor = self.head(x)
-        return out
 
 
 _TRANSFORMERS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (

@@ -3,33 +3,31 @@
     python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 12
     python -m perfguard_research.fusion.train labels.jsonl --out models/perfguard_models/weights
 
-Evaluated in five folds by family of models (no family is in training and test), beside rules; then fitted to everything. Writes
-OUT/fusion.safetensors and OUT/fusion.json, the card.
+Evaluated in five folds by family of models (no family is in training and test), then fitted to everything. Writes
+OUT/fusion.safetensors and OUT/fusion.json, the card with the scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from perfguard.graph import OP_KINDS
 from perfguard_models.fusion import FORMAT, SIZES, EdgeClassifier, FusionModel, edges_of, joined
 from perfguard_models.weight_files import write_pair
 from perfguard_research.fusion.labels import LabelledGraph, read_labels
-from perfguard_research.fusion.rules import most_frequent_rules, probed_rules
 
 _FOLDS = 5
 _HIDDEN = 64
@@ -39,9 +37,6 @@ _EDGES_A_BATCH = 3000
 _EPOCHS = 25
 _LEARNING_RATE = 5e-3
 _LOWEST_CHANCE = 0.5
-
-Judge = Callable[[Sequence[LabelledGraph]], Callable[[LabelledGraph], npt.NDArray[Any]]]
-"""Fits training rows. The result is a function from a graph to the fusion of each edge: a probability, or 0 and 1."""
 
 
 class Score(NamedTuple):
@@ -67,7 +62,7 @@ def names_in(rows: Iterable[LabelledGraph]) -> list[str]:
     return sorted(name for name, number in seen.items() if number >= _FEWEST_OCCURRENCES)
 
 
-def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 0, looks_around: bool = True) -> FusionModel:
+def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 0) -> FusionModel:
     """A network that has learnt from ``rows``. Cross-entropy, Adam, one cycle of the learning rate, as in the paper."""
     torch.manual_seed(seed)
     compilers = sorted({row.compiler for row in rows})
@@ -75,7 +70,7 @@ def fitted(rows: Sequence[LabelledGraph], *, epochs: int = _EPOCHS, seed: int = 
     index = {name: at for at, name in enumerate(names, start=1)}
     parts = [edges_of(row.graph, index, compilers.index(row.compiler)) for row in rows]
     labels = [torch.from_numpy(row.edge_labels()) for row in rows]
-    network = EdgeClassifier(len(names) + 1, len(compilers), _HIDDEN, looks_around=looks_around)
+    network = EdgeClassifier(len(names) + 1, len(compilers), _HIDDEN)
     optimizer = torch.optim.Adam(network.parameters(), weight_decay=1e-5)
     batches = sum(1 for _ in _batches(labels, list(range(len(rows)))))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=epochs * (batches + 2))
@@ -108,67 +103,23 @@ def _batches(labels: Sequence[torch.Tensor], order: Sequence[int]) -> Iterable[l
         yield chosen
 
 
-def _network(*, looks_around: bool) -> Judge:
-    def fit(rows: Sequence[LabelledGraph]) -> Callable[[LabelledGraph], npt.NDArray[Any]]:
-        model = fitted(rows, looks_around=looks_around)
-        return lambda row: model.chances(row.graph, row.compiler)
-
-    return fit
-
-
-def _frequent(rows: Sequence[LabelledGraph]) -> Callable[[LabelledGraph], npt.NDArray[Any]]:
-    by_compiler = {
-        compiler: most_frequent_rules(row for row in rows if row.compiler == compiler)
-        for compiler in {row.compiler for row in rows}
-    }
-    return lambda row: by_compiler[row.compiler].labels(row.graph)
-
-
-def _probed(compilers: Iterable[str]) -> Judge:
-    rules = {compiler: probed_rules(compiler) for compiler in compilers}
-    return lambda rows: lambda row: rules[row.compiler].labels(row.graph)
-
-
-def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, dict[str, Score]]:
-    """Scores by method and compiler ("all": both), over five folds by family, all edges of all folds together."""
+def cross_validated(rows: Sequence[LabelledGraph]) -> dict[str, Score]:
+    """Scores by compiler ("all": all of them), over five folds by family, all edges of all folds together."""
     families = sorted({row.family for row in rows})
     random.Random(0).shuffle(families)
     fold_of = {family: at % _FOLDS for at, family in enumerate(families)}
-    methods: dict[str, Judge] = {
-        "GAT-LSTM": _network(looks_around=True),
-        "LSTM, without attention": _network(looks_around=False),
-        "most frequent label of a pair": _frequent,
-        "rules by tests (nn-Meter's way)": _probed(sorted({row.compiler for row in rows})),
-    }
-    return {name: _over_folds(method, rows, fold_of) for name, method in methods.items()}
-
-
-def _over_folds(method: Judge, rows: Sequence[LabelledGraph], fold_of: dict[str, int]) -> dict[str, Score]:
     found: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[np.int8]]]] = {}
     for fold in range(_FOLDS):
-        predict = method([row for row in rows if fold_of[row.family] != fold])
+        model = fitted([row for row in rows if fold_of[row.family] != fold])
         for row in rows:
             if fold_of[row.family] == fold:
-                pair = predict(row), row.edge_labels()
+                pair = model.chances(row.graph, row.compiler), row.edge_labels()
                 found.setdefault(row.compiler, []).append(pair)
                 found.setdefault("all", []).append(pair)
     return {
         compiler: score_of(np.concatenate([predicted for predicted, _ in pairs]), np.concatenate([true for _, true in pairs]))
         for compiler, pairs in sorted(found.items())
     }
-
-
-def disagreement(rows: Sequence[LabelledGraph], first: str, second: str) -> dict[str, float]:
-    """Share of the edges of the same graphs on which two compilers differ."""
-    by_model = {compiler: {row.model: row for row in rows if row.compiler == compiler} for compiler in (first, second)}
-    models, edges, differ = 0, 0, 0
-    for model, row in by_model[first].items():
-        other = by_model[second].get(model)
-        if other is not None and np.array_equal(row.graph.edges, other.graph.edges):
-            known = (row.edge_labels() >= 0) & (other.edge_labels() >= 0)
-            models, edges = models + 1, edges + int(known.sum())
-            differ += int((row.edge_labels() != other.edge_labels())[known].sum())
-    return {"graphs": models, "edges": edges, "share": differ / max(edges, 1)}
 
 
 def main() -> None:
@@ -203,24 +154,11 @@ def main() -> None:
             for compiler in model.compilers
             for own in [[row for row in rows if row.compiler == compiler]]
         },
-        "cpu and gpu differ": disagreement(rows, "inductor-cpu", "inductor-cuda"),
-        "scores": {method: {name: score._asdict() for name, score in by.items()} for method, by in scores.items()},
+        "scores": {"GAT-LSTM": {name: score._asdict() for name, score in scores.items()}},
         "made": f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {time.monotonic() - started:.0f} s",
     }
     write_pair(arguments.out / "fusion", network.state_dict(), card)
-    print_scores(card["scores"])
-
-
-def print_scores(scores: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A table for people."""
-    table = Table("method", "compiler", "precision", "recall", "accuracy", "edges", title="unseen families, 5 folds")
-    for method, by in scores.items():
-        for compiler, score in by.items():
-            shares = (f"{100 * score[name]:.1f}%" for name in ("precision", "recall", "accuracy"))
-            table.add_row(method, compiler, *shares, f"{int(score['edges']):,}")
-    table.add_row("LILOU, in its paper", "TensorRT", "97.2%", "98.2%", "98.4%", "134,346")
-    table.add_row("nn-Meter, in that paper", "TensorRT", "92.0%", "31.7%", "73.3%", "134,346")
-    Console(width=120).print(table)
+    print(json.dumps(card["scores"], indent=1))
 
 
 if __name__ == "__main__":

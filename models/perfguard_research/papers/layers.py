@@ -7,12 +7,15 @@ costs from the forward graph. So this view has only that graph, in plain units. 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from perfguard.graph import KIND_INDEX, Op, OpGraph, Phase, StorageKind
+from perfguard_models import trained
+from perfguard_models.trained import FeatureSet
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -59,6 +62,13 @@ def layers_of(graph: OpGraph, device: Device) -> Layers:
         edges=np.array([delivered[source] for source in edge_index[0]], dtype=np.float32).reshape(-1, len(EDGE_COLUMNS)),
         globals=np.array(_globals(graph, ops, device), dtype=np.float32),
     )
+
+
+FEATURE_SETS: Mapping[str, FeatureSet] = {
+    **trained.FEATURE_SETS,
+    "layers": FeatureSet((NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS), lambda graph, device: layers_of(graph, device)._asdict()),
+}
+"""GuardNet's feature sets, and the network as the papers see it."""
 
 
 def _node(op: Op, weights: dict[int, int]) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,27 +13,19 @@ from weakref import WeakKeyDictionary
 
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
-from perfguard_models import trained
 from perfguard_models.fusion import Compiled, as_compiled
 from perfguard_models.learner import Predicted, predict_with_spread, share_of
 from perfguard_models.setting import Setting
 from perfguard_models.torch_isolation import undisturbed
-from perfguard_models.trained import FeatureSet, FittedModel, read_trained, step_of
+from perfguard_models.trained import FittedModel, read_trained, step_of
 from perfguard_research.learners import learner_class
-from perfguard_research.papers.layers import EDGE_COLUMNS, GLOBAL_COLUMNS, NODE_COLUMNS, layers_of
+from perfguard_research.papers.layers import FEATURE_SETS
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
     from perfguard.devices import Device
 
-_LAYERS = FeatureSet(
-    (NODE_COLUMNS, EDGE_COLUMNS, GLOBAL_COLUMNS),
-    lambda graph, device: layers_of(graph, device)._asdict(),
-    layers_of.__module__,
-)
-FEATURE_SETS: Mapping[str, FeatureSet] = {**trained.FEATURE_SETS, "layers": _LAYERS}
-"""GuardNet's, and the network as the papers see it."""
 _UNKNOWN_LOG_SIGMA = 1.0
 _PRIOR_RUNS = 1.0
 

@@ -49,7 +49,7 @@ BINARY = [
 ]  # fmt: skip
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.lists(sizes, min_size=1, max_size=4).map(tuple), dtypes, layouts, layouts)
 def test_elementwise(shape: tuple[int, ...], dtype: torch.dtype, first: str, second: str) -> None:
     for func in UNARY:
@@ -77,7 +77,7 @@ LISTS = {
 WITH_NUMBERS = {aten._foreach_div_.ScalarList: 1, aten._foreach_addcdiv_.ScalarList: 3}
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.lists(sizes, max_size=4).map(tuple), dtypes, layouts, layouts, st.booleans())
 def test_in_place(shape: tuple[int, ...], dtype: torch.dtype, first: str, second: str, fits: bool) -> None:
     other_shape = shape if fits else (*shape, 2)
@@ -97,7 +97,7 @@ def test_in_place(shape: tuple[int, ...], dtype: torch.dtype, first: str, second
         check(func, meta(shape, dtype, first), 2.0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.lists(st.lists(sizes, max_size=4).map(tuple), min_size=1, max_size=3), dtypes, layouts, st.booleans())
 def test_lists(shapes: list[tuple[int, ...]], dtype: torch.dtype, layout: str, fits: bool) -> None:
     def lists(count: int) -> list[list[torch.Tensor]]:
@@ -119,7 +119,7 @@ def test_lists(shapes: list[tuple[int, ...]], dtype: torch.dtype, layout: str, f
         assert out is (NotImplemented if count > 1 and not fits else None)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(sizes, sizes, sizes, dtypes, layouts, st.booleans())
 def test_batch_norm(batch: int, channels: int, side: int, dtype: torch.dtype, layout: str, mixed: bool) -> None:
     assume(batch * side > 1)  # one value has no variance
@@ -130,7 +130,7 @@ def test_batch_norm(batch: int, channels: int, side: int, dtype: torch.dtype, la
     check(aten.native_batch_norm_backward.default, x, x, vector, vector, vector, out[1], out[2], True, 1e-5, [True, True, True])
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.lists(sizes, min_size=2, max_size=4).map(tuple), st.integers(1, 2), dtypes, layouts)
 def test_layer_norm(shape: tuple[int, ...], last: int, dtype: torch.dtype, layout: str) -> None:
     x, normalized = meta(shape, dtype, layout), shape[-last:]
@@ -139,23 +139,6 @@ def test_layer_norm(shape: tuple[int, ...], last: int, dtype: torch.dtype, layou
     check(aten.native_layer_norm.default, x, normalized, weight, weight, 1e-5)
     mask = [True, True, True]
     check(aten.native_layer_norm_backward.default, x, x, normalized, out[1], out[2], weight, weight, mask)
-
-
-@settings(max_examples=30)
-@given(sizes, sizes, sizes, dtypes, st.booleans(), st.booleans())
-def test_products(n: int, k: int, m: int, dtype: torch.dtype, first: bool, second: bool) -> None:
-    a = meta((k, n), dtype).t() if first else meta((n, k), dtype)
-    b = meta((m, k), dtype).t() if second else meta((k, m), dtype)
-    assert check(aten.mm.default, a, b)
-    assert check(aten.addmm.default, meta((m,), dtype), a, b)
-
-
-@settings(max_examples=30)
-@given(st.lists(sizes, min_size=1, max_size=4).map(tuple), st.sets(st.integers(-4, 3), min_size=1), st.booleans(), dtypes)
-def test_sums(shape: tuple[int, ...], dims: set[int], keepdim: bool, dtype: torch.dtype) -> None:
-    inside = {dim % len(shape) for dim in dims if -len(shape) <= dim < len(shape)}
-    if inside:
-        assert check(aten.sum.dim_IntList, meta(shape, dtype), sorted(inside), keepdim)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -173,7 +156,7 @@ def test_the_plain_cases_are_taken(layout: str) -> None:
 
 
 def test_every_rule_is_tried_here() -> None:
-    tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default, aten.mm.default}
-    tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default, aten.addmm.default}
-    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
+    tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default}
+    tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default}
+    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default}
     assert tried | IN_PLACE.keys() | LISTS.keys() | WITH_NUMBERS.keys() == set(SHAPE_RULES)

@@ -397,7 +397,7 @@ def test_optimizer_without_a_trace_is_explained(optimizer: Any, message: str) ->
 
 
 def test_loss_given_as_a_class_is_explained() -> None:
-    with pytest.raises(WorkloadError, match=r"the class CrossEntropyLoss\. Give CrossEntropyLoss\(\)"):
+    with pytest.raises(WorkloadError, match=r"the class CrossEntropyLoss\. Make one of it: loss=CrossEntropyLoss\(\)"):
         trace(Workload(mlp(), (4, 8), TensorSpec((4,), "int64"), loss=nn.CrossEntropyLoss))  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
@@ -30,7 +29,6 @@ def device() -> Device:
 @pytest.fixture(autouse=True)
 def _nothing_else_runs() -> Iterator[None]:
     """Runs that other tests left unfinished would overlap with these."""
-    gc.collect()
     run_module._active.clear()
     yield
     run_module._active.clear()

@@ -13,11 +13,7 @@ from ray.tune import PlacementGroupFactory
 from perfguard.devices import mig_profiles, smallest_profile
 from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning
 from perfguard.predictor import Prediction
-from perfguard_ray._elsewhere import build_here_or_on_a_worker
-from perfguard_ray._ledger import Ledger, ledger_of, refuse_placeholders
-
-_GRAIN = 100
-"""Fractions of a GPU are rounded up to hundredths."""
+from perfguard_ray.ledger import Ledger, ledger_of
 
 
 def resources(search: Any, *, cpus: float = 1, mig: bool = False) -> TrialResources:
@@ -92,7 +88,8 @@ class TrialResources:
         if self._mig:
             profile = smallest_profile(device, needed_bytes) or mig_profiles(device)[-1]
             return own | {f"mig-{profile.name}": 1}
-        return own | {"GPU": min(1.0, math.ceil(_GRAIN * needed_bytes / device.memory_bytes) / _GRAIN)}
+        hundredths = math.ceil(100 * needed_bytes / device.memory_bytes)  # rounded up, so the share is never too small
+        return own | {"GPU": min(1.0, hundredths / 100)}
 
     def _prediction(self, config: Mapping[str, Any]) -> Prediction | None:
         """The prediction of the decision on this configuration, if it was just made. Otherwise a new one, which is not logged."""
@@ -101,9 +98,7 @@ class TrialResources:
             if entry.config == config:
                 return entry.decision.verdict.prediction
         try:
-            refuse_placeholders(config)
-            workload = build_here_or_on_a_worker(ledger.build, config, ledger.guard.device)
-            return ledger.guard.check(workload).prediction
+            return ledger.guard.check(ledger.workload(config)).prediction
         except Exception as error:
             ledger.warn_once(
                 "resources",

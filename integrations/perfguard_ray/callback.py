@@ -1,0 +1,376 @@
+"""What a Tune run measures: `measure` and `measured` in a trial, PerfGuardCallback in the driver, the summary at the end."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError
+from ray.tune import Callback, Trainable
+from ray.tune.experiment import Trial
+from ray.tune.result import RESULT_DUPLICATE
+from rich.console import Console
+
+from perfguard import summary
+from perfguard.devices import Device, cpu_name, visible_gpu
+from perfguard.exceptions import ConfigurationError
+from perfguard.measure import Measurement, Run, Status, status_of
+from perfguard.pace import Pace
+from perfguard.record import TrialRecord, measured_by
+from perfguard.tracking import fields_of
+from perfguard_ray.ledger import Entry, ledger_of, number_of
+
+if TYPE_CHECKING:
+    from perfguard.report import Report
+    from perfguard.summary import Summary
+
+PREFIX = "perfguard/"
+_ATTRIBUTE = "_perfguard_measurement"
+T = TypeVar("T", bound=type[Trainable])
+
+
+@contextmanager
+def measure(device: Device | None = None) -> Iterator[Run]:
+    """Measure a trial until the end of the block. Every ``tune.report`` in the block has the cost so far.
+
+    The one line that a training function needs::
+
+        def train(config):
+            with perfguard_ray.measure():
+                ...  # build the model, train, tune.report({"loss": loss}) as before
+
+    Reports have ``perfguard/peak_memory_bytes``, ``perfguard/step_time_s``, ``perfguard/total_time_s``, ``perfguard/num_steps``
+    and the method. Torch's ``optimizer.step()`` counts the steps. With another framework call ``run.step()`` after each one
+    (``with perfguard_ray.measure() as run``). Reports after the block have the final numbers. A dict that the function returns
+    is such a report. In a training function of Ray Train, this applies to ``ray.train.report``, and the numbers are those of the
+    worker with rank 0.
+
+    Outside Ray the block is measured too (``run.measurement``), but nothing is reported.
+
+    Args:
+        device: what the trial runs on. None: the GPU that Ray gave it, else the CPU. The report names the device that the
+            trial really used.
+    """
+    run = _new_run(device)
+    _carry_with_reports(run)
+    run.start()
+    try:
+        yield run
+    except BaseException as error:
+        _fail(run, error)
+        raise
+    run.finish()
+
+
+def measured(trainable: T) -> T:
+    """Decorate a class Trainable, so that it is measured. Its results have the values of :func:`measure`.
+
+    The one line that a Trainable class needs::
+
+        @perfguard_ray.measured
+        class Train(tune.Trainable): ...
+    """
+
+    class Measured(trainable):  # type: ignore[misc, valid-type]
+        def setup(self, config: dict[str, Any], **parameters: Any) -> None:
+            self._perfguard_run = _new_run().start()
+            super().setup(config, **parameters)
+
+        def step(self) -> dict[str, Any]:
+            try:
+                result = super().step()
+            except Exception as error:
+                _fail(self._perfguard_run, error)
+                raise
+            return {**result, **metrics_of(self._perfguard_run)}
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            done = bool(super().reset_config(new_config))
+            if done:
+                self._perfguard_run.finish()
+                self._perfguard_run = _new_run().start()
+            return done
+
+        def cleanup(self) -> None:
+            self._perfguard_run.finish()
+            super().cleanup()
+
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(Measured, name, getattr(trainable, name))
+    return cast(T, Measured)
+
+
+class _Cpu(NamedTuple):
+    """The part of a Device that a Run reads. Measuring a CPU's rates would cost each new actor a quarter of a second."""
+
+    id: str
+    name: str
+    kind: str = "cpu"
+
+
+def _new_run(device: Device | None = None) -> Run:
+    return Run(device or visible_gpu() or cast(Device, _Cpu("cpu", cpu_name())))
+
+
+def _fail(run: Run, error: BaseException) -> None:
+    """End the run of a trial that failed, and let the error take the measurement to the driver: it reports nothing more."""
+    run.finish(status_of(error), note=f"{type(error).__name__}: {error}"[:200])
+    try:
+        setattr(error, _ATTRIBUTE, run.measurement)
+    except AttributeError:  # a class with slots
+        pass
+
+
+def metrics_of(run: Run) -> dict[str, Any]:
+    """The report that carries what ``run`` has cost so far; what was not measured is left out."""
+    pace = Pace.of(run.step_durations_s)
+    fields = asdict(run.so_far()) | ({} if pace is None else {"pace_mean_s": pace.mean_s, "pace_error_s": pace.error_s})
+    return {f"{PREFIX}{name}": value for name, value in fields.items() if value is not None and name != "status"}
+
+
+def _report_in(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of :func:`metrics_of` in ``result``; empty if the trial does not measure itself."""
+    return {key.removeprefix(PREFIX): value for key, value in result.items() if key.startswith(PREFIX)}
+
+
+def measurement_in(error: BaseException | None) -> Measurement | None:
+    """The measurement of a trial that failed with ``error``; None: it does not measure itself."""
+    while error is not None:
+        measurement = getattr(error, _ATTRIBUTE, None)
+        if isinstance(measurement, Measurement):
+            return measurement
+        error = getattr(error, "cause", None) or error.__cause__
+    return None
+
+
+def _carry_with_reports(run: Run) -> None:
+    """Let every report of the session in this process carry the measurements of ``run``, until another run takes over.
+
+    A session has no public hook for that. Ray Tune's is replaced on the instance (Ray 2.7 to 2.60). Ray says of Ray Train's that
+    it "can be patched if new user APIs behaviors is wanted" (v2/_internal/execution/train_fn_utils.py, since 2.48).
+    """
+    session = _session()
+    if session is None:
+        return
+    plain: Callable[..., None] = getattr(session.report, "_perfguard_plain", session.report)
+    trial_id = getattr(session, "trial_id", None)
+
+    def report(metrics: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        is_ours = trial_id == getattr(session, "trial_id", None)  # an actor that is used again keeps its session
+        extra = metrics_of(run) if is_ours and RESULT_DUPLICATE not in metrics else {}
+        plain({**metrics, **extra}, *arguments, **options)
+
+    report._perfguard_plain = plain  # type: ignore[attr-defined]
+    session.report = report
+
+
+def _session() -> Any:
+    """Whatever ``tune.report`` or ``ray.train.report`` of this process talks to; None outside both."""
+    from ray.train._internal.session import get_session
+
+    session = get_session()
+    if session is not None:
+        return session
+    try:
+        from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+        return get_train_fn_utils()
+    except (ImportError, RuntimeError):
+        return None
+
+
+class PerfGuardCallback(Callback):
+    """Logs the cost of each trial beside its prediction, so that the guard learns from it. Works with any scheduler.
+
+    Three lines that a Tune user adds::
+
+        search = PerfGuardSearcher(OptunaSearch(), gpu="a100", build=build, time_budget="2h")
+        Tuner(train, tune_config=TuneConfig(search_alg=search), run_config=RunConfig(callbacks=[PerfGuardCallback(search)]))
+        with perfguard_ray.measure():  # in the training function, around its body
+
+    - A trial that runs out of memory is logged as ``oom``. The memory that it had reached is a lower bound.
+    - A trial whose measured pace will break the time budget is stopped at its next report. It is logged as ``timeout``. This
+      needs a ``time_budget``, a workload with ``steps``, and 25 measured steps.
+    - A trial that the end of the driver cuts off is logged as ``interrupted``. ``Tuner.restore`` resumes it, and its final cost
+      replaces that row.
+
+    Each result of a trial also gets what was predicted, by the names of :mod:`perfguard.tracking`. Tune's own loggers write it
+    with the rest: files and TensorBoard always, MLflow and W&B if their callbacks stand after this one. So the time has two
+    names. ``perfguard/total_time_s`` is what the trial reports, since its latest start. ``perfguard/time_measured_s`` is what the
+    budget is compared with: the time of all starts.
+
+    The console has a line for each configuration that is rejected. At the end of the run it has the table of
+    :func:`perfguard_ray.summarize`. ``RunConfig(verbose=0)`` switches both off.
+
+    Args:
+        search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or a ConcurrencyLimiter around it.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+
+    def __init__(self, search: Any) -> None:
+        self.ledger = ledger_of(search, who="PerfGuardCallback")
+
+    def setup(self, *arguments: Any, **info: Any) -> None:
+        self.ledger.verbose = _verbosity()
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        from_checkpoint = trial.latest_checkpoint_result is not None
+        self.ledger.start(trial.trial_id, trial.config, trial=number_of(trial), from_checkpoint=from_checkpoint)
+
+    def on_trial_result(self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any) -> None:
+        entry = self.ledger.entries.get(trial.trial_id)
+        if entry is None:
+            return
+        report = _report_in(result)
+        entry.report = report or entry.report
+        not_measured = self.ledger.why_not_measured(entry)
+        if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
+            for name in report:
+                del result[f"{PREFIX}{name}"]
+        measured = measured_by(self.ledger.measurement(entry, "ok")) if entry.report and not not_measured else {}
+        # Its end is not known yet. But one that runs against its verdict is not to be shown as pruned.
+        running = TrialRecord(
+            number=None, verdict=entry.decision.verdict, measured=measured, not_measured=not_measured, status="ok"
+        )
+        fields = fields_of(running)
+        del fields[f"{PREFIX}status"]
+        result.update(fields)  # for the loggers that stand after this callback
+        guard = self.ledger.guard
+        if not not_measured and breaks_budget(entry, guard.budget.longest_trial_s, guard.risk):
+            entry.stopped = True
+            # A callback cannot stop a trial; its own stopping criterion can, and every scheduler respects it.
+            trial.stopping_criterion = {**trial.stopping_criterion, "training_iteration": 0}
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._finish(trial)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        error = _error_of(trial)
+        measurement = measurement_in(error)
+        if measurement is not None and (entry := self.ledger.entries.get(trial.trial_id)) is not None:
+            entry.report = {name: value for name, value in asdict(measurement).items() if value is not None}
+        lines = [line for line in str(error or "").splitlines() if line.strip()]  # the last of Ray's lines is the error itself
+        self.ledger.finish(trial.trial_id, status_of_failure(error), note=lines[-1].strip()[:200] if lines else "")
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        """Trials that a stopper of the whole experiment has ended. Tune does not notify callbacks of them in another way."""
+        if not self.ledger.entries:
+            return
+        for trial in trials:
+            entry = self.ledger.entries.get(trial.trial_id)
+            if entry is not None and trial.status == Trial.TERMINATED:
+                note = "stopped with the experiment"
+                if entry.report:
+                    self._finish(trial, note)
+                else:
+                    self.ledger.finish(trial.trial_id, "interrupted", note=note)
+
+    def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
+        """Finish the trials that an interrupt (Ctrl-C) or an error in the driver has cut off."""
+        for trial_id in list(self.ledger.entries):
+            self.ledger.finish(trial_id, "interrupted", note="cut off by the end of the driver")
+        if self.ledger.verbose >= 1:
+            Console().print(summarize(self))
+
+    def _finish(self, trial: Trial, note: str = "") -> None:
+        entry = self.ledger.entries.get(trial.trial_id)
+        stopped = entry is not None and entry.stopped
+        self.ledger.finish(trial.trial_id, "timeout" if stopped else "ok", note="stopped by its pace" if stopped else note)
+
+
+def read_report(source: Any, study: str | None) -> Report | None:
+    """Read the report of a run, see :mod:`perfguard.report`. None: ``source`` is something else.
+
+    Args:
+        source: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its PerfGuardCallback.
+        study: not used, because a search has one run.
+    """
+    from perfguard.report import Report
+
+    try:
+        ledger = ledger_of(source, who="perfguard.report")
+    except ConfigurationError:
+        return None
+    return Report(
+        title=ledger.study,
+        source="Ray Tune run",
+        device=ledger.guard.device.name,
+        records=ledger.records(),
+        num_repeated=ledger.num_repeated,
+    )
+
+
+def summarize(search: Any) -> Summary:
+    """The guard's summary of a Tune run, from the measurement log.
+
+    Example:
+        >>> tuner.fit()                                                                             # doctest: +SKIP
+        >>> print(perfguard_ray.summarize(search))                                                  # doctest: +SKIP
+
+    A run prints it at its end, unless ``RunConfig(verbose=0)``; a run that is restored prints the summary of the whole.
+
+    Args:
+        search: the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its PerfGuardCallback.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    ledger = ledger_of(search, who="perfguard_ray.summarize")
+    device = ledger.guard.device.name
+    return summary.summarize(ledger.records(), title=ledger.study, device=device, num_repeated=ledger.num_repeated)
+
+
+def breaks_budget(entry: Entry, time_budget_s: float | None, risk: float) -> bool:
+    """Whether the measured pace shows, with a chance of 1 - ``risk``, that the trial will take longer than ``time_budget_s``."""
+    if time_budget_s is None:
+        return False
+    if entry.elapsed_s > time_budget_s:
+        return True
+    if entry.pace is None or entry.decision.steps is None:
+        return False
+    steps_left = max(0, entry.decision.steps - entry.num_steps)
+    total = entry.pace.total_time(elapsed_s=entry.elapsed_s, steps_left=steps_left)
+    return total.p_exceeds(time_budget_s) >= 1 - risk
+
+
+def status_of_failure(error: Exception | None) -> Status:
+    """Out of memory also where Ray's memory monitor ended the trial, because its node ran low on main memory."""
+    if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
+        return "oom"
+    return "failed" if error is None else status_of(error)
+
+
+def _error_of(trial: Trial) -> Exception | None:
+    """The error of the trial, which Ray has just pickled into the trial's folder on this machine, or as text."""
+    path = trial.pickled_error_file
+    try:
+        if path is not None and Path(path).is_file():
+            error = cloudpickle.loads(Path(path).read_bytes())
+            return error if isinstance(error, Exception) else None
+        if trial.error_file is not None and Path(trial.error_file).is_file():
+            return RuntimeError(Path(trial.error_file).read_text(encoding="utf-8", errors="replace"))
+    except Exception as error:  # whatever a class of the user's does while it is unpickled
+        return error
+    return None
+
+
+def _verbosity() -> int:
+    """``RunConfig(verbose=...)`` of the run that sets up its callbacks.
+
+    Tune passes it only to its own reporters, so it is read in the caller's frame (``ray.tune.tune.run``, Ray 2.43 to 2.60).
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == "ray.tune.tune":
+            verbose = frame.f_locals.get("verbose")
+            return int(verbose.value if isinstance(verbose, Enum) else verbose or 0)
+        frame = frame.f_back
+    return 0

@@ -1,0 +1,419 @@
+"""Ledger: what was decided on each trial of a Tune run, and what it cost. The search writes it, the callback closes it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from ray import cloudpickle
+from ray.tune.experiment import Trial
+from ray.tune.utils import flatten_dict
+
+from perfguard.exceptions import ConfigurationError, MeasurementWarning, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.guard import Guard
+from perfguard.measure import Measurement, Status
+from perfguard.pace import Pace
+from perfguard.repair import AS_PROPOSED, Repair
+from perfguard.verdict import Decision, Verdict
+from perfguard.workload import Build, Workload, build_workload
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
+    from perfguard.record import TrialRecord
+
+REPAIR_KEY = "perfguard_repair"
+
+
+def repair_of(config: Mapping[str, Any]) -> Repair:
+    """Changes that make the trial of ``config`` fit. Without ``on_violation="repair"`` there are none.
+
+    Example:
+        >>> repair_of({"batch_size": 64, "perfguard_repair": {"micro_batch_size": 16, "accumulation": 4}}).accumulation
+        4
+    """
+    return Repair(**config.get(REPAIR_KEY, {}))
+
+
+@dataclass(slots=True)
+class Entry:
+    """One trial."""
+
+    decision: Decision
+    config: Mapping[str, Any]
+    """Configuration of the trial: that of the decision, with its repair if it has one."""
+    started_at: float | None = None
+    """Start by the wall clock, so that it outlives the process; None: waiting."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """The latest measurement that the trial reported since its latest start."""
+    earlier_time_s: float = 0.0
+    """Measured in starts before the latest, where the trial goes on from what they reached."""
+    earlier_steps: int = 0
+    stopped: bool = False
+    """Whether it was stopped because its measured pace broke the time budget."""
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the configuration does not fit."""
+        return self.decision.verdict.action == "prune"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Measured so far, over all starts."""
+        return self.earlier_time_s + float(self.report.get("total_time_s", 0.0))
+
+    @property
+    def num_steps(self) -> int:
+        """Measured so far, over all starts."""
+        return self.earlier_steps + int(self.report.get("num_steps", 0))
+
+    @property
+    def pace(self) -> Pace | None:
+        """Pace since the latest start; None while too few steps are done."""
+        mean_s, error_s = self.report.get("pace_mean_s"), self.report.get("pace_error_s")
+        return None if mean_s is None or error_s is None else Pace(mean_s, error_s)
+
+    def restart(self, *, from_checkpoint: bool = True) -> None:
+        """The trial starts, for the first time or again; without a checkpoint it begins anew, and so does its measurement."""
+        self.earlier_time_s, self.earlier_steps = (self.elapsed_s, self.num_steps) if from_checkpoint else (0.0, 0)
+        self.report = {}
+        self.started_at = (self.started_at if from_checkpoint else None) or time.time()
+
+
+class Ledger:
+    """Decides on the configurations of one Tune run and keeps the decisions on its live trials.
+
+    The guard's memory of rejections is asked first, so a workload that does not fit has one row in the log, or two. Whatever
+    fails in here is warned about once; the trial runs unguarded, and is counted.
+
+    Args:
+        guard: decides, and learns from what the trials cost.
+        build: ``build(config) -> Workload``.
+        study: the name of the run in the measurement log.
+        patience: rejections in a row after which the search accepts a higher chance of breaking a limit, if that launches
+            something. The default is that of Optuna's plugin.
+    """
+
+    def __init__(self, guard: Guard, build: Build, study: str, *, patience: int = 30) -> None:
+        if not callable(build):
+            raise ConfigurationError(f"build must be a function of the trial's configuration, but got {build!r}.")
+        self.guard = guard
+        self.build = build
+        self.study = study
+        self.patience = patience
+        self.begun_at = time.time()
+        self.entries: dict[str, Entry] = {}
+        self.changes: dict[str, Entry] = {}
+        """Configurations of trials from their next start on. A scheduler has changed them, and the guard has accepted the
+        change."""
+        self.num_launched = 0
+        self.num_in_vain = 0
+        """Rejections since the latest launch."""
+        self.num_repeated = 0
+        """Proposals that were rejected from memory."""
+        self.num_ended = 0
+        """Trials from which the guard may have learnt."""
+        self.superseded: set[str] = set()
+        """Ids of the decisions in the log that a second look has taken the place of."""
+        self.verbose = 0
+        """``RunConfig(verbose=...)``; from 1 on each configuration that is rejected has a line on the console."""
+        self._least_doubtful = 1.0
+        """Least chance of breaking a limit among the rejections since the latest launch."""
+        self._keys: dict[str, Hashable] = {}
+        """The keys of the configurations that were rejected, by their hashes: a repetition is neither built nor traced."""
+
+    def judge(
+        self,
+        config: Mapping[str, Any],
+        *,
+        trial: int | None = None,
+        trial_id: str | None = None,
+        runs_anyway: bool = False,
+    ) -> Entry:
+        """Decide on ``config`` and log the verdict. A rejection that still holds is repeated without another row in the log.
+
+        Args:
+            config: the configuration of the trial.
+            trial: Tune's number of the trial. It is for the log.
+            trial_id: Tune's id of it.
+            runs_anyway: the trial runs whatever the verdict. So it gets a row of its own, and nothing is remembered.
+        """
+        make_workload = functools.cache(functools.partial(self.workload, config))  # it is built once
+        if runs_anyway:
+            return _entry(self._decide(make_workload, config, trial, trial_id), config)
+        patient = self.num_in_vain >= self.patience and self._least_doubtful <= self.guard.patient_threshold
+        threshold = self.guard.patient_threshold if patient else None
+        accepted = self.guard.threshold if threshold is None else threshold
+        digest, rejections = _hash_of(config), self.guard.rejections
+        key = self._keys.get(digest)
+        if key is None and self._keys:  # it may have the workload of a configuration that was rejected
+            key = self._trace_key(digest, make_workload)
+        known = None if key is None else rejections.recall(key, num_ended=self.num_ended, accepted=accepted)
+        if known is not None:
+            self.num_repeated += 1
+            self._count(known.verdict)
+            self._keys[digest] = key
+            return Entry(Decision("", known.verdict), config)
+        decision = self._decide(make_workload, config, trial, trial_id, threshold)
+        self._count(decision.verdict)
+        before = None if key is None else rejections.get(key)
+        if before is not None:
+            self.superseded.add(before.decision_id)
+        if decision.verdict.action != "prune":
+            if before is not None:
+                rejections.forget(before)
+            return _entry(decision, config)
+        self._keys[digest] = key = key or self._trace_key(digest, make_workload)
+        rejections.add(key, decision.verdict, num_ended=self.num_ended, decision_id=decision.id)
+        if before is None and self.verbose >= 1:
+            print(f"PerfGuard rejected {_shown(config)}: it {decision.verdict.reason}", flush=True)
+        return _entry(decision, config)
+
+    def _decide(
+        self,
+        make_workload: functools._lru_cache_wrapper[Workload],
+        config: Mapping[str, Any],
+        trial: int | None,
+        trial_id: str | None,
+        threshold: float | None = None,
+    ) -> Decision:
+        try:
+            return self.guard.decide(
+                make_workload, study=self.study, trial=trial, params=config, trial_id=trial_id, threshold=threshold
+            )
+        except UnguardedTrialError:
+            raise
+        except Exception as error:
+            self._unguarded("judge", f"PerfGuard failed, trials launch unguarded: {type(error).__name__}: {error}", error)
+            return Decision("", Verdict(action="launch", unjudged=f"{type(error).__name__}: {error}"))
+
+    def _count(self, verdict: Verdict) -> None:
+        if verdict.action == "prune":
+            self.num_in_vain += 1
+            self._least_doubtful = min(self._least_doubtful, verdict.p_violation)
+        else:
+            self.num_launched += 1
+            self.num_in_vain, self._least_doubtful = 0, 1.0
+
+    def workload(self, config: Mapping[str, Any]) -> Workload:
+        """Build what the trial of ``config`` would run.
+
+        Raises:
+            ConfigurationError: if Tune does not show a value to the search.
+            BuildError: if ``build`` fails.
+        """
+        hidden = why_hidden(config)
+        if hidden:
+            raise ConfigurationError(hidden)
+        return build_workload(self.build, config)
+
+    def _trace_key(self, digest: str, make_workload: functools._lru_cache_wrapper[Workload]) -> Hashable:
+        """Key of a configuration in the guard's memory: everything that its verdict depends on.
+
+        Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be
+        traced, for instance because a tensor is too large, has the hash of its configuration instead.
+        """
+        try:
+            workload = make_workload()
+            traced = self.guard.trace(workload).content_hash
+        except Exception:  # the verdict says why
+            return self.study, digest
+        # The study is part of it, because several runs may share a guard, and each logs its own rejections.
+        return self.study, traced, workload.mode, workload.steps, workload.steps_per_epoch
+
+    def start(self, trial_id: str, config: Mapping[str, Any], *, trial: int | None = None, from_checkpoint: bool = True) -> None:
+        """Note that the trial's actor is up. A trial without a verdict is judged now, only for the log: it runs in any case."""
+        entry = self.entries.get(trial_id)
+        change = self.changes.pop(trial_id, None)
+        hidden = "" if entry is None else why_hidden(entry.config)
+        if change is not None and _equal(change.config, config):
+            self.finish(trial_id, "ok")
+            entry = self.entries[trial_id] = change
+        elif entry is not None and not _equal(entry.config, config):
+            if hidden:  # Tune has filled the value in since, so the trial gets a verdict with numbers instead
+                self.superseded.add(entry.decision.id)
+            self.finish(trial_id, "ok")
+            entry = None
+        if entry is None:
+            entry = self.entries[trial_id] = self._judge_late(trial_id, config, trial, hidden)
+        entry.restart(from_checkpoint=from_checkpoint)
+
+    def _judge_late(self, trial_id: str, config: Mapping[str, Any], trial: int | None, hidden: str) -> Entry:
+        if not self.num_launched and not self.num_in_vain:
+            self._unguarded(
+                "search",
+                "A trial runs that PerfGuard has not judged: the guarded search proposes none of this run's trials, so none "
+                "is kept from running. Give the same search twice: TuneConfig(search_alg=search) and PerfGuardCallback(search).",
+            )
+        entry = self.judge(config, trial=trial, trial_id=trial_id, runs_anyway=True)
+        if entry.rejected:
+            why = hidden or (
+                "Its configuration comes from a scheduler or a search that does not call the guard. "
+                "Use PerfGuardPopulationBasedTraining instead."
+            )
+            reason = entry.decision.verdict.reason
+            self._unguarded("late", f"A trial runs that PerfGuard would have rejected: it {reason}. {why}")
+        return entry
+
+    def finish(self, trial_id: str, status: Status, *, note: str = "") -> None:
+        """The trial is over: log what it cost and learn from it. The first call counts."""
+        entry = self.entries.pop(trial_id, None)
+        if entry is None or entry.started_at is None:
+            return
+        if not entry.report and status in ("ok", "timeout"):
+            note = "; ".join(filter(None, [note, "the trial reported no measurement"]))
+            self.warn_once(
+                "silent",
+                MeasurementWarning,
+                "A trial ended without reporting what it cost, so nothing can be learnt from it. Put "
+                "`with perfguard_ray.measure():` around the body of the training function, or decorate the Trainable class "
+                "with @perfguard_ray.measured.",
+            )
+        try:
+            self.guard.learn(entry.decision, self.measurement(entry, status, note))
+            self.num_ended += 1
+        except Exception as error:
+            self.warn_once(
+                "learn", UnguardedTrialWarning, f"PerfGuard could not log a measurement: {type(error).__name__}: {error}"
+            )
+
+    def measurement(self, entry: Entry, status: Status, note: str = "") -> Measurement:
+        """The cost of the trial until its latest report."""
+        report = entry.report
+        nothing = {"peak_memory_bytes": None, "step_time_s": None, "method": "none", "framework": ""}
+        device = {"device_id": self.guard.device.id, "device_name": self.guard.device.name}
+        reported = {one.name: report[one.name] for one in fields(Measurement) if one.name in report}
+        known = {
+            "status": status,
+            "total_time_s": entry.elapsed_s or time.time() - (entry.started_at or time.time()),
+            "num_steps": entry.num_steps,
+            "note": "; ".join(filter(None, [note, report.get("note")])),
+        }
+        return Measurement(**{**nothing, **device, **reported, **known})
+
+    def why_not_measured(self, entry: Entry) -> str:
+        """The reason why a trial's report is not a measurement of the guarded device. Empty: it is, or there is no report."""
+        measurement, device = self.measurement(entry, "ok"), self.guard.device
+        if not entry.report or measurement.is_of(device):
+            return ""
+        return f"the worker used no {device.name}; the trial ran on {measurement.device_name}"
+
+    def records(self) -> list[TrialRecord]:
+        """The trials of the run in the log, oldest first. Of a configuration that was judged twice, the second verdict."""
+        records = [record for record in self.guard.log.records(self.study) if record.decision_id not in self.superseded]
+        # An earlier experiment may have had the same name.
+        return [one for one in records if one.created_at is None or one.created_at.timestamp() >= self.begun_at]
+
+    def _unguarded(self, topic: str, message: str, cause: Exception | None = None) -> None:
+        """Warn once that trials run without a verdict, or against it.
+
+        Raises:
+            UnguardedTrialError: if the guard is strict; it ends the run.
+        """
+        if self.guard.strict:
+            raise UnguardedTrialError(message) from cause
+        self.warn_once(topic, UnguardedTrialWarning, message)
+
+    def warn_once(self, topic: str, category: type[Warning], message: str) -> None:
+        """Warn, unless it was warned about ``topic`` in this run before."""
+        self.guard.warn_once(category, message, about=f"{self.study}: {topic}")
+
+    def get_state(self) -> dict[str, Any]:
+        """State that must survive a restart of the driver. The guard goes with the Tuner, as it was at the start of the run."""
+        kept = ("guard", "build", "patience", "verbose")
+        state = {name: copy.copy(value) for name, value in self.__dict__.items() if name not in kept}
+        return state | {"rejections": self.guard.rejections}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`get_state`."""
+        state = dict(state)
+        self.guard.rejections = state.pop("rejections")
+        self.__dict__.update(state)
+
+
+def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:
+    """The ledger for a search's arguments."""
+    if guard is not None and (settings or gpu != "auto"):
+        raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
+    study = study or f"tune-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
+    return Ledger(guard or Guard(gpu, **settings), build, study)
+
+
+def ledger_of(search: Any, *, who: str) -> Ledger:
+    """The ledger of a guarded search.
+
+    Raises:
+        ConfigurationError: if it has none; the message begins with ``who``.
+    """
+    given = search
+    while search is not None:
+        ledger = getattr(search, "ledger", None)
+        if isinstance(ledger, Ledger):
+            return ledger
+        search = getattr(search, "searcher", None)
+    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
+
+
+def number_of(trial: Trial) -> int | None:
+    """Tune's number of the trial, with which the name of its folder goes on after its id."""
+    number = str(getattr(trial, "experiment_tag", "")).partition("_")[0]
+    return int(number) if number.isdecimal() else None
+
+
+def why_hidden(config: Mapping[str, Any]) -> str:
+    """Return why a search cannot see a value of ``config``. Empty: it sees all of them.
+
+    Tune replaces objects and functions by placeholders, and fills them in when it has made the trial (Ray 2.3 to 2.60,
+    tune/impl/placeholder.py).
+    """
+    for name, value in flatten_dict(dict(config)).items():
+        token = value[0] if isinstance(value, tuple) and value else None
+        if token == "__fn_ph":
+            return (
+                f"config[{name!r}] comes from tune.sample_from, which Ray Tune calls only after the search has proposed the "
+                "trial, so PerfGuard cannot judge it before it is launched. Use tune.choice or another domain in param_space, or "
+                "compute the value in build and in the training function."
+            )
+        if token in ("__ref_ph", "__id_ph"):
+            return (
+                f"config[{name!r}] is an object, which Ray Tune does not show to searchers. Use a number or a text in "
+                "param_space, for instance the object's name, and look the object up in build and in the training function."
+            )
+    return ""
+
+
+def _entry(decision: Decision, config: Mapping[str, Any]) -> Entry:
+    repair = decision.verdict.repair
+    return Entry(decision, {**config, **({} if repair == AS_PROPOSED else {REPAIR_KEY: asdict(repair)})})
+
+
+def _hash_of(config: Mapping[str, Any]) -> str:
+    """A hash that is equal for equal configurations, in any order of their names."""
+    try:
+        # Pickled where JSON does not know it: an array, whose repr leaves things out, or an object.
+        text = json.dumps(config, sort_keys=True, default=lambda value: cloudpickle.dumps(value).hex())
+        return hashlib.sha256(text.encode()).hexdigest()
+    except Exception:  # an object in it cannot be pickled, so it equals no other
+        return uuid.uuid4().hex
+
+
+def _shown(config: Mapping[str, Any], *, at_most: int = 120) -> str:
+    """The configuration in a line of ``at_most`` characters."""
+    flat = flatten_dict(dict(config)).items()
+    text = ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in flat)
+    return text if len(text) <= at_most else f"{text[:at_most]}..."
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations are the same; what cannot be compared, such as arrays, is taken to be."""
+    try:
+        return bool(one == other)
+    except ValueError:
+        return True
