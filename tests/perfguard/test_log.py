@@ -262,14 +262,6 @@ def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
         MeasurementStore(url)
 
 
-def test_an_sqlite_url_and_a_path_name_the_same_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)
-    for location in (f"sqlite:///{path}", "sqlite:///log.db", "log.db"):
-        with MeasurementStore(location) as store:
-            record(store)
-    assert trials(path) == [0, 0, 0]
-
-
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERFGUARD_LOG", str(path))
     MeasurementStore.default().close()
@@ -294,13 +286,6 @@ def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> N
         assert [trial.decision_id for trial in found[:3]] == ids
         assert len(store.observations("toy")) == 1
     assert not beside(path)
-
-
-def test_reading_goes_on_while_another_process_writes(path: Path, graph: OpGraph) -> None:
-    with MeasurementStore(path, busy_timeout_s=0.05) as store:
-        store.record_measurement(record(store, graph=graph, device=DEVICE), MEASUREMENT)
-        with locked(path), MeasurementStore(path, busy_timeout_s=0.05) as other:
-            assert len(other.observations("toy")) == len(other.records()) == 1
 
 
 def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:

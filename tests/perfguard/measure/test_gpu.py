@@ -76,14 +76,6 @@ def test_other_processes_on_the_card_do_not_count(gpu: FakeGpu, nvml: FakeNvml) 
     assert measurement.sm_utilisation is None
 
 
-def test_memory_held_by_earlier_trial_is_noted(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    """It is counted as well."""
-    gpu.allocate(300 * MiB)
-    measurement = measure(gpu, nvml)
-    assert measurement.peak_memory_bytes == 1750 * MiB
-    assert "300 MiB of the GPU were allocated in this process before the run" in measurement.note
-
-
 def test_oom_run_keeps_its_peak_as_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
     def fail(gpu: FakeGpu) -> None:
         train(gpu)
@@ -243,17 +235,6 @@ def test_cuda_is_not_initialised_by_measuring(gpu: FakeGpu, nvml: FakeNvml) -> N
     assert nvml.calls == []
     assert (measurement.peak_memory_bytes, measurement.method) == (None, "none")
     assert "the trial did not use CUDA in this process" in measurement.note
-
-
-def test_device_is_the_one_whose_memory_is_taken(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    run = make_run(gpu, nvml, count=3).start()
-    for _ in range(3):
-        train(gpu)
-        gpu.free(600 * MiB)
-        run.step()
-    measurement = run.finish()
-    assert (measurement.peak_memory_bytes, measurement.method) == (1450 * MiB, "nvml-process+allocator")
-    assert measurement.step_time_s is not None
 
 
 def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:

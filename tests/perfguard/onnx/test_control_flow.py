@@ -50,24 +50,3 @@ def test_a_loop_of_unknown_length_widens_the_interval(tmp_path: Path, predictor:
     assert lowest < 3 * known.step_time.median < highest
     assert unknown.step_time.log_sigma > 2 * known.step_time.log_sigma
     assert any("Loop (1)" in text and "intervals are wider" in text for text in unknown.unmodelled)
-
-
-def test_an_opaque_operator_widens_by_its_share(tmp_path: Path) -> None:
-    """One unknown operator in a hundred is no reason to know nothing."""
-
-    def interval_width(known: int) -> float:
-        chain = [helper.make_node("Exp", ["x" if at == 0 else f"a{at}"], [f"a{at + 1}"]) for at in range(known)]
-        chain.append(helper.make_node("Wonder", [f"a{known}" if known else "x"], ["y"], domain="mine"))
-        low, high = predicted(read(tmp_path, model_of(chain, shape=(64, 64)))).step_time.interval()
-        return high / low
-
-    alone, one_of_many = interval_width(0), interval_width(300)
-    assert alone > 30
-    assert one_of_many < alone / 2
-
-
-def test_time_by_kind_still_adds_up(tmp_path: Path) -> None:
-    chain = [helper.make_node("Exp", ["x"], ["a"]), helper.make_node("Wonder", ["a"], ["y"], domain="mine")]
-    prediction = predicted(read(tmp_path, model_of(chain, shape=(64, 64))))
-    assert sum(prediction.time_by_kind_s.values()) == pytest.approx(prediction.step_time.median, rel=1e-3)
-    assert max(prediction.time_by_kind_s, key=lambda kind: prediction.time_by_kind_s[kind]) == "other"

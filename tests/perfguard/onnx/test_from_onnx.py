@@ -100,16 +100,6 @@ def test_matmul_and_bias_are_one_linear_layer(tmp_path: Path) -> None:
     assert (op.name, op.attributes["product"], op.flops) == ("addmm", (1, 10, 8, 16), 2 * 10 * 8 * 16)
 
 
-@pytest.mark.parametrize(("node", "product"), [
-    (helper.make_node("Gemm", ["x", "w", "b"], ["y"]), (1, 4, 8, 16)),
-    (helper.make_node("MatMul", ["x", "w"], ["y"]), (1, 4, 8, 16)),
-    (helper.make_node("Einsum", ["x", "w"], ["y"], equation="ik,kj->ij"), (1, 4, 8, 16)),
-])  # fmt: skip
-def test_products_in_other_words_cost_the_same(tmp_path: Path, node: onnx.NodeProto, product: tuple[int, ...]) -> None:
-    graph = read(save(tmp_path / "m.onnx", [node], {"x": [4, 16]}, ["y"], [weight("w", 16, 8), weight("b", 8)]))
-    assert (graph.ops[0].attributes["product"], graph.flops) == (product, 2 * 4 * 8 * 16)
-
-
 def attention_nodes(*, masked: bool) -> list[onnx.NodeProto]:
     nodes = [
         helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
