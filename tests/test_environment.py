@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from perfguard.exceptions import why_not_imported
 from tests import zoo
-
-SHIM = Path(__file__).resolve().parents[1] / "tools" / "torchvision_beside_cpu_torch.py"
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -38,26 +35,6 @@ def test_vision_and_training_libraries_import() -> None:
     done = run_python("import torchvision, timm, lightning, transformers; from transformers import Trainer; print(Trainer)")
     assert done.returncode == 0, done.stderr
     assert "Trainer" in done.stdout
-
-
-@pytest.mark.parametrize(("has_operators", "declared"), [(False, "True"), (True, "False")])
-def test_operators_are_declared_only_without_c_library(has_operators: bool, declared: str, tmp_path: Path) -> None:
-    """Beside a CUDA build of PyTorch the shim must do nothing."""
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    (package / "__init__.py").write_text("from torchvision import extension\n")
-    (package / "extension.py").write_text(f"def _has_ops():\n    return {has_operators}\n")
-    code = f"""
-import sys, torch
-for name in [name for name in sys.modules if name == {SHIM.stem!r}]:
-    del sys.modules[name]
-sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__ != {SHIM.stem!r}]
-sys.path[:0] = [{str(tmp_path)!r}, {str(SHIM.parent)!r}]
-import {SHIM.stem}, torchvision
-print(hasattr(torch.ops.torchvision, "nms"))
-"""
-    done = run_python(code)
-    assert (done.returncode, done.stdout.strip()) == (0, declared), done.stderr
 
 
 @pytest.mark.parametrize("integration", ["transformers", "lightning"])

@@ -165,14 +165,6 @@ def test_posterior_learns_new_regime_from_three_runs() -> None:
     torch.testing.assert_close(posterior.at(at)[0], 0.4 * new.sum(1) + 0.5, atol=0.06, rtol=0)
 
 
-def test_posterior_believes_confirmed_physics() -> None:
-    prior = ResidualPrior(bias=0.1, local=1e-6, length=0.5, noise=0.05, trust=0.5)
-    x, gap = torch.zeros(12, 3, dtype=torch.float64), embeddings(12, 0, width=1)
-    posterior = condition(prior, under_equal_conditions(x)._replace(alternatives=gap), gap[:, 0])
-    new = torch.tensor([[0.8]], dtype=torch.float64)
-    assert posterior.at(under_equal_conditions(x[:1])._replace(alternatives=new))[0].item() == pytest.approx(0.8, abs=0.05)
-
-
 def test_repeat_reading_counts_as_far_as_steps_differ() -> None:
     x = under_equal_conditions(torch.cat([embeddings(10, 0), embeddings(1, 1).expand(2, 3)]))
     y = torch.cat([torch.zeros(10), torch.full((2,), 0.2)]).double()
@@ -186,20 +178,6 @@ def test_repeat_reading_counts_as_far_as_steps_differ() -> None:
     assert (of_steps.at(other)[0] < strange.at(other)[0]).all()  # to which a step that was read twice is one step
     for another in (same._replace(regime=same.regime + 1), same._replace(setting=same.setting + 1)):
         assert of_steps.at(another)[0].item() < 0.1
-
-
-@pytest.mark.parametrize("scatter", [0.01, 0.1, 0.3])
-@pytest.mark.parametrize("num_readings", [10, 30])
-def test_scattered_readings_of_a_step_are_not_certain(scatter: float, num_readings: int) -> None:
-    prior = ResidualPrior(bias=0.2, local=0.01, length=0.5, noise=0.1, of_the_step=0.9)
-    x = under_equal_conditions(embeddings(1, 1).expand(num_readings, 3))
-    y = 0.2 + scatter * torch.where(torch.arange(num_readings) % 2 == 0, 1.0, -1.0).double()
-    same = GPInputs(*(column[-1:] for column in x))
-    mean, sigma = condition(prior, x, y).at(same)
-    assert mean.item() == pytest.approx(0.2, abs=0.02)
-    assert 0.8 * scatter < sigma.item() < 1.2 * scatter + 0.03
-    agreeing = condition(prior, x, torch.full_like(y, 0.2)).at(same)[1]
-    assert agreeing.item() < 0.03
 
 
 @pytest.mark.parametrize("of_the_step", [[0.1, math.log(4), 0.1], [0.4, 0.4, 0.0], [0.4] * 9 + [0.0], [0.4, 0.38, -5.0, 0.42]])

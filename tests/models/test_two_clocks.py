@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from perfguard import OpGraph, Workload, resolve_device, trace
-from perfguard.graph import TraceCache
 from perfguard_models import trained
 from perfguard_models.learner import Step
 from perfguard_models.trained import read_trained
 from perfguard_models.two_clocks import Clocks, PathTimes, TwoClocks
-from perfguard_research.tables import parser_of
 from tests.models.oracle import step_s_by_simulation
 
 CARDS = ("a100", "t4", "rtx4090", "h100-sxm-80gb")
@@ -118,27 +116,6 @@ def test_slow_host_slows_small_steps_and_hardly_large_ones(network: str, card: s
 def test_batch_on_the_device_is_not_slower(network: str, card: str, batch: int) -> None:
     on_host, on_device = (log_step_s(graph_of(network, batch=batch, batch_on=place), card)[0] for place in ("host", "device"))
     assert on_device < on_host
-
-
-def operator_of(op: str, columns: dict[str, str]) -> OpGraph:
-    row = {"op": op, "gpu": "v100", "b": "8", "h": "512", "steps": "25", "m": "8", "n": "512", "k": "512"} | columns
-    return parser_of(list(row), "table.csv")(row).graph(None, TraceCache(), resolve_device("v100"))
-
-
-@pytest.mark.parametrize("op", ["add", "linear", "lstm"])
-def test_a_kernel_alone_has_no_host(op: str) -> None:
-    kernel, operator = (operator_of(op, columns) for columns in ({"direction": "forward"}, {}))
-    usual, slow_host, fast_host, slow_device, _ = log_step_s(kernel, "v100")
-    assert slow_host == usual == fast_host < slow_device
-    assert log_step_s(operator, "v100")[0] > usual  # the launch is timed
-    whole = log_step_s(trace(Workload(nn.ReLU(), (8, 512), mode="infer")), "v100")[0]
-    assert log_step_s(operator_of("relu", {}), "v100")[0] < whole  # the start of the step is not
-
-
-def test_time_steps_of_a_recurrent_layer_wait_for_one_another() -> None:
-    times = [math.exp(log_step_s(operator_of("lstm", {"direction": "forward", "steps": str(n)}), "v100")[0]) for n in (100, 400)]
-    assert 3 < times[1] / times[0] < 5
-    assert times[0] > 100 * 5e-6
 
 
 # The computation

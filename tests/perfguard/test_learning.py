@@ -80,12 +80,6 @@ def test_suspects_of_one_step_type_are_released() -> None:
     assert not assessment.doubts
 
 
-def test_oom_run_is_kept_as_bound() -> None:
-    assessment = assess([*runs(5), run(memory=9.0, step_time_s=math.nan, status="oom")])
-    assert not assessment.doubts
-    assert assessment.observations[-1].measured("memory") == 900 * MIB
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -107,14 +101,9 @@ def test_two_machines_are_two_regimes() -> None:
     assert [change for _, change in assessment.changes] == ["driver: 550.54 is now 560.35"]
 
 
-def test_card_with_other_memory_is_drift() -> None:
-    larger = [replace(one, device=replace(DEVICE, memory_bytes=2**31)) for one in runs(3, seed=1)]
-    assert "memory of the device" in assess([*runs(4), *larger]).changes[0][1]
-
-
 @pytest.mark.parametrize(("first", "second"), [(0.03, 0.5), (0.5, 0.03), (0.1, 0.1)])
 def test_share_of_misses_is_bounded(first: float, second: float) -> None:
-    covered, log_widths = coverage([first] * 120 + [second] * 120, seed=0)
+    covered, log_widths = coverage([first] * 70 + [second] * 70, seed=0)
     for start in range(len(covered) - 100):
         misses = 100 - sum(covered[start : start + 100])
         moved = log_widths[start + 100] - log_widths[start]

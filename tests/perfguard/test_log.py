@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from perfguard import Estimate
 from perfguard.budget import Limit
-from perfguard.exceptions import ConfigurationError, LogCorruptError, LogError, LogVersionError, LogWarning
+from perfguard.exceptions import ConfigurationError, LogCorruptError, LogVersionError, LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
 from perfguard.log_tables import WeightsRow
@@ -97,15 +97,6 @@ def test_decision_and_measurement_round_trip(path: Path, graph: OpGraph) -> None
     assert observation.predicted["time"].median == 0.25
 
 
-def test_what_is_not_known_comes_back_as_none(path: Path) -> None:
-    with MeasurementStore(path) as store:
-        record(store, trial=None)
-        (trial,) = store.records()
-    assert (trial.number, trial.device_id, trial.capacity_bytes, trial.status, trial.trial_id) == (None,) * 5
-    assert (dict(trial.predicted), dict(trial.measured), trial.reason) == ({}, {}, "not judged: a test")
-    assert trial.is_unguarded
-
-
 def test_measurement_of_another_device_measures_nothing(path: Path) -> None:
     """Promise 3: a reading belongs to the device that ran."""
     with MeasurementStore(path) as store:
@@ -129,18 +120,6 @@ def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
         (trial,) = store.records()
     assert trial.measured["cost"] == pytest.approx(2.0)
     assert trial.breaks("cost")
-
-
-def test_a_graph_is_stored_once(path: Path, graph: OpGraph) -> None:
-    for _ in range(2):
-        with MeasurementStore(path) as store:
-            for trial in range(2):
-                record(store, trial, graph=graph, device=DEVICE)
-    with closing(sqlite3.connect(path)) as connection:
-        counts = [
-            connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("graphs", "devices", "decisions")
-        ]
-    assert counts == [1, 1, 4]
 
 
 def test_observations_are_newest_runs_oldest_first(graph: OpGraph) -> None:
@@ -270,15 +249,6 @@ def test_log_of_another_version_is_left_as_it_is(path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_missing_directory_is_made(tmp_path: Path) -> None:
-    """An impossible one is an error."""
-    MeasurementStore(tmp_path / "a" / "b" / "log.db").close()
-    (tmp_path / "file").write_text("")
-    for impossible in (tmp_path / "file" / "log.db", tmp_path):
-        with pytest.raises(LogError, match=r"cannot be opened: .* PERFGUARD_LOG"):
-            MeasurementStore(impossible)
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -290,26 +260,6 @@ def test_missing_directory_is_made(tmp_path: Path) -> None:
 def test_unusable_url_is_a_configuration_error(url: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MeasurementStore(url)
-
-
-def test_an_sqlite_url_and_a_path_name_the_same_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)
-    for location in (f"sqlite:///{path}", "sqlite:///log.db", "log.db"):
-        with MeasurementStore(location) as store:
-            record(store)
-    assert trials(path) == [0, 0, 0]
-
-
-def test_path_may_have_odd_characters(tmp_path: Path) -> None:
-    path = tmp_path / "a ?b#c%20[x].db"
-    with MeasurementStore(path, busy_timeout_s=0.05) as store:
-        record(store)
-        with locked(path), one_warning():
-            record(store, 1)
-            store.close()
-    assert trials(path) == [0, 1]
-    assert path.exists()
-    assert not beside(path)
 
 
 def test_default_log_is_environments_or_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,13 +286,6 @@ def test_rows_wait_for_lock_and_arrive_in_order(path: Path, graph: OpGraph) -> N
         assert [trial.decision_id for trial in found[:3]] == ids
         assert len(store.observations("toy")) == 1
     assert not beside(path)
-
-
-def test_reading_goes_on_while_another_process_writes(path: Path, graph: OpGraph) -> None:
-    with MeasurementStore(path, busy_timeout_s=0.05) as store:
-        store.record_measurement(record(store, graph=graph, device=DEVICE), MEASUREMENT)
-        with locked(path), MeasurementStore(path, busy_timeout_s=0.05) as other:
-            assert len(other.observations("toy")) == len(other.records()) == 1
 
 
 def test_rows_wait_beside_the_log_until_opening(path: Path, graph: OpGraph) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import pandas
 import pytest
-from sqlalchemy import create_engine, event, text
 
-from perfguard.exceptions import ConfigurationError, LogError, LogVersionError
+from perfguard.exceptions import ConfigurationError, LogError
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore, Selection
 from perfguard.log_tables import Base
@@ -51,28 +50,12 @@ def run(store: MeasurementStore, trial: int, graph: OpGraph | None, **changes: A
     return decision_id
 
 
-def test_a_run_comes_back_as_it_was_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
-    run(store, 7, graphs[0])
-    (record,), (observation,) = store.records("s"), store.observations("toy")
-    assert (record.number, record.status, record.note) == (7, "ok", "a note")
-    assert observation.measurement == replace(MEASUREMENT, num_steps=7)
-    assert (observation.device, observation.graph.content_hash) == (DEVICE, graphs[0].content_hash)
-
-
 def test_observations_take_oom_and_no_other_failures(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     """Out of memory is a lower bound of the peak."""
     for trial, status in enumerate(("ok", "oom", "timeout", "failed")):
         run(store, trial, graphs[0], status=status)
     found = [observation.measurement for observation in store.observations("toy")]
     assert [(measurement.status, measurement.peak_memory_bytes) for measurement in found] == [("ok", 1100), ("oom", 1100)]
-
-
-def test_the_newest_decisions_are_shown_oldest_first(store: MeasurementStore) -> None:
-    for trial in range(5):
-        record(store, trial, study="even" if trial % 2 == 0 else "odd")
-    assert [trial.number for trial in store.records(newest=2)] == [3, 4]
-    assert [trial.number for trial in store.records("even", newest=2)] == [2, 4]
-    assert [trial.number for trial in store.records("even")] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -106,21 +89,6 @@ def test_all_fields_are_columns(store: MeasurementStore) -> None:
     assert names["measurements"] >= {field.name for field in fields(Measurement)}
     kinds = {column.name: column.type.python_type for column in Base.metadata.tables["measurements"].columns}
     assert (kinds["peak_memory_bytes"], kinds["energy_j"], kinds["method"]) == (int, float, str)
-
-
-def test_statements_keep_to_old_sqlite_variable_limit(url: str, graphs: list[OpGraph]) -> None:
-    numbers: list[int] = []
-
-    def count(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
-        numbers.extend(map(len, parameters if executemany else [parameters]))
-
-    with MeasurementStore(url, busy_timeout_s=10) as store:
-        for trial in range(1000):
-            record(store, trial)
-        event.listen(store._database.engine, "before_cursor_execute", count)
-        assert store.prune(keep_newest=10) == 990
-        assert [trial.number for trial in store.records()] == list(range(990, 1000))
-    assert 0 < max(numbers) < 999
 
 
 def test_prune_removes_all_that_only_its_rows_need(store: MeasurementStore, graphs: list[OpGraph]) -> None:
@@ -220,21 +188,6 @@ def test_nobody_sets_all_aside_by_saying_nothing(store: MeasurementStore) -> Non
         Selection(since=now, before=now)
 
 
-def test_prune_by_age_and_number_keeps_to_selection(store: MeasurementStore, graphs: list[OpGraph]) -> None:
-    several(store, graphs[0])
-    assert store.prune(Selection(study="c"), keep_newest=1) == 1
-    assert [trial.number for trial in store.records()] == [0, 1, 3]
-    assert store.prune(Selection(device="toy", before=datetime.now(timezone.utc)), keep_newest=5) == 2
-    assert [trial.number for trial in store.records()] == [1]
-
-
-def test_the_tuner_s_id_and_the_host_are_logged(store: MeasurementStore, graphs: list[OpGraph]) -> None:
-    ids = several(store, graphs[0])
-    rows = {row.decision_id: row for row in store.records()}
-    assert (rows[ids["b"]].trial_id, rows[ids["b"]].host) == ("tune_00001", "node-1")
-    assert (rows[ids["pruned"]].trial_id, rows[ids["pruned"]].host) == (None, platform.node())
-
-
 def test_cpu_processes_are_one_device_with_own_rates(store: MeasurementStore, graphs: list[OpGraph]) -> None:
     """Each learns by its own rates."""
     # Part of finding 1: twelve processes on one CPU left twelve rows of devices, because each measured other rates.
@@ -249,20 +202,6 @@ def test_cpu_processes_are_one_device_with_own_rates(store: MeasurementStore, gr
     assert all(row.device.bandwidth_bytes_per_s == 1e9 for row in store.observations(other))
     record(store, 12, device=other)
     assert store.counts()["devices"] == 2
-
-
-def test_graph_pruned_by_another_process_comes_again(url: str, graphs: list[OpGraph]) -> None:
-    with MeasurementStore(url) as store, MeasurementStore(url) as other:
-        run(store, 0, graphs[0])
-        assert other.prune(keep_newest=0) == 1
-        assert other.counts()["graphs"] == 0
-        run(store, 1, graphs[0])
-        assert [observation.measurement.num_steps for observation in other.observations("toy")] == [1]
-
-
-def test_keeping_less_than_nothing_is_refused(store: MeasurementStore) -> None:
-    with pytest.raises(ConfigurationError, match="at least 0 or None, but got -1"):
-        store.prune(keep_newest=-1)
 
 
 def test_newest_weights_are_in_use_until_rolled_back(store: MeasurementStore) -> None:
@@ -315,19 +254,6 @@ def test_export_says_what_cannot_be_written(store: MeasurementStore, tmp_path: P
     with pytest.raises(LogError, match="cannot be exported to"):
         store.export(tmp_path / "file" / "log.csv")
     assert store.export(tmp_path / "empty.csv") == 0
-
-
-def test_a_newer_log_is_refused_and_left_as_it_is(url: str) -> None:
-    MeasurementStore(url).close()
-    engine = create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE meta SET value = '99'"))
-        connection.execute(text("ALTER TABLE decisions ADD COLUMN novelty TEXT"))
-    with pytest.raises(LogVersionError, match="has format 99"):
-        MeasurementStore(url)
-    with engine.connect() as connection:
-        assert connection.execute(text("SELECT value FROM meta")).scalars().all() == ["99"]
-    engine.dispose()
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])

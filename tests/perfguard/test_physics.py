@@ -78,7 +78,7 @@ SHAPES: list[tuple[nn.Module, Callable[[int], tuple[int, ...]]]] = [
 ]
 
 
-@pytest.mark.parametrize("exponent", range(9, 21))
+@pytest.mark.parametrize("exponent", [9, 11, 14, 20])
 @pytest.mark.parametrize("at", range(len(SHAPES)), ids=["convolutions", "perceptron", "transformer", "sequence", "attention"])
 @pytest.mark.parametrize("gpu", [A100, TOY_CPU], ids=["gpu", "cpu"])
 def test_no_size_is_too_large_for_a_verdict(at: int, exponent: int, gpu: Device) -> None:

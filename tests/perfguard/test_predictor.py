@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -107,8 +106,3 @@ def test_load_predictor_names_bad_entry_point() -> None:
 def test_load_predictor_of_unknown_lists_the_known() -> None:
     with pytest.raises(PredictorError, match=r"No predictor is called 'guardnot'\. Installed: .*toy"):
         load_predictor("guardnot")
-
-
-@pytest.mark.skipif(not entry_points(group=ENTRY_POINT_GROUP, name="guardnet"), reason="perfguard is not installed")
-def test_the_shipped_predictor_is_the_default() -> None:
-    assert load_predictor().name.startswith("guardnet-")

@@ -89,10 +89,6 @@ INNER: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-class Decorated(Net):
-    forward = compiles(Net.forward)
-
-
 class OwnForward(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -106,15 +102,6 @@ class OwnFunction(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(self.last(self.activation(self.first(x))))
-
-
-class DecoratedMethod(Net):
-    @compiles  # type: ignore[untyped-decorator]
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.first(x))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.last(self.body(x)))
 
 
 @compiles  # type: ignore[untyped-decorator]
@@ -142,10 +129,8 @@ def with_part_compiled_in_place(**options: Any) -> nn.Module:
 PARTS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "submodule": (with_compiled_part, "first"),
     "submodule in place": (with_part_compiled_in_place, "first"),
-    "decorated forward": (Decorated, "forward"),
     "own forward": (OwnForward, "forward"),
     "own function": (OwnFunction, "activation"),
-    "decorated method": (DecoratedMethod, "body"),
     "global function": (GlobalFunction, "global_activation"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -10,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from perfguard.cli import main
-from perfguard.cli.subject import ReadParams
 from perfguard.graph import trace
 from perfguard.guard import Guard
 from perfguard.verdict import Verdict
@@ -189,28 +186,6 @@ def test_failed_prediction_cannot_be_told(check: Check, function: str, message: 
     assert status == 3
     assert json.loads(out)["result"] == "cannot tell"
     assert message in json.loads(out)["reason"]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda params: params["width"], lambda params: params.get("width"), lambda params: "width" in params,
-        lambda params: {**params}, lambda params: {"depth": 1} | params, lambda params: params | {"depth": 1},
-        lambda params: SimpleNamespace(**params), lambda params: params.copy(),
-        lambda params: list(params.values()), dict, json.dumps, copy.deepcopy, "{width}".format_map,
-    ],
-)  # fmt: skip
-def test_each_way_to_read_a_name_is_noticed(read: Callable[[ReadParams], object]) -> None:
-    # A name that was read in a way that goes unnoticed would be refused, and a right command with it.
-    params = ReadParams({"width": 3})
-    assert params.unread() == ["width"]
-    read(params)
-    assert params.unread() == []
-
-
-def test_whole_batch_size_is_accepted_as_a_table_writes_it(check: Check) -> None:
-    found = [check("build", *words, "--json")[1] for words in (["--batch-size", "64"], ["--set", "batch_size=64.0"])]
-    assert found[0] == found[1]
 
 
 def test_notes_name_the_card_of_an_alias_and_the_assumed_optimizer(check: Check) -> None:

@@ -114,11 +114,6 @@ def test_mistakes_are_explained(capsys: pytest.CaptureFixture[str], model: str, 
     assert match in capsys.readouterr().err
 
 
-def test_a_card_that_cannot_be_split_has_no_profiles(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["predict", model, "--batch-size", "8", "--dim", "side=64", "--gpu", "t4", "--mig", "auto"]) == 2
-    assert "has no MIG profiles" in capsys.readouterr().err
-
-
 def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str], model: str) -> None:
     rows = rank(capsys, model)
     assert len(rows) > 20
@@ -129,10 +124,3 @@ def test_gpus_are_ranked_those_that_fit_first(capsys: pytest.CaptureFixture[str]
     ]
     assert fits == sorted(fits, reverse=True)
     assert set(fits) == {True, False}
-
-
-def test_people_get_the_fastest(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert main(["rank", model, "--batch-size", "32", "--dim", "side=64", "--gpus", "h100,t4"]) == 0
-    out = capsys.readouterr().out
-    assert "samples/s" in out
-    assert "fastest: h100-sxm-80gb" in out

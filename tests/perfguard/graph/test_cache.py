@@ -187,22 +187,6 @@ def test_a_changed_attribute_of_a_module_is_seen(count: list[Workload]) -> None:
     assert "native_dropout" in {op.name for op in traces.trace(Workload(model, (32, 8), loss=total)).ops}
 
 
-def test_closures_and_class_attributes_are_compared(count: list[Workload]) -> None:
-    class Flagged(nn.Linear):
-        twice = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(x) if self.twice else x)
-
-    traces = TraceCache()
-    options: dict[str, Any] = {"inputs": (4, 8), "loss": total}
-    for share in (0.5, 1.0):
-        traces.trace(Workload(mlp(), optimizer=partly(share), **options))
-    for Flagged.twice in (False, True):
-        traces.trace(Workload(Flagged(8, 8), **options))
-    assert len(count) == 4
-
-
 def test_what_cannot_be_compared_is_traced_each_time(count: list[Workload]) -> None:
     class Holds(nn.Linear):
         def __init__(self) -> None:

@@ -123,18 +123,3 @@ def test_optimizer_over_other_parameters_is_refused() -> None:
         trace(Workload(model, (2, 4), loss=total, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_parameters_that_no_loss_reaches_have_no_state() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(1000, 1000)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)  # type: ignore[no-any-return]
-
-    for options in ({}, {"set_to_none": False}):
-        graph = trace(Workload(Unused(), (2, 4), loss=total, optimizer=O.Adam, **options))  # type: ignore[arg-type]
-        assert state_bytes(graph) == 2 * 4 * (4 * 4 + 4)
-        assert sum(s.num_bytes for s in graph.storages if s.kind is StorageKind.GRADIENT) == 4 * (4 * 4 + 4)

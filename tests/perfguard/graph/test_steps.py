@@ -104,11 +104,6 @@ def test_an_error_in_a_step_is_named_with_its_line() -> None:
         trace(Workload(nn.Linear(8, 8), (4, 8), step=step))
 
 
-@pytest.mark.parametrize("make", [lambda o: (o.sum(), o.mean()), lambda o: {"a": o.sum(), "b": o.mean()}, lambda o: [o.sum()]])
-def test_several_losses_are_summed(make: Any) -> None:
-    assert trace(Workload(nn.Linear(8, 8), (4, 8), loss=make)).ops
-
-
 def test_frozen_base_has_no_gradients_but_adapter_has() -> None:
     class Adapted(nn.Module):
         def __init__(self) -> None:

@@ -251,12 +251,6 @@ def test_accumulation_repeats_passes_not_optimizer() -> None:
     assert thrice.bytes_by_kind(len(thrice.ops) - 1)[StorageKind.GRADIENT] == 848
 
 
-def test_half_precision_halves_the_parameters() -> None:
-    graph = trace(Workload(mlp(), (32, 8), loss=total, precision="bf16"))
-    assert graph.bytes_by_kind(-1)[StorageKind.PARAMETER] == 848 // 2
-    assert {op.dtype for op in graph.ops if op.kind == "matmul"} == {"bfloat16"}
-
-
 @pytest.mark.parametrize(
     "inputs",
     [

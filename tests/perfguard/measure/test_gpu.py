@@ -14,7 +14,7 @@ import torch
 from perfguard import Device, Measurement, Run, resolve_device
 from perfguard.devices import cpu, mig_instance, mig_profiles, mps_share
 from perfguard.measure import CpuProbe, GpuProbe
-from tests.fake_gpu import GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, PID, FakeCuda, FakeGpu, FakeNvml, MiB
+from tests.fake_gpu import NO_PERMISSION, NOT_SUPPORTED, PID, FakeCuda, FakeGpu, FakeNvml, MiB
 
 A100 = resolve_device("a100")
 DEVICE = replace(A100, context_bytes=500 * MiB)
@@ -76,31 +76,6 @@ def test_other_processes_on_the_card_do_not_count(gpu: FakeGpu, nvml: FakeNvml) 
     assert measurement.sm_utilisation is None
 
 
-def test_cache_of_earlier_trial_is_given_back(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.allocate(5000 * MiB)
-    gpu.free(5000 * MiB)
-    assert measure(gpu, nvml).peak_memory_bytes == 1450 * MiB
-
-
-def test_memory_held_by_earlier_trial_is_noted(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    """It is counted as well."""
-    gpu.allocate(300 * MiB)
-    measurement = measure(gpu, nvml)
-    assert measurement.peak_memory_bytes == 1750 * MiB
-    assert "300 MiB of the GPU were allocated in this process before the run" in measurement.note
-
-
-def test_oom_retries_are_counted_from_the_start(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.allocate(1)
-    gpu.retries = 5
-
-    def trial(gpu: FakeGpu) -> None:
-        gpu.allocate(1)
-        gpu.retries = 7
-
-    assert measure(gpu, nvml, trial).oom_retries == 2
-
-
 def test_oom_run_keeps_its_peak_as_lower_bound(gpu: FakeGpu, nvml: FakeNvml) -> None:
     def fail(gpu: FakeGpu) -> None:
         train(gpu)
@@ -127,10 +102,6 @@ def test_sensor_figures_are_of_the_run_only(gpu: FakeGpu, nvml: FakeNvml) -> Non
     assert measurement.sm_clock_hz == 1.2e9
     assert measurement.sm_utilisation == pytest.approx(0.6)
     assert measurement.throttled == "power cap, thermal"
-
-
-def test_an_unthrottled_run_says_so(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    assert measure(gpu, nvml).throttled == ""
 
 
 def test_sampling_thread_sees_memory_outside_allocator(gpu: FakeGpu, nvml: FakeNvml) -> None:
@@ -200,14 +171,6 @@ def test_missing_nvml_figures_come_from_elsewhere(
     assert note in measurement.note
 
 
-def test_context_without_nvml_excludes_neighbours(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    """A neighbour's memory is not taken for the context."""
-    no_nvml(gpu, nvml)
-    gpu.others[7] = 9000 * MiB
-    measurement = measure(gpu, nvml)
-    assert (measurement.method, measurement.peak_memory_bytes) == ("catalog-context+allocator", 1500 * MiB)
-
-
 @pytest.mark.parametrize(
     ("function", "field", "words"),
     [
@@ -247,12 +210,6 @@ def test_lost_gpu_ends_sampling_not_the_measurement(gpu: FakeGpu, nvml: FakeNvml
     assert len(nvml.calls) == calls
 
 
-def test_a_gpu_that_is_lost_before_the_run_is_noted(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.allocate(1)
-    nvml.refusals["nvmlDeviceGetComputeRunningProcesses"] = GPU_IS_LOST
-    assert "the GPU was lost" in measure(gpu, nvml).note
-
-
 def test_unknown_nvml_failure_stops_nothing(gpu: FakeGpu, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_handle: Any) -> Any:
         raise AttributeError("'NoneType' object has no attribute 'usedGpuMemory'")
@@ -280,33 +237,6 @@ def test_cuda_is_not_initialised_by_measuring(gpu: FakeGpu, nvml: FakeNvml) -> N
     assert "the trial did not use CUDA in this process" in measurement.note
 
 
-def test_device_is_the_one_whose_memory_is_taken(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    run = make_run(gpu, nvml, count=3).start()
-    for _ in range(3):
-        train(gpu)
-        gpu.free(600 * MiB)
-        run.step()
-    measurement = run.finish()
-    assert (measurement.peak_memory_bytes, measurement.method) == (1450 * MiB, "nvml-process+allocator")
-    assert measurement.step_time_s is not None
-
-
-def test_allocator_without_statistics_is_sampled(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    measurement = measure(gpu, nvml, keeps_statistics=False)
-    assert (measurement.method, measurement.confidence) == ("nvml-process", "medium")
-    assert measurement.peak_memory_bytes == 1450 * MiB
-    assert "peaks between two samples are missed" in measurement.note
-
-
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch has CUDA")
-def test_a_gpus_memory_is_not_the_processors() -> None:
-    with Run(A100) as run:
-        torch.ones(10 * MiB)
-    assert run.measurement is not None
-    assert run.measurement.peak_memory_bytes is None
-    assert "this PyTorch has no CUDA" in run.measurement.note
-
-
 def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:
     gpu.initialized = True
     run = make_run(gpu, nvml).start()
@@ -314,17 +244,6 @@ def test_steps_are_timed_on_the_device(gpu: FakeGpu, nvml: FakeNvml) -> None:
         gpu.busy_until_s += 2.0
         run.step()
     assert run.finish().step_time_s == pytest.approx(2.0)
-
-
-def test_step_captured_in_cuda_graph_is_left_alone(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    gpu.initialized = True
-    run = make_run(gpu, nvml).start()
-    for gpu.capturing in (False, True, False, False):
-        gpu.busy_until_s += 2.0
-        run.step()
-    measurement = run.finish()
-    assert measurement.num_steps == 4
-    assert measurement.step_time_s is not None
 
 
 def test_loading_while_the_device_computes_is_no_wait(gpu: FakeGpu, nvml: FakeNvml) -> None:
@@ -347,23 +266,6 @@ def test_concurrent_gpu_runs_cannot_be_told_apart(gpu: FakeGpu, nvml: FakeNvml) 
     assert first.finish().peak_memory_bytes is None
     assert second.measurement is not None
     assert second.measurement.peak_memory_bytes == 1450 * MiB
-
-
-def test_cpu_run_does_not_spoil_gpu_run(gpu: FakeGpu, nvml: FakeNvml) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def beside() -> None:
-        with Run(resolve_device("cpu")):
-            inside.set()
-            leave.wait(timeout=30)
-
-    thread = threading.Thread(target=beside)
-    thread.start()
-    inside.wait(timeout=30)
-    measurement = measure(gpu, nvml)
-    leave.set()
-    thread.join()
-    assert measurement.peak_memory_bytes == 1450 * MiB
 
 
 @pytest.mark.parametrize(
