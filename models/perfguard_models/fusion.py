@@ -108,14 +108,12 @@ class EdgeClassifier(nn.Module):
         num_names: operators with an embedding, and one for all others.
         num_compilers: how many compilers it knows. The compiler is an input.
         hidden: channels of attention and of the LSTM (the paper: 128).
-        looks_around: whether there is attention. False: each operator alone.
     """
 
-    def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN, *, looks_around: bool = True) -> None:
+    def __init__(self, num_names: int, num_compilers: int, hidden: int = _HIDDEN) -> None:
         from torch_geometric.nn import GATConv, GraphSizeNorm  # for compiled steps alone: it takes as long to import as torch
 
         super().__init__()
-        self.looks_around = looks_around
         self.name = nn.Embedding(num_names, 16)
         self.compiler = nn.Embedding(num_compilers, 4)
         width = len(SIZES) + len(OP_KINDS) + 16 + 4
@@ -132,11 +130,8 @@ class EdgeClassifier(nn.Module):
         kind = nn.functional.one_hot(edges.kind, len(OP_KINDS)).float()
         x = torch.cat([edges.sizes, kind, self.name(edges.name), self.compiler(edges.compiler)], dim=1)
         own = torch.relu(self.own(x))
-        if self.looks_around:
-            around = torch.cat([self.before(x, edges.edge_index), self.after(x, edges.edge_index.flip(0))], dim=1)
-            around = torch.relu(self.norm(around, edges.graph) * self.scale)
-        else:
-            around = torch.zeros_like(own)
+        around = torch.cat([self.before(x, edges.edge_index), self.after(x, edges.edge_index.flip(0))], dim=1)
+        around = torch.relu(self.norm(around, edges.graph) * self.scale)
         state = torch.cat([own, around], dim=1)
         pairs = state[edges.edge_index.T]  # shape: (m, 2, 2 * hidden)
         _, (last, _) = self.lstm(pairs)

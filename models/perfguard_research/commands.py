@@ -196,7 +196,7 @@ def _options(words: Sequence[str]) -> list[str]:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"), help="folder for graphs (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"), help="folder for graphs and finished folds")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")

@@ -69,13 +69,6 @@ def test_a_collected_row_says_where_tf32_is_used(tf32: Tf32) -> None:
     assert parser_of(COLUMNS, "rows.csv")(row_of(row)).tf32 == tf32
 
 
-def test_rows_of_other_batch_share_a_structure() -> None:
-    parse = parser_of(COLUMNS, "rows.csv")
-    first, second = parse(row_of()), parse(row_of(dataclasses.replace(MLP, batch_size=64)))
-    assert first.structure == second.structure
-    assert first.structure != parse(row_of(dataclasses.replace(MLP, optimizer="adamw"))).structure
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

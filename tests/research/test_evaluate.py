@@ -115,14 +115,6 @@ def test_a_row_that_cannot_be_right_names_its_column(column: str, value: str) ->
         workload_row(ROW | {column: value})
 
 
-def test_a_row_says_what_ran() -> None:
-    row = workload_row(ROW | {"precision": "amp-fp16", "layout": "nhwc", "compiled": "True"})
-    workload = row.workload(Tiny())
-    assert (workload.inputs, workload.precision, workload.layout) == ((8, 3, 32, 32), "amp-fp16", "nhwc")
-    assert workload.options == ("cudnn_benchmark", "compiled", "batch-on-device")
-    assert workload_row(ROW | {"mode": "infer"}).workload(Tiny()).loss is None
-
-
 @pytest.mark.usefixtures("_tiny")
 def test_row_that_cannot_be_done_has_an_error() -> None:
     rows = rows_of({}, {"gpu": "a1000"}, {"model": "unknown"}, {"batch_size": "x"}, {"img_size": "1"}, {"batch_size": "4"})

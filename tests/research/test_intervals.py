@@ -58,12 +58,6 @@ def test_leaderboard_has_interval_coverage_and_width(runs: list[Run]) -> None:
     assert "### 90% intervals of memory, split by family" in as_markdown([line], {}, ["p"])
 
 
-def test_one_fold_alone_has_no_interval(runs: list[Run]) -> None:
-    (line,) = entries(runs, {("random", "p"): judged(runs, [])[:1]})
-    assert np.isnan(line.coverage)
-    assert "90% intervals" not in as_markdown([line], {}, ["p"])
-
-
 def test_fit_scores_refuse_at_risk_within_the_interval(runs: list[Run]) -> None:
     """At the default risk a run is refused whose interval reaches the memory of the card."""
     limit = float(np.log(1e10))

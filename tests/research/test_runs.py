@@ -101,12 +101,6 @@ def test_a_network_has_the_parameters_of_the_original(model: str, config: Any, e
     assert num_parameters(row_of(model, config, IMAGE)) == expected
 
 
-def test_course_model_has_its_parameters() -> None:
-    """Attention 4d², SwiGLU 3df, two norms a block; two embeddings and a norm around them."""
-    d, f, words = 32, 64, 100
-    assert num_parameters(row_of("cs336:BasicsTransformerLM", BASICS)) == 2 * (4 * d * d + 3 * d * f + 2 * d) + 2 * words * d + d
-
-
 @needs_packages
 @pytest.mark.parametrize(
     ("name", "family", "cls"),
@@ -196,15 +190,6 @@ def test_memory_is_predicted_and_scored_in_the_kind_of_the_row(kind: str) -> Non
     (group,) = report([result])
     error = None if kind == "unknown" else pytest.approx(abs(median / 100 - 1), rel=1e-3)
     assert (group["memory"] and group["memory"]["mean"]) == error
-
-
-def test_the_context_is_known_so_the_rest_is_as_uncertain_in_bytes() -> None:
-    row = ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS)}
-    rows = [row | {"memory_kind": kind} for kind in ("driver", "reserved")]
-    driver, reserved = (result.memory for result in evaluate(COLUMNS, rows, "runs.csv", load_predictor()))
-    assert driver is not None
-    assert reserved is not None
-    assert reserved.median * reserved.log_sigma == pytest.approx(driver.median * driver.log_sigma)
 
 
 @pytest.mark.parametrize("kind", ["driver", "driver-minus-context", "reserved", "allocated", "unknown"])

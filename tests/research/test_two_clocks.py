@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -18,7 +16,6 @@ from perfguard_models.features.step import step_features
 from perfguard_models.learner import Arrays, sums_table
 from perfguard_models.step_forest import DIRECTIONS, forest_columns
 from perfguard_research.dataset import Run
-from perfguard_research.leaderboard import label_of
 from perfguard_research.two_clocks import TrainableClocks
 from tests.doubles import TOY_CPU
 from tests.laws import graph_of
@@ -125,33 +122,6 @@ def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
             assert (direction * (after - before)).min() >= -1e-6
 
 
-def test_columns_of_trees_rise_with_the_step_and_fall_with_the_card() -> None:
-    """To the last bit, although shares of other totals round differently."""
-    card = resolve_device("a100")
-    better = dataclasses.replace(
-        card,
-        peak_flops={name: 1.5 * rate for name, rate in card.peak_flops.items()},
-        bandwidth_bytes_per_s=1.4 * card.bandwidth_bytes_per_s,
-        num_sms=card.num_sms + 8,
-        boost_clock_hz=1.1 * card.boost_clock_hz,
-        l2_bytes=2 * card.l2_bytes,
-    )
-    directions = np.array(list(DIRECTIONS.values()))
-    for width, depth, batch in itertools.product((8, 64, 256), (1, 2, 4), (1, 2, 16, 512)):
-        rows = [
-            forest_columns(view_of(graph_of(width, *size), device)["sums"][None])[0]
-            for size, device in (
-                ((depth, batch), card),
-                ((depth, 2 * batch), card),
-                ((depth + 1, batch), card),
-                ((depth, batch), better),
-            )
-        ]
-        for larger in rows[1:3]:
-            assert ((larger - rows[0]) * directions >= 0).all()
-        assert ((rows[0] - rows[3]) * directions >= 0).all()
-
-
 @pytest.mark.parametrize("field", ["forest.columns", "forest.largest", "forest.feature"])
 def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableClocks) -> None:
     tensors, settings = with_trees.state()
@@ -187,9 +157,3 @@ def test_processor_is_its_own_host(runs: list[Run]) -> None:
     learner.fit(steps * 3)
     assert errors(learner, steps).mean() < 0.05
     assert not learner.machines.of(steps).any()
-
-
-def test_runs_are_reported_by_source(runs: list[Run]) -> None:
-    of_b = runs[0]._replace(source="b/lab")
-    assert label_of(of_b) == "b/lab"
-    assert label_of(of_b._replace(table="transformer")) == "transformers infer"

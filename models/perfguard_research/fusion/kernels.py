@@ -37,14 +37,13 @@ from torch import nn
 from torch_geometric.nn import GATConv, GraphSizeNorm
 from torch_geometric.utils import scatter
 
-from perfguard.devices import resolve_device
 from perfguard.exceptions import PerfGuardError, PredictorError
 from perfguard.graph import OpGraph
 from perfguard_models.features.operators import COLUMNS, DEVICE_COLUMNS, NAMES, operator_features
 from perfguard_models.weight_files import check_hash, read_pair, write_pair
 from perfguard_research.csv_rows import read_table
 from perfguard_research.operators import Operator
-from perfguard_research.tables import MeasuredRow, parser_of
+from perfguard_research.tables import parser_of
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -140,19 +139,20 @@ def read_rows(table: Path, *, most: int = _MOST_ROWS, seed: int = 0) -> list[Ker
             row = parse(item)
         except PerfGuardError:
             continue
-        if isinstance(row.network, Operator) and row.network.kernel and row.step_time_s and row.status == "ok":
-            rows.append(_seen(row))
+        operator = row.network
+        if isinstance(operator, Operator) and operator.kernel and row.step_time_s and row.status == "ok":
+            own = _row_of(operator.graph(row.mode), row.device)._replace(
+                operator=operator.name, gpu=row.gpu, sizes=operator.sizes
+            )
+            rows.append(own._replace(family=kernel_family(operator.kernel), sizes=operator.sizes, seconds=row.step_time_s))
     return rows
 
 
-def _seen(row: MeasuredRow) -> KernelRow:
-    assert row.step_time_s is not None
-    assert isinstance(row.network, Operator)
-    device, operator = resolve_device(row.gpu), row.network
-    view = operator_features(operator.graph(row.mode), device)
+def _row_of(graph: OpGraph, device: Device) -> KernelRow:
+    """A graph of one operator, not measured."""
+    view = operator_features(graph, device)
     x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
-    family, name, roofline_s = kernel_family(operator.kernel), int(view["name"][0]), float(view["roofline"][0])
-    return KernelRow(operator.name, row.gpu, operator.sizes, family, row.step_time_s, x, name, roofline_s)
+    return KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
 
 
 class KernelModel:
@@ -186,10 +186,7 @@ class KernelModel:
 
     def of_operator(self, graph: OpGraph, device: Device, *, most: int = 5) -> list[str]:
         """The families of kernels that a graph of one operator most likely runs, the likeliest first."""
-        view = operator_features(graph, device)
-        x = np.concatenate([view["x"][0].astype(np.float32), view["device"]])
-        row = KernelRow("", device.id, (), "", 0.0, x, int(view["name"][0]), float(view["roofline"][0]))
-        return [self.families[at] for at in self.answers([row])[1][0, :most]]
+        return [self.families[at] for at in self.answers([_row_of(graph, device)])[1][0, :most]]
 
 
 def fitted(rows: Sequence[KernelRow], *, epochs: int = 12, seed: int = 0) -> KernelModel:
