@@ -147,7 +147,10 @@ def test_missing_optimizer_is_announced_once(monkeypatch: pytest.MonkeyPatch, ca
     """Plain SGD needs 2.4 GiB where AdamW needs 5.4, and nothing said which of them was meant."""
     monkeypatch.delenv("PERFGUARD_QUIET", raising=False)
     monkeypatch.setattr("perfguard.exceptions._logged_topics", set())
-    monkeypatch.setattr(logging.getLogger("perfguard"), "propagate", True)
+    caplog.set_level(logging.INFO, "perfguard")
+    logger = logging.getLogger("perfguard")  # which another test's message may have given a handler of its own
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
     for params in ({"optimizer": torch.optim.SGD}, {}, {}):
         build_workload(lambda given: Workload(nn.Linear(2, 2), (1, 2), loss=torch.mean, **given), params)
     (said,) = [record.getMessage() for record in caplog.records if "no optimizer" in record.getMessage()]
