@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perfguard.exceptions import TraceError
 from perfguard.graph import OpGraph, Phase, has_assumed_sizes, trace
-from perfguard.graph.selections import EVEN_CHOICES, HALF_CHOSEN
+from perfguard.graph.selections import EVEN_CHOICES, GROUPED_PRODUCTS, HALF_CHOSEN
 from perfguard.workload import TensorSpec, Workload
 
 EXPERTS, WIDTH, TOKENS = 8, 32, 64
@@ -183,3 +183,22 @@ def test_values_of_selections_cannot_be_read(read: Callable[[torch.Tensor], Any]
 
 def ids(batch: int = 4, length: int = 16) -> TensorSpec:
     return TensorSpec((batch, length), "int64")
+
+
+@pytest.mark.slow  # to import transformers takes seconds
+@pytest.mark.filterwarnings("ignore")
+def test_loop_over_experts_has_flops_of_grouped_products() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, vocab_size=100,
+    )  # fmt: skip
+    graphs = []
+    for how in ("eager", "grouped_mm"):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=how)
+        graphs.append(trace(Workload(model, {"input_ids": ids()}, mode="infer")))
+    assert product_flops(graphs[0]) == product_flops(graphs[1])
+    assert graphs[0].unmodelled == (EVEN_CHOICES,)
+    assert graphs[1].unmodelled == (GROUPED_PRODUCTS,)
+    assert [graph.has_all_bytes for graph in graphs] == [False, True]
