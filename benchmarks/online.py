@@ -13,7 +13,6 @@ single operators are passed over, because GuardNet does not learn from them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import re
@@ -48,7 +47,7 @@ from perfguard_models.trained import FittedModel, read_trained, write_trained
 from perfguard_models.two_clocks import PathTimes, TwoClocks
 from perfguard_research.dataset import Run, dataset_of, graphs_of
 from perfguard_research.leaderboard import predictions
-from perfguard_research.learners import identity_of, learner_class, source_of
+from perfguard_research.learners import identity_of, learner_class
 from perfguard_research.summary import drawn, summary_of
 
 A100 = "a100-pcie-40gb"
@@ -281,7 +280,7 @@ def weights_without(scenario: Scenario, runs: Sequence[Run], cache: Path) -> Fit
     name = LEARNERS[scenario.target]
     kind = learner_class(name)
     seen = [run for run in runs if run.table in kind.tables and not scenario.is_unseen(run)]
-    identity = hashlib.sha256(f"{identity_of(name, {}, seen)} {source_of(name)}".encode()).hexdigest()[:16]
+    identity = identity_of(name, {}, seen)[:16]
     place = cache / "online" / f"{re.sub(r'[^A-Za-z0-9]+', '-', scenario.name.split(',')[0])}-{identity}"
     if not place.with_suffix(".json").is_file():
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -77,11 +77,16 @@ class LatencyConstraint:
         risk: float = EVEN_CHANCE,
         predictor: str | Predictor = DEFAULT_PREDICTOR,
     ) -> None:
+        from perfguard.devices import resolve_device
+
         if max_latency_ms is None and max_energy_j is None and max_memory is None:
             raise ConfigurationError("Give at least one of max_latency_ms, max_energy_j and max_memory.")
         latency_ms, energy_j = _positive("max_latency_ms", max_latency_ms), _positive("max_energy_j", max_energy_j)
+        device = resolve_device(gpu)
+        if energy_j is not None and device.tdp_w <= 0:
+            raise ConfigurationError(f"The power of {device.name} is unknown, so max_energy_j cannot be checked. Give a GPU.")
         self.guard = Guard(
-            gpu,
+            device,
             memory_budget=None if max_memory is None else parse_bytes(max_memory, what="max_memory"),
             latency_budget=None if latency_ms is None else 1e-3 * latency_ms,
             energy_budget=energy_j,
@@ -89,9 +94,6 @@ class LatencyConstraint:
             predictor=predictor,
             log=False,
         )
-        device = self.guard.device
-        if energy_j is not None and device.tdp_w <= 0:
-            raise ConfigurationError(f"The power of {device.name} is unknown, so max_energy_j cannot be checked. Give a GPU.")
         self.inputs = inputs
 
     def __call__(self, model: Network) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -16,13 +17,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from perfguard.exceptions import ConfigurationError
 from perfguard.quantities import parse_bytes
 from perfguard_research.learners import NAMES, learner_class
 
-_CACHE = Path(".perfguard-cache")
 _SPLITS = ("family", "source", "gpu", "random")
 
 
@@ -105,14 +104,13 @@ def collect(words: Sequence[str]) -> None:
             on_row=lambda row: progress.update(task, advance=1, description=f"{row['space']} {row['model']}: {row['status']}"),
             on_note=lambda text: console.print(text, markup=False, highlight=False),
         )
-    statuses = ("ok", "oom", "timeout", "failed")
-    table = Table("space", *statuses, title=f"{report.rows.total()} rows in {report.seconds:.0f} s")
-    for space in sorted({space for space, _ in report.rows}):
-        table.add_row(space, *(str(report.rows[space, status]) for status in statuses))
-    console.print(table)
+    print_line = functools.partial(console.print, markup=False, highlight=False)
+    print_line(f"{report.rows.total()} rows in {report.seconds:.0f} s")
+    for (space, status), count in sorted(report.rows.items()):
+        print_line(f"{space}: {count} x {status}")
     for reason, count in report.left_out.most_common(5):
-        console.print(f"left out: {count} x {reason}", markup=False, highlight=False)
-    console.print(f"Ended because {report.ended_by}. The rows are in {arguments.out}.", markup=False, highlight=False)
+        print_line(f"left out: {count} x {reason}")
+    print_line(f"Ended because {report.ended_by}. The rows are in {arguments.out}.")
 
 
 def train(words: Sequence[str]) -> None:
@@ -198,7 +196,7 @@ def _options(words: Sequence[str]) -> list[str]:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder for intermediate results (default: {_CACHE})")
+    parser.add_argument("--cache", type=Path, default=Path(".perfguard-cache"), help="folder for graphs (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--most-operators", type=int, default=60_000, help="most rows of an operator table (default: 60000)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the predictor; repeatable")

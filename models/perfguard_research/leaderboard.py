@@ -15,10 +15,10 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,23 +28,15 @@ from perfguard.guard import DEFAULT_RISK
 from perfguard_models.learner import TARGETS, predict_with_spread, share_of
 from perfguard_research.dataset import Fold, Run, dataset_of, folds
 from perfguard_research.intervals import CALIBRATED, FoldPredictions, SplitPredictions, log_sigmas_of
-from perfguard_research.learners import identity_of, learner_class, source_of
+from perfguard_research.learners import identity_of, learner_class
 from perfguard_research.memory_forest import bracketed
 
+T = TypeVar("T")
 _QUANTITIES = {"memory": "memory", "time": "time", "gpu_util": "GPU utilisation", "sm_active": "SM activity"}
 _Z = statistics.NormalDist().inv_cdf(0.95)
 _AT_RISK = statistics.NormalDist().inv_cdf(1 - DEFAULT_RISK)
 _FEWEST_JUDGED = 20
 """Runs of a fold; a fit for fewer (five transformers on one card, say) is not worth its minutes."""
-
-
-class Job(NamedTuple):
-    """One predictor on one fold."""
-
-    predictor: str
-    settings: tuple[tuple[str, Any], ...]
-    split: str
-    fold: Fold
 
 
 class Entry(NamedTuple):
@@ -85,74 +77,62 @@ def predictions(
         jobs: processes.
         most_operators: rows of an operator table that are taken.
     """
-    first = learner_class(next(iter(predictors))).views
-    runs = dataset_of(tables, first, cache=cache, jobs=jobs, most_operators=most_operators).runs
-    work = [
-        Job(name, tuple(sorted(settings.items())), split, own)
-        for split in splits
-        for fold in folds(runs, split)
-        for name, settings in predictors.items()
-        if (own := _of_tables(fold, runs, learner_class(name).tables)).learn and len(own.judge) >= _FEWEST_JUDGED
-    ]
-    data = identity_of("", {}, runs)
-    placed = [(job, _place(job, data, cache)) for job in work]
-    by_views: defaultdict[tuple[str, ...], list[tuple[Job, Path]]] = defaultdict(list)
-    for job, place in placed:
-        if not place.is_file():
-            by_views[learner_class(job.predictor).views].append((job, place))
-    for views, some in by_views.items():
-        _loaded.clear()
-        # Once, before the processes need it; those that are forked have it already.
-        _loaded[views] = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
-        do = functools.partial(_do, tables=tuple(tables), cache=cache, most_operators=most_operators)
-        with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
-            done = pool.map(do, some)
-            for _ in track(done, total=len(some), description=" + ".join(views), disable=not sys.stderr.isatty()):
+    by_views: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in predictors:
+        by_views[learner_class(name).views].append(name)
+    runs, found = list[Run](), dict[tuple[str, str], FoldPredictions]()
+    for views, names in by_views.items():
+        seen = dataset_of(tables, views, cache=cache, jobs=jobs, most_operators=most_operators).runs
+        runs = runs or seen
+        for name in names:
+            found |= predictions_of(name, predictors[name], seen, splits, cache=cache, jobs=jobs)
+    return runs, {(split, name): found[split, name] for split in splits for name in predictors if (split, name) in found}
+
+
+def predictions_of(
+    name: str, settings: dict[str, Any], runs: Sequence[Run], splits: Sequence[str], *, cache: Path, jobs: int
+) -> SplitPredictions:
+    """The folds of each split with one predictor's predictions. They are kept in ``cache`` by all that they depend on."""
+    kind, identity = learner_class(name), identity_of(name, settings, runs)
+    placed: list[tuple[str, Fold, Path]] = []
+    for split in splits:
+        for fold in folds(runs, split):
+            learn, judge = ([at for at in indices if runs[at].table in kind.tables] for indices in (fold.learn, fold.judge))
+            own = Fold(fold.name, learn, judge)
+            if learn and len(judge) >= _FEWEST_JUDGED:
+                digest = hashlib.sha256(repr((identity, own)).encode()).hexdigest()[:16]
+                placed.append((split, own, cache / "predictions" / f"{name}-{split}-{digest}.pt"))
+    missing = [(fold, place) for _, fold, place in placed if not place.is_file()]
+    if missing:
+        (cache / "predictions").mkdir(parents=True, exist_ok=True)
+        with ProcessPoolExecutor(jobs, initializer=_prepare, initargs=(runs,)) as pool:
+            done = pool.map(functools.partial(_fit_and_predict, name, settings), missing)
+            for _ in track(done, total=len(missing), description=name, disable=not sys.stderr.isatty()):
                 pass
-    _loaded.clear()
     found: defaultdict[tuple[str, str], FoldPredictions] = defaultdict(list)
-    for job, place in placed:
+    for split, fold, place in placed:
         stored = torch.load(place, weights_only=True)
-        found[job.split, job.predictor].append((job.fold, {name: value.numpy() for name, value in stored.items()}))
-    return runs, dict(found)
+        found[split, name].append((fold, {target: value.numpy() for target, value in stored.items()}))
+    return dict(found)
 
 
-def _prepare() -> None:
+_runs: Sequence[Run] = ()
+"""The runs of a process that fits."""
+
+
+def _prepare(runs: Sequence[Run]) -> None:
+    global _runs
+    _runs = runs
     torch.set_num_threads(1)
 
 
-def _of_tables(fold: Fold, runs: Sequence[Run], tables: Sequence[str]) -> Fold:
-    """The part of ``fold`` that a predictor of these kinds of table is fitted to and evaluated on."""
-    return Fold(
-        fold.name,
-        [index for index in fold.learn if runs[index].table in tables],
-        [index for index in fold.judge if runs[index].table in tables],
-    )
-
-
-def _place(job: Job, data: str, cache: Path) -> Path:
-    """Named by all that a prediction depends on: the runs, the fold, the settings and the learner's source code."""
-    what = job.settings, data, job.fold, source_of(job.predictor)
-    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return cache / "predictions" / f"{job.predictor}-{job.split}-{digest}.pt"
-
-
-_loaded: dict[tuple[str, ...], list[Run]] = {}
-
-
-def _do(work: tuple[Job, Path], tables: tuple[Path, ...], cache: Path, most_operators: int) -> None:
-    job, place = work
-    kind = learner_class(job.predictor)
-    if kind.views not in _loaded:
-        _loaded.clear()
-        _loaded[kind.views] = dataset_of(tables, kind.views, cache=cache, jobs=1, most_operators=most_operators).runs
-    runs = _loaded[kind.views]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    learner = kind(**dict(job.settings))
-    learner.fit([runs[index] for index in job.fold.learn])
-    predicted, spread = predict_with_spread(learner, [runs[index] for index in job.fold.judge])
+def _fit_and_predict(name: str, settings: dict[str, Any], work: tuple[Fold, Path]) -> None:
+    fold, place = work
+    learner = learner_class(name)(**settings)
+    learner.fit([_runs[index] for index in fold.learn])
+    predicted, spread = predict_with_spread(learner, [_runs[index] for index in fold.judge])
     stored = {**predicted, **{f"spread {target}": values for target, values in spread.items()}}
-    torch.save({name: torch.from_numpy(np.asarray(values)) for name, values in stored.items()}, place.with_suffix(".part"))
+    torch.save({target: torch.from_numpy(np.asarray(values)) for target, values in stored.items()}, place.with_suffix(".part"))
     place.with_suffix(".part").replace(place)
 
 
@@ -169,55 +149,42 @@ def label_of(run: Run) -> str:
     return f"{run.gpu} {run.mode} {run.variant}".strip()
 
 
-class _Measured(NamedTuple):
-    """One prediction beside its measurement."""
-
-    fold: int
-    error: float
-    inside: float
-    """1.0 or 0.0; NaN without an interval."""
-    width: float
-
-
 def entries(runs: Sequence[Run], found: SplitPredictions, group_of: Callable[[Run], str] = label_of) -> list[Entry]:
     """The errors of every predictor by split, group and quantity."""
     lines = []
     for (split, predictor), predictions in found.items():
-        groups: defaultdict[tuple[str, str], list[_Measured]] = defaultdict(list)
+        # Of each prediction: its fold, its error, whether its interval holds the measurement (NaN: no interval), and the width.
+        groups: defaultdict[tuple[str, str], list[tuple[int, float, float, float]]] = defaultdict(list)
         sigmas = log_sigmas_of(runs, split, predictions)
         for at, (fold, predicted) in enumerate(predictions):
             for position, index in enumerate(fold.judge):
                 run = runs[index]
                 for target in TARGETS:
                     if target in run.labels and np.isfinite(value := float(predicted[target][position])):
-                        sigma = float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
-                        groups[group_of(run), target].append(_measured(at, target, value, run.labels[target], sigma))
+                        label = run.labels[target]
+                        half = _Z * float(sigmas[at][target][position]) if target in CALIBRATED else math.nan
+                        inside = math.nan if math.isnan(half) else float(abs(label - value) <= half)
+                        width = math.exp(half) - math.exp(-half)
+                        groups[group_of(run), target].append((at, error_of(target, value, label), inside, width))
         lines += [_entry(split, predictor, name, target, some) for (name, target), some in groups.items()]
     return lines
 
 
-def _measured(fold: int, target: str, value: float, label: float, sigma: float) -> _Measured:
-    half = _Z * sigma
-    inside = math.nan if math.isnan(sigma) else float(abs(label - value) <= half)
-    return _Measured(fold, error_of(target, value, label), inside, math.exp(half) - math.exp(-half))
-
-
-def _entry(split: str, predictor: str, name: str, target: str, some: Sequence[_Measured]) -> Entry:
-    errors = [one.error for one in some]
-    by_fold = [[one.error for one in some if one.fold == fold] for fold in {one.fold for one in some}]
-    inside = [one.inside for one in some]
+def _entry(split: str, predictor: str, name: str, target: str, some: Sequence[tuple[int, float, float, float]]) -> Entry:
+    folds, errors, inside, width = np.array(some).T
+    has_intervals = not np.isnan(inside).all()
     return Entry(
         split=split,
         group=name,
         quantity=_QUANTITIES[target],
         predictor=predictor,
         rows=len(errors),
-        mean=statistics.fmean(errors),
-        median=statistics.median(errors),
+        mean=float(errors.mean()),
+        median=float(np.median(errors)),
         p90=float(np.quantile(errors, 0.9)),
-        spread=statistics.pstdev(map(statistics.fmean, by_fold)),
-        coverage=math.nan if np.isnan(inside).all() else float(np.nanmean(inside)),
-        width=math.nan if np.isnan(inside).all() else float(np.nanmedian([one.width for one in some])),
+        spread=float(np.std([errors[folds == fold].mean() for fold in np.unique(folds)])),
+        coverage=float(np.nanmean(inside)) if has_intervals else math.nan,
+        width=float(np.nanmedian(width)) if has_intervals else math.nan,
     )
 
 
@@ -296,36 +263,36 @@ def as_markdown(lines: Sequence[Entry], scores: dict[tuple[str, str, str], FitSc
         own = [line for line in lines if line.split == split]
         for quantity in dict.fromkeys(line.quantity for line in own):
             cells = {(line.group, line.predictor): line for line in own if line.quantity == quantity}
-            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, _errors), ""]
+            text += [f"### {quantity}, split by {split}", "", *_table(cells, order, ("rows",), _errors), ""]
             known = {key: line for key, line in cells.items() if not math.isnan(line.coverage)}
             if known:
-                text += [f"### 90% intervals of {quantity}, split by {split}", "", *_table(known, order, _interval), ""]
+                text += [
+                    f"### 90% intervals of {quantity}, split by {split}",
+                    "",
+                    *_table(known, order, ("rows",), _interval),
+                    "",
+                ]
     for split in dict.fromkeys(key[0] for key in scores):
         fits = {key[1:]: score for key, score in scores.items() if key[0] == split}
-        text += [f"### What fits, split by {split}", "", *_fits_table(fits, order), ""]
+        text += [f"### What fits, split by {split}", "", *_table(fits, order, ("failed", "fitting", "pairs"), _fits), ""]
     return "\n".join(text)
 
 
-def _table(cells: dict[tuple[str, str], Entry], order: Sequence[str], write: Callable[[Entry], str]) -> list[str]:
-    """Mark a line with the number of its rows, if it was evaluated on fewer rows than others of its group."""
+def _table(
+    cells: Mapping[tuple[str, str], T], order: Sequence[str], numbers: Sequence[str], write: Callable[[T], str]
+) -> list[str]:
+    """Cells by group and predictor. Those that were evaluated on fewer rows than others of their group say so."""
     names = [name for name in order if any(predictor == name for _, predictor in cells)]
-    text = [f"| runs | rows | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
+    columns = ["runs", *numbers, *names]
+    text = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for group in sorted({group for group, _ in cells}):
         found = [cells.get((group, name)) for name in names]
-        rows = max(cell.rows for cell in found if cell is not None)
-        written = ["-" if c is None else write(c) + (f" ({c.rows} rows)" if c.rows < rows else "") for c in found]
-        text.append(f"| {group} | {rows} | {' | '.join(written)} |")
-    return text
-
-
-def _fits_table(cells: dict[tuple[str, str], FitScore], order: Sequence[str]) -> list[str]:
-    names = [name for name in order if any(predictor == name for _, predictor in cells)]
-    text = [f"| runs | failed | fitting | pairs | {' | '.join(names)} |", "| --- " * (len(names) + 4) + "|"]
-    for group in sorted({group for group, _ in cells}):
-        found = [cells.get((group, name)) for name in names]
-        first = next(score for score in found if score is not None)
-        written = ["-" if score is None else _fits(score) for score in found]
-        text.append(f"| {group} | {first.failed} | {first.fitting} | {first.pairs} | {' | '.join(written)} |")
+        most = [max(getattr(cell, number) for cell in found if cell is not None) for number in numbers]
+        written = [group, *map(str, most)]
+        for cell in found:
+            fewer = cell is not None and getattr(cell, numbers[0]) < most[0]
+            written.append("-" if cell is None else write(cell) + (f" ({getattr(cell, numbers[0])} rows)" if fewer else ""))
+        text.append(f"| {' | '.join(written)} |")
     return text
 
 

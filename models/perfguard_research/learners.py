@@ -36,10 +36,13 @@ def labels_of(runs: Sequence[Run], target: str) -> npt.NDArray[np.float64]:
 
 
 def identity_of(name: str, settings: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Cache key of a training: the learner, its settings and the runs."""
+    """Cache key of a training: the learner, its settings, the runs, and all code that a learner may consist of."""
     digest = hashlib.sha256(repr((name, sorted(settings.items()))).encode())
     for run in runs:
         digest.update(repr((run.structure, run.gpu, run.batch_size, run.fits, sorted(run.labels.items()))).encode())
+    for package in ("perfguard_models", "perfguard_research"):
+        folder = Path(str(importlib.import_module(package).__file__)).parent
+        digest.update(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
     return digest.hexdigest()
 
 
@@ -50,18 +53,17 @@ def shuffled(number: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-_WHERE = {
-    "memory-forest": ("perfguard_research.memory_forest", "TrainableMemory"),
-    "two-clocks": ("perfguard_research.two_clocks", "TrainableClocks"),
-    "trees": ("perfguard_research.papers.baselines", "Trees"),
-    "dnnperf": ("perfguard_research.papers.dnnperf", "DNNPerf"),
-    "dnnabacus": ("perfguard_research.papers.dnnabacus", "DNNAbacus"),
-    "perfseer": ("perfguard_research.papers.perfseer", "PerfSeer"),
-    "dippm": ("perfguard_research.papers.dippm", "DIPPM"),
-    "lilou": ("perfguard_research.papers.lilou", "Lilou"),
-    "roofline": ("perfguard_research.papers.baselines", "Roofline"),
+_WHERE = {  # modules and classes by name; they are imported late, because they import this module
+    "memory-forest": ("memory_forest", "TrainableMemory"),
+    "two-clocks": ("two_clocks", "TrainableClocks"),
+    "trees": ("papers.baselines", "Trees"),
+    "dnnperf": ("papers.dnnperf", "DNNPerf"),
+    "dnnabacus": ("papers.dnnabacus", "DNNAbacus"),
+    "perfseer": ("papers.perfseer", "PerfSeer"),
+    "dippm": ("papers.dippm", "DIPPM"),
+    "lilou": ("papers.lilou", "Lilou"),
+    "roofline": ("papers.baselines", "Roofline"),
 }
-"""Modules and classes by name. They are imported late, because they import this module."""
 NAMES = tuple(_WHERE)
 
 
@@ -74,16 +76,5 @@ def learner_class(name: str) -> type[Trainable]:
     if name not in _WHERE:
         raise PredictorError(f"No predictor that can be trained is called {name!r}. There are {', '.join(NAMES)}.")
     module, attribute = _WHERE[name]
-    found: Any = getattr(importlib.import_module(module), attribute)
+    found: Any = getattr(importlib.import_module(f"perfguard_research.{module}"), attribute)
     return found  # type: ignore[no-any-return]
-
-
-def source_of(name: str) -> str:
-    """A hash of the code that the learner ``name`` may consist of: its modules here, and all of `perfguard_models`.
-
-    How tables are read and graphs are traced does not count: runs are hashed themselves.
-    """
-    names = {base.__module__ for base in learner_class(name).__mro__ if base.__module__.startswith("perfguard_research.")}
-    own = [Path(str(importlib.import_module(module).__file__)) for module in sorted(names)]
-    folder = Path(str(importlib.import_module("perfguard_models").__file__)).parent
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [*own, *sorted(folder.rglob("*.py"))])).hexdigest()

@@ -47,7 +47,6 @@ class TrainableMemory(MemoryForest):
     tables: ClassVar[tuple[str, ...]] = ("workload", "perceptron", "collected")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`."""
         whole = [run for run in runs if not run.is_single]
         self.constant = 0.0 if {run.gpu for run in whole} == {"cpu"} else _constant_of(whole)
         for target in PREDICTED if whole else ():

@@ -241,7 +241,7 @@ def timm_model(name: str, size: int | None = None, *, fused_attention: bool = Tr
         timm.layers.set_fused_attn(True)
 
 
-def _timm(network: Network, name: str) -> nn.Module:
+def _timm(network: Network, name: str) -> Any:
     if not re.fullmatch(r"[\w.]+", name):  # timm would fetch "hf-hub:..." from the network
         raise TableError(f"{name!r} is no architecture of timm's.")
     height, width = _pixels(network)
@@ -249,22 +249,19 @@ def _timm(network: Network, name: str) -> nn.Module:
     model: Any = timm_model(name, size, fused_attention=not network.before_torch2, **network.config)
     if network.checkpointing:
         model.set_grad_checkpointing(True)
-    made: nn.Module = model
-    return made
+    return model
 
 
-def _torchvision(network: Network, name: str) -> nn.Module:
+def _torchvision(network: Network, name: str) -> Any:
     if name.startswith("detection."):
         raise TableError("A detection model of torchvision is not modelled: its operators depend on the boxes that it finds.")
     get_model = _library("torchvision.models", "torchvision").get_model
     options = {"init_weights": False, **network.config} if name in ("googlenet", "inception_v3") else network.config  # they warn
-    made: nn.Module
     try:
-        made = get_model(name, weights=None, **options)
+        return get_model(name, weights=None, **options)
     except NotImplementedError:  # RegNet computes its widths with tensors, which must have values
         with torch.device("cpu"):
-            made = get_model(name, weights=None, **options).to("meta")
-    return made
+            return get_model(name, weights=None, **options).to("meta")
 
 
 _HUB = {  # what an id of the hub holds, or else the family: the first that fits
@@ -289,7 +286,7 @@ _HUB = {  # what an id of the hub holds, or else the family: the first that fits
 }
 
 
-def _huggingface(network: Network, name: str) -> nn.Module:
+def _huggingface(network: Network, name: str) -> Any:
     transformers = _library("transformers", "transformers")
     if "/" in name:
         words = f"{name} {network.family}".lower()
@@ -307,24 +304,21 @@ def _huggingface(network: Network, name: str) -> nn.Module:
     if network.checkpointing:
         turn_on = "activation_checkpointing_enable"  # older versions have only the other name
         getattr(model, turn_on, model.gradient_checkpointing_enable)({"use_reentrant": False})
-    made: nn.Module = model
-    return made
+    return model
 
 
-def _diffusers(network: Network, name: str) -> nn.Module:
+def _diffusers(network: Network, name: str) -> Any:
     cls = getattr(_library("diffusers", "diffusers"), name)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TableError(f"diffusers has no network {name!r}.")
-    made: nn.Module = cls(**network.config)
-    return made
+    return cls(**network.config)
 
 
-def _kuangliu(network: Network, name: str) -> nn.Module:
+def _kuangliu(network: Network, name: str) -> Any:
     """torchvision's ResNet with the stem of the CIFAR variant (kuangliu/pytorch-cifar): 3x3, stride 1, no pooling."""
     model: Any = _library("torchvision.models", "torchvision").get_model(name.lower(), weights=None, **network.config)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    made: nn.Module = model
-    return made
+    return model
 
 
 # Networks of a few sizes
@@ -411,13 +405,9 @@ class Applied(nn.Module):
 
 
 def _edge(name: str, width: int) -> nn.Module:
-    if name == "none":
-        return Applied(torch.zeros_like)
-    if name == "skip":
-        return nn.Identity()
-    if name == "pool":
-        return nn.AvgPool2d(3, 1, 1)
-    kernel = {"conv1x1": 1, "conv3x3": 3}[name]
+    if not name.startswith("conv"):
+        return {"none": Applied(torch.zeros_like), "skip": nn.Identity(), "pool": nn.AvgPool2d(3, 1, 1)}[name]
+    kernel = int(name[-1])
     return nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(width))
 
 
@@ -512,17 +502,14 @@ def _operator_batch(network: Network, name: str, n: int, train: bool) -> Batch:
     return Batch(inputs, None, mean_of)
 
 
+def _sized(*names: str) -> Callable[[Network, str, int, bool], Batch]:
+    """Batches of classified samples, whose shape has the sizes of these names."""
+    return lambda network, _, n, train: _classes(n, train, (n, *(network.config[name] for name in names)))
+
+
 def _own_images(network: Network, name: str, n: int, train: bool) -> Batch:
     size = network.config["img_size"]
     return _classes(n, train, (n, 3, size, size))
-
-
-def _vectors(network: Network, name: str, n: int, train: bool) -> Batch:
-    return _classes(n, train, (n, network.config["inputs"]))
-
-
-def _sequences(network: Network, name: str, n: int, train: bool) -> Batch:
-    return _classes(n, train, (n, network.config["length"], network.config["inputs"]))
 
 
 _KINDS: dict[str, _Kind] = {
@@ -535,8 +522,8 @@ _KINDS: dict[str, _Kind] = {
     "mpt": _Kind(lambda network, _: Mpt(network.config, checkpointing=network.checkpointing), _tokens, checkpoints=True),
     "perfguard:cnn": _Kind(_cnn, _own_images, checkpoints=True),
     "perfguard:cells": _Kind(_cells, _own_images, checkpoints=True),
-    "perfguard:mlp": _Kind(_mlp, _vectors, checkpoints=True),
-    "perfguard:perceptron": _Kind(_perceptron, _vectors),
-    "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sequences),
+    "perfguard:mlp": _Kind(_mlp, _sized("inputs"), checkpoints=True),
+    "perfguard:perceptron": _Kind(_perceptron, _sized("inputs")),
+    "perfguard:recurrent": _Kind(lambda network, _: Recurrent(network.config), _sized("length", "inputs")),
     "perfguard:operator": _Kind(lambda network, _: _OPERATORS[network.config["op"]](network.config), _operator_batch),
 }

@@ -222,7 +222,7 @@ def _measured(row: Row) -> dict[str, Any]:
 # Kinds of table
 
 
-def _run_row(row: Row, kind: str = "run") -> MeasuredRow:
+def _run_row(row: Row, kind: str) -> MeasuredRow:
     precision, tf32 = PRECISIONS[one_of(row, "precision", tuple(PRECISIONS), "fp32")]
     mode = one_of(row, "mode", ("train", "forward_backward", "infer"))
     name, note, framework = text(row, "model"), row.get("note") or "", row.get("framework") or ""
@@ -230,7 +230,7 @@ def _run_row(row: Row, kind: str = "run") -> MeasuredRow:
     parallel, num_gpus = one_of(row, "parallel", PARALLEL, "none"), positive(row, "num_gpus")
     optimizer = (row.get("optimizer") or "sgd-momentum") if mode == "train" else "none"
     before_torch2 = bool(re.search(r"torch( about )?[01]\.|ngc[- ]2[0-2]\.", framework))  # NVIDIA's containers: 2 since 23.02
-    method = json.loads(note).get("method", "full") if _is_object(note) else "full"
+    method = found[1] if (found := re.match(r'\{.*?"method": "([^"]+)"', note)) else "full"
     unmodelled = ""
     if num_gpus > 1 and parallel not in ("none", "ddp"):
         unmodelled = f"A step that is sharded over {num_gpus} GPUs is not modelled ({parallel})."
@@ -270,13 +270,6 @@ def _run_row(row: Row, kind: str = "run") -> MeasuredRow:
         capacity_bytes=number(row, "memory_limit_mib", MIB),
         figures=_figures(row),
     )
-
-
-def _is_object(note: str) -> bool:
-    try:
-        return note.startswith("{") and isinstance(json.loads(note), dict)
-    except ValueError:
-        return False
 
 
 def _figures(row: Row) -> Device | None:
@@ -420,16 +413,11 @@ def parser_of(columns: Sequence[str], path: str | Path) -> Parser:
         TableError: if the table is of no known kind.
     """
     kind = kind_of_table(columns)
-    parsers: dict[str, Parser] = {
-        "collected": functools.partial(_run_row, kind="collected"),
-        "run": _run_row,
-        "workload": _workload_row,
-        "operator": _operator_row,
-        "perceptron": _perceptron_row,
-    }
     if kind == "transformer":
         return functools.partial(_transformer_row, configurations=_read_configurations(Path(path)))
-    return parsers[kind]
+    if kind in ("collected", "run"):
+        return functools.partial(_run_row, kind=kind)
+    return {"workload": _workload_row, "operator": _operator_row, "perceptron": _perceptron_row}[kind]
 
 
 def read_rows(path: str | Path) -> list[MeasuredRow]:

@@ -19,7 +19,7 @@ from perfguard_models.learner import Learner
 from perfguard_models.trained import CPU_PREFIX, write_trained
 from perfguard_research.dataset import Run, dataset_of
 from perfguard_research.intervals import calibrated, errors_of
-from perfguard_research.leaderboard import entries, fit_scores, predictions, rounded
+from perfguard_research.leaderboard import entries, fit_scores, predictions_of, rounded
 from perfguard_research.learners import OnEpoch, learner_class
 from perfguard_research.papers.layers import FEATURE_SETS
 
@@ -63,9 +63,8 @@ def train_and_write(
         )
     stem = f"{CPU_PREFIX}{name}" if "cpu" in gpus else name
     started = time.monotonic()
-    runs, found = predictions(
-        tables, {name: settings}, ["family", "source", "gpu"], cache=cache, jobs=jobs, most_operators=most_operators
-    )
+    runs = dataset.runs
+    found = predictions_of(name, settings, runs, ["family", "source", "gpu"], cache=cache, jobs=jobs)
     learner = kind(**settings)
     learner.fit(own, on_epoch=on_epoch)
     errors = [error for (split, _), predictions in found.items() for error in errors_of(runs, split, predictions)]

@@ -68,7 +68,6 @@ class TrainableClocks(TwoClocks):
     tables: ClassVar[tuple[str, ...]] = ("workload", "transformer", "run", "operator", "collected")
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`."""
         timed = [run for run in runs if "time" in run.labels and len(run.view["order"])]
         sample = random.Random(self.settings["seed"]).sample(timed, min(len(timed), _ROWS_FOR_SCALE))
         x = np.concatenate([columns_of(run.view) for run in sample])

@@ -144,7 +144,31 @@ def _layer_norm_backward(
     return _empty(x.shape, x.dtype), _like(weight), _like(bias)
 
 
-SHAPE_RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
+    if a.dtype is not b.dtype or a.shape[1] != b.shape[0]:
+        return NotImplemented
+    return _empty((a.shape[0], b.shape[1]), a.dtype)
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+    if bias.dim() != 1 or bias.shape[0] not in (1, b.shape[1]) or bias.dtype is not a.dtype:
+        return NotImplemented
+    return _mm(a, b)
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if not dims or not x.is_contiguous() or not x.dtype.is_floating_point or dtype not in (None, x.dtype):
+        return NotImplemented
+    summed = {dim % x.dim() for dim in dims}
+    if keepdim:
+        shape = [1 if dim in summed else size for dim, size in enumerate(x.shape)]
+    else:
+        shape = [size for dim, size in enumerate(x.shape) if dim not in summed]
+    return _empty(shape, x.dtype)
+
+
+Rule = Callable[..., Any]
+SHAPE_RULES: dict[torch._ops.OpOverload, Rule] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
@@ -163,6 +187,9 @@ SHAPE_RULES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.div.Tensor: _binary,
     aten.sqrt.default: _unary,
     aten.zeros_like.default: _zeros_like,
+    aten.mm.default: _mm,
+    aten.addmm.default: _addmm,
+    aten.sum.dim_IntList: _sum,
     aten.add_.Tensor: _in_place,
     aten.mul_.Tensor: _in_place,
     aten.addcmul_.default: _in_place,

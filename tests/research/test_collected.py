@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from perfguard_research.collect.loop import COLUMNS, columns_of
 from perfguard_research.collect.spaces import Draft
 from perfguard_research.dataset import dataset_of
 from perfguard_research.networks import Network
-from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of
+from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of, read_rows
 from tests.doubles import TOY_CPU
 
 SIZES = {"inputs": 64, "width": 128, "depth": 2, "norm": True, "dropout": False, "activation": "relu", "classes": 10}
@@ -141,3 +142,12 @@ def test_predictors_learn_from_collected_rows(tmp_path: Path) -> None:
     assert set(fitting.labels) == {"memory", "time"}
     assert (failing.fits, failing.labels) == (False, {})
     assert fitting.capacity_bytes == failing.capacity_bytes == 2**31 < resolve_device("t4").memory_bytes
+
+
+@pytest.mark.parametrize("name", ["cpu-two-clocks", "cpu-memory-forest"])
+def test_weights_for_cpus_can_be_trained_again(name: str) -> None:
+    """The table that they were trained on is in the repository, and their cards have its rows."""
+    root = Path(__file__).resolve().parents[2]
+    card = json.loads((root / "models" / "perfguard_models" / "weights" / f"{name}.json").read_text(encoding="utf-8"))
+    rows = read_rows(root / "benchmarks" / "data" / "cpu.csv.gz")
+    assert card["rows"] == Counter(f"collected {row.source} cpu {row.mode}" for row in rows if row.status == "ok")

@@ -124,7 +124,7 @@ def test_a_leaderboard_is_written_and_found_again(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("fitted again")
 
-    monkeypatch.setattr(leaderboard, "_do", fail)
+    monkeypatch.setattr(leaderboard, "_fit_and_predict", fail)
     assert main(words) == 0
 
 
@@ -168,13 +168,6 @@ def test_train_refuses_too_few_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", str(path), "--predictor", "trees", "--out", str(tmp_path), "--cache", str(tmp_path)]) == 1
     kinds = "trees learns from tables of these kinds: workload, transformer, collected, run."
     assert f"0 rows are too few to learn from. {kinds} 1 rows were left out" in capsys.readouterr().err
-
-
-def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("evaluate", "train", "leaderboard", "collect"))
 
 
 def test_every_shipped_predictor_loads() -> None:

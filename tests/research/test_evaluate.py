@@ -175,9 +175,3 @@ def test_the_command_writes_predictions_and_a_report(tmp_path: Path, capsys: pyt
     (group,) = json.loads(data.read_text())["groups"]
     assert (group["rows"], group["errors"]) == (2, 1)
     assert "1 of 2 rows could not be predicted" in capsys.readouterr().err
-
-
-def test_the_command_refuses_another_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = write(tmp_path / "t.csv", rows_of({}), columns=["model", "gpu"])
-    assert main(["evaluate", str(table)]) == 1
-    assert "lacks the columns mode, batch_size, img_size" in capsys.readouterr().err

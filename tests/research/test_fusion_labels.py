@@ -1,4 +1,4 @@
-"""What compilers fuse: read from Inductor and ONNX Runtime themselves, and learnt."""
+"""What compilers fuse: read from Inductor itself, and learnt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from perfguard import Workload, trace
 from perfguard.graph import OpGraph
 from perfguard_research.fusion.labels import LabelledGraph, inductor_kernels, read_labels, to_json
-from perfguard_research.fusion.labels_onnx import onnxruntime_case
 from perfguard_research.fusion.train import fitted, score_of
 from tests.fusible import SHAPE, Residual, network
 
@@ -53,14 +52,6 @@ def test_inductor_labels_agree_with_generated_kernels() -> None:
     generated = [kernel for kernel in found if graph.ops[kernel[0]].name != "convolution"]
     # Beside them Inductor generates copies of each convolution's weight and of the input into oneDNN's layout.
     assert len(generated) <= metrics.generated_kernel_count <= len(generated) + 3
-
-
-def test_onnx_runtime_labels_fold_into_the_convolution() -> None:
-    """ONNX Runtime folds batch norm and activation into the convolution."""
-    pytest.importorskip("onnxruntime")
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).eval()
-    graph, found = onnxruntime_case(model, (1, 3, 16, 16))
-    assert names_of(graph, found) == [("convolution", "native_batch_norm", "relu_"), ("max_pool2d_with_indices",)]
 
 
 def labelled(depth: int, kernels_of_three: bool = True) -> LabelledGraph:

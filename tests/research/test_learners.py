@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
-from perfguard_models.calibration import NEW_GPU, OPERATOR, on_new_gpu
+from perfguard_models.calibration import OPERATOR, on_new_gpu
 from perfguard_models.learner import column
 from perfguard_models.trees import Forest, forest_of_bagging, forest_of_boosting
 from perfguard_research.dataset import Run
 from perfguard_research.intervals import Error, calibrated
-from perfguard_research.learners import NAMES, Trainable, learner_class, source_of
+from perfguard_research.learners import NAMES, Trainable, learner_class
 from perfguard_research.memory_forest import TrainableMemory
 from tests.laws import fitted, some_runs
 
@@ -79,22 +78,6 @@ def test_bracketing_pair_moves_the_prediction_between(runs: list[Run]) -> None:
     assert np.mean(physics) < 0.85
 
 
-def test_a_quantity_without_labels_is_not_guessed(runs: list[Run]) -> None:
-    learner = fitted("dippm", [run._replace(labels={"time": run.labels["time"]}) for run in runs], epochs=5)
-    said = learner.predict(runs)
-    assert np.isfinite(said["time"]).all()
-    assert np.isnan(said["memory"]).all()
-
-
-def test_predictions_are_made_again_when_the_code_of_the_learner_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: source_of(name) for name in ("trees", "dippm")}
-    assert before == {name: source_of(name) for name in before}
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"X = 1" if path.name == "baselines.py" else b""))
-    assert source_of("trees") != before["trees"]
-    assert source_of("dippm") == before["dippm"]  # it has no code from there
-
-
 @pytest.fixture(scope="module")
 def table() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
@@ -132,15 +115,6 @@ def test_intervals_hold_on_what_is_drawn_alike() -> None:
     calibration = calibrated(errors[:2000])
     inside = [abs(e.residual) <= 1.645 * calibration.log_sigma("memory", "a", e.spread) for e in errors[2000:]]
     assert 0.87 < np.mean(inside) < 0.93
-
-
-def test_a_gpu_that_was_never_seen_has_its_own_width() -> None:
-    seen = [Error("time", "a", 0.1 * (-1) ** i, 0.01) for i in range(200)]
-    unseen = [Error("time", NEW_GPU, 0.4 * (-1) ** i, 0.01) for i in range(200)]
-    calibration = calibrated(seen + unseen)
-    known, new = (calibration.log_sigma("time", "a", 0.01, known_gpu=flag) for flag in (True, False))
-    assert new == pytest.approx(4 * known)
-    assert calibration.log_sigma("time", "b", 0.01) == pytest.approx(known)
 
 
 def test_operators_do_not_widen_intervals_of_steps() -> None:

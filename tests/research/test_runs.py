@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,9 +14,8 @@ from perfguard import load_predictor
 from perfguard.devices import resolve_device
 from perfguard.exceptions import TableError
 from perfguard.graph import OpGraph, Phase, TraceCache
-from perfguard_research.csv_rows import read_table
-from perfguard_research.evaluate import evaluate, predicted_columns, report
-from perfguard_research.tables import MeasuredRow, kind_of_table, parser_of
+from perfguard_research.evaluate import evaluate, report
+from perfguard_research.tables import MeasuredRow, parser_of
 from tests import zoo
 from tests.doubles import ReplayPredictor
 
@@ -31,20 +28,10 @@ ROW = dict.fromkeys(COLUMNS, "") | {
     "source": "ours", "model": "mpt", "family": "mpt-tiny", "mode": "train", "gpu": "a100-sxm-80gb", "num_gpus": "1",
     "parallel": "none", "batch_size": "2", "optimizer": "adamw",
 }  # fmt: skip
-PUBLISHED = Path(os.environ.get("PERFGUARD_RUNS", ""))
-"""The published table of runs."""
 needs_packages = pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 WORDS = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MPT = {"vocab_size": 100, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 16}
-BASICS = {
-    "vocab_size": 100,
-    "context_length": 16,
-    "d_model": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "d_ff": 64,
-    "rope_theta": 10000,
-}
+BASICS = {"vocab_size": 100, "context_length": 16, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64}
 IMAGE, TOKENS, BOTH = {"image": 64}, {"seq_len": 16}, {"seq_len": 16, "target_len": 8}
 T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 100, "decoder_start_token_id": 0}
 VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
@@ -124,12 +111,8 @@ def test_course_model_has_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "cls"),
     [
-        ("stabilityai/stablelm-base-alpha-3b", "stablelm", "GPTNeoXForCausalLM"),
         ("microsoft/Phi-3-mini-4k-instruct", "phi", "Phi3ForCausalLM"),
-        ("microsoft/phi-1_5", "phi", "PhiForCausalLM"),
-        ("google/gemma-2b", "gemma", "GemmaForCausalLM"),
         ("google/gemma-2-9b", "gemma2", "Gemma2ForCausalLM"),
-        ("TinyLlama/TinyLlama-1.1B", "llama", "LlamaForCausalLM"),
         ("somebody/tuned-7b", "llama", "LlamaForCausalLM"),
     ],
 )
@@ -175,14 +158,9 @@ def test_the_precision_column_says_where_tf32_is_used(written: str, precision: s
 
 def test_what_a_row_says_is_what_runs() -> None:
     row = row_of(
-        parallel="ddp",
-        num_gpus="8",
-        accumulation="3",
-        layout="nhwc",
-        compiled="True",
-        cudnn_benchmark="True",
+        parallel="ddp", num_gpus="8", accumulation="3", layout="nhwc", compiled="True", cudnn_benchmark="True",
         optimizer="fused-adam",
-    )
+    )  # fmt: skip
     model = row.make_model()
     assert isinstance(model, nn.Module)
     workload = row.workload(model)
@@ -240,11 +218,8 @@ def test_predictors_learn_from_the_drivers_reading_alone(kind: str) -> None:
     ("note", "host"),
     [
         ("batch worked out; results/2080ti(2)", "results/2080ti(2)"),
-        ("new_results", "new_results"),
         ("old_results/lab/T4/data", "old_results/lab/T4/data"),
         ("median of 3 results", ""),
-        ("results/2080 was run twice", ""),
-        ("", ""),
     ],
 )
 def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str, host: str) -> None:
@@ -255,13 +230,9 @@ def test_a_folder_of_results_at_the_end_of_the_note_names_the_machine(note: str,
     ("changes", "message"),
     [
         ({"parallel": "fsdp-full", "num_gpus": "8"}, r"sharded over 8 GPUs is not modelled \(fsdp-full\)"),
-        ({"parallel": "zero3", "num_gpus": "2"}, r"sharded over 2 GPUs is not modelled \(zero3\)"),
-        ({"parallel": "dp", "num_gpus": "2"}, r"sharded over 2 GPUs is not modelled \(dp\)"),
         ({"optimizer": "lamb"}, "The optimizer 'lamb' is not modelled"),
-        ({"optimizer": "paged-adamw"}, "The optimizer 'paged-adamw' is not modelled"),
         ({"note": '{"method": "qlora", "r": 8}'}, "Fine-tuning by qlora is not modelled"),
         ({"model": "keras:Dense"}, "'keras:Dense' has no known prefix. Known are torchvision, timm, hf"),
-        ({"model": "perfguard:pickle"}, "'perfguard:pickle' has no known prefix"),
         ({"model": "kuangliu:ResNet18", "checkpointing": "True"}, "Checkpointing of 'kuangliu:ResNet18' is not modelled"),
         ({"config": '{"d_model": 32}'}, "The model 'mpt' cannot be made: KeyError"),
     ],
@@ -296,28 +267,6 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             row_of(model).make_model()
 
 
-def test_a_unet_predicts_noise_under_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for diffusers, which the tests' environment does not have."""
-
-    class Unet(nn.Module):
-        def __init__(self, sample_size: int, cross_attention_dim: int) -> None:
-            super().__init__()
-            self.conv, self.text = nn.Conv2d(4, 4, 1), nn.Linear(cross_attention_dim, 4)
-
-        def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
-            condition = self.text(encoder_hidden_states).mean(1) + timestep[:, None]
-            return {"sample": self.conv(sample) + condition[:, :, None, None]}
-
-    package = ModuleType("diffusers")
-    vars(package)["UNet2DConditionModel"] = Unet
-    monkeypatch.setitem(sys.modules, "diffusers", package)
-    given = {"latent": 8, "text_len": 7}
-    config = {"sample_size": 8, "cross_attention_dim": 16}
-    for mode in ("train", "infer"):
-        graph = graph_of(row_of("diffusers:UNet2DConditionModel", config, given, mode=mode))
-        assert "convolution" in {op.name for op in graph.ops}
-
-
 @pytest.mark.parametrize(
     ("column", "value"),
     [("mode", "sing"), ("precision", "fp8"), ("parallel", "tp"), ("num_gpus", ""), ("config", "[1]"), ("config", "{"),
@@ -334,12 +283,6 @@ def test_an_input_that_does_not_fit_is_named() -> None:
         graph_of(row)
 
 
-def test_a_table_of_runs_is_known_by_its_columns() -> None:
-    assert kind_of_table(COLUMNS) == "run"
-    assert kind_of_table([*COLUMNS, "img_size", "seq_len"]) == "run"
-    assert predicted_columns(COLUMNS)[-1] == "error"
-
-
 def test_a_table_is_evaluated_row_by_row(tmp_path: Path) -> None:
     rows = [
         ROW | {"config": json.dumps(MPT), "input": json.dumps(TOKENS), "gpu": "a100-sxm-80gb/3g.40gb", "step_time_ms": "3"},
@@ -352,24 +295,3 @@ def test_a_table_is_evaluated_row_by_row(tmp_path: Path) -> None:
     assert results[0].columns()["pred_step_time_ms"]
     assert "has no MIG profile '3g.30gb'" in results[1].error
     assert "sharded over 8 GPUs" in results[2].error
-
-
-KNOWN_REASONS = ("is not modelled", "is not installed", "has no model", "cannot be traced")
-
-
-@pytest.mark.slow
-@needs_packages
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="PERFGUARD_RUNS names no table of runs")
-def test_each_kind_of_published_run_is_predicted_or_says_why_not() -> None:
-    """Every row is read; of each model, mode, optimizer and sharding the one with the smallest batch is traced."""
-    columns, rows = read_table(PUBLISHED)
-    assert kind_of_table(columns) == "run"
-    chosen: dict[Any, tuple[int, dict[str, str]]] = {}
-    for row in rows:
-        parsed = run_row(row)
-        key = parsed.model, parsed.mode, parsed.optimizer, parsed.unmodelled
-        chosen[key] = min(chosen.get(key, (parsed.batch_size, row)), (parsed.batch_size, row), key=lambda pair: pair[0])
-    results = evaluate(columns, [row for _, row in chosen.values()], PUBLISHED, ReplayPredictor())
-    unknown = {result.error for result in results if result.error and not any(reason in result.error for reason in KNOWN_REASONS)}
-    assert not unknown
-    assert sum(not result.error for result in results) > 0.5 * len(results)

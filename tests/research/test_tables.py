@@ -44,7 +44,6 @@ def graph_of(columns: list[str], row: dict[str, str]) -> OpGraph:
     [
         ({"op": "add", "b": "6", "h": "40"}, Applies(torch.add), [(6, 40), (6, 40)]),
         ({"op": "gelu", "b": "6", "h": "40"}, nn.GELU(), [(6, 40)]),
-        ({"op": "relu", "b": "6", "h": "40"}, nn.ReLU(), [(6, 40)]),
         ({"op": "softmax", "b": "6", "h": "40"}, nn.Softmax(-1), [(6, 40)]),
         ({"op": "ln", "b": "6", "h": "40"}, nn.LayerNorm(40), [(6, 40)]),
         ({"op": "rms_norm", "b": "6", "h": "40"}, nn.RMSNorm(40), [(6, 40)]),
@@ -73,15 +72,6 @@ def test_an_operator_costs_what_its_trace_says(sizes: dict[str, str], model: nn.
     assert written.bytes_written == pytest.approx(traced.bytes_written, rel=0.1)
 
 
-def test_an_embedding_reads_the_rows_that_it_takes() -> None:
-    sizes = {"op": "embedding", "b": "6", "h": "40", "vocab": "1000"}
-    written = graph_of(KERNEL, {"gpu": "a100", "dtype": "float32"} | sizes).ops[0]
-    ids = torch.zeros(6, dtype=torch.int64)
-    (traced,) = trace(Workload(nn.Embedding(1000, 40), ids, mode="infer")).ops
-    assert written.bytes_read == 6 * 40 * 4 == traced.bytes_read - 6 * 8
-    assert written.bytes_written == traced.bytes_written
-
-
 def test_a_recurrent_layer_has_the_arithmetic_of_its_trace() -> None:
     row = {"op": "lstm", "gpu": "v100", "dtype": "float32", "b": "4", "h": "32", "steps": "25"}
     workload = Workload(nn.LSTM(32, 32), (25, 4, 32), loss=lambda output: output[0].sum())
@@ -98,19 +88,6 @@ def test_a_recurrent_layer_has_the_arithmetic_of_its_trace() -> None:
     assert 0.4 < written["backward_input"].bytes_read / backward.bytes_read < 1
     assert written["forward"].attributes == {"steps": 25} == {"steps": forward.attributes["steps"]}
     assert "steps" not in written["backward_weight"].attributes
-
-
-def test_both_directions_of_a_convolution_are_one_backward_pass() -> None:
-    sizes = {"op": "conv", "b": "2", "c_in": "3", "c_out": "8", "kernel": "3", "img": "16", "stride": "1"}
-    row = {"gpu": "v100", "dtype": "float16"} | sizes
-    written = [graph_of(KERNEL, row | {"direction": name}) for name in ("backward_input", "backward_weight")]
-    images = torch.zeros(2, 3, 16, 16, requires_grad=True)
-    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 8, 3, bias=False))
-    traced = trace(Workload(network, images, loss=lambda y: y.sum(), precision="fp16"), target=resolve_device("v100")).ops
-    backward = next(op for op in traced if op.name == "convolution_backward")
-    assert sum(graph.ops[0].flops for graph in written) == backward.flops
-    assert {graph.ops[0].dtype for graph in written} == {backward.dtype}
-    assert {graph.precision for graph in written} == {"fp16"}
 
 
 def test_a_kernel_is_timed_without_its_launch() -> None:
@@ -158,17 +135,11 @@ def test_transformer_is_made_from_configs_file(tmp_path: Path, mode: str) -> Non
     [
         (OPERATOR, {"op": "fft", "gpu": "t4"}, "column 'op' must be one of add"),
         (OPERATOR, {"op": "add", "gpu": "t4", "b": "2", "h": "nan"}, "'h' must be positive"),
-        (
-            OPERATOR,
-            {"op": "conv", "gpu": "t4", **CONV, "img": "2", "kernel": "3"},
-            "3 x 3",
-        ),
+        (OPERATOR, {"op": "conv", "gpu": "t4", **CONV, "img": "2", "kernel": "3"}, "3 x 3"),
         (KERNEL, {"op": "gelu", "direction": "backward_input", "gpu": "t4"}, "which gelu does not have. Only conv, vanilla"),
         (KERNEL, {"op": "add", "gpu": "t4", "b": "1e30", "h": "3"}, "a size of 1e.30 is too large for any device"),
         (KERNEL, {"op": "conv", "gpu": "t4", **CONV, "img": "8", "kernel_h": "3"}, "'kernel_w' must be a positive"),
-        (KERNEL, {"op": "conv", "gpu": "t4", **CONV, "img": "8", "kernel": "3", "padding": "."}, "'padding' must be a number"),
         (KERNEL, {"op": "gelu", "dtype": "int8", "gpu": "t4", "b": "2", "h": "3"}, "'dtype' must be one of float32"),
-        (KERNEL, {"op": "gelu", "gpu": "t4", "h": "3"}, "'b' must be a positive integer"),
         (PERCEPTRON, {"gpu": "t4", "layers": "[[1"}, "'layers' must be a JSON list"),
         (PERCEPTRON, {"gpu": "t4", "layers": '[["lstm", 3, 4]]'}, "'layers' holds lstm; known are linear"),
     ],
@@ -179,10 +150,7 @@ def test_a_row_that_cannot_be_right_is_named(columns: list[str], row: dict[str, 
 
 
 def test_a_table_is_known_by_its_columns() -> None:
-    assert [kind_of_table(columns) for columns in (OPERATOR, PERCEPTRON, TRANSFORMER)] == [
-        "operator",
-        "perceptron",
-        "transformer",
-    ]
+    kinds = [kind_of_table(columns) for columns in (OPERATOR, PERCEPTRON, TRANSFORMER)]
+    assert kinds == ["operator", "perceptron", "transformer"]
     with pytest.raises(TableError, match="For an operator table it lacks the columns gpu"):
         kind_of_table(["op", "b"])

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +13,10 @@ import pytest
 
 from perfguard import OpGraph
 from perfguard.devices import Device, resolve_device
-from perfguard_models.calibration import Calibration
 from perfguard_models.features.launches import launches
 from perfguard_models.features.step import step_features
 from perfguard_models.learner import Arrays, sums_table
 from perfguard_models.step_forest import DIRECTIONS, forest_columns
-from perfguard_models.trained import read_trained, write_trained
 from perfguard_research.dataset import Run
 from perfguard_research.leaderboard import label_of
 from perfguard_research.two_clocks import TrainableClocks
@@ -92,12 +89,6 @@ def errors(learner: TrainableClocks, runs: list[Run]) -> npt.NDArray[np.float64]
     return np.asarray(np.abs(np.exp(learner.predict(runs)["time"] - np.array([one.labels["time"] for one in runs])) - 1))
 
 
-def test_the_world_has_steps_bound_by_host_and_by_device(runs: list[Run]) -> None:
-    slower = [math.log(step_s(one.view, host=2.0)) - one.labels["time"] for one in runs]
-    assert sum(more > 0.9 * math.log(2) for more in slower) >= len(runs) / 4
-    assert sum(more < 0.1 * math.log(2) for more in slower) >= len(runs) / 8
-
-
 def test_a_world_of_two_clocks_is_learnt_closely(learner: TrainableClocks, runs: list[Run]) -> None:
     of_held_out = errors(learner, [one for one in runs if is_held_out(one.batch_size)])
     assert np.median(of_held_out) < 0.02
@@ -134,13 +125,6 @@ def test_trees_keep_laws_whatever_the_measurements_say(runs: list[Run]) -> None:
             assert (direction * (after - before)).min() >= -1e-6
 
 
-def test_few_steps_make_no_trees(runs: list[Run]) -> None:
-    learner = TrainableClocks(networks=1, epochs=1, hidden=8)
-    learner.fit(runs[:20])
-    assert learner.forest is None
-    assert TrainableClocks.from_state(*learner.state()).forest is None
-
-
 def test_columns_of_trees_rise_with_the_step_and_fall_with_the_card() -> None:
     """To the last bit, although shares of other totals round differently."""
     card = resolve_device("a100")
@@ -175,18 +159,6 @@ def test_trees_of_other_columns_are_refused(field: str, with_trees: TrainableClo
     changed[field][0] = math.nan if field == "forest.largest" else 1000
     with pytest.raises(ValueError, match="damaged"):
         TrainableClocks.from_state(changed, settings)
-
-
-@pytest.mark.parametrize("name", ["learner", "with_trees"])
-def test_weights_are_read_as_they_were_written(
-    name: str, request: pytest.FixtureRequest, runs: list[Run], tmp_path: Path
-) -> None:
-    learner = request.getfixturevalue(name)
-    card = {"version": 1, "trained_devices": sorted(GPUS), "timed": []}
-    write_trained(tmp_path / "w", "two-clocks", learner, card, Calibration({"time": 0.05}, {"time": 1.5}))
-    again = read_trained(tmp_path / "w.safetensors", tmp_path / "w.json", "w").learner
-    assert again.state()[1] == learner.state()[1]
-    np.testing.assert_array_equal(again.predict(runs)["time"], learner.predict(runs)["time"])
 
 
 @pytest.mark.parametrize("machines", [(("fast", ""), ("slow", "")), (("lab", "results/fast"), ("lab", "results/slow"))])

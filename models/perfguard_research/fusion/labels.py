@@ -2,13 +2,11 @@
 
     python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 20
     python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 9 --compiler inductor-cuda
-    python -m perfguard_research.fusion.labels --out labels.jsonl --minutes 4 --compiler onnxruntime
 
 With torch.compile's Inductor, the network's aten graph is decomposed and made functional as in AOTAutograd. Each new node keeps
 the operator that it comes from (`from_node`). Inductor lowers the graph, and its scheduler fuses operators. The result is read
 in Inductor's own hook for passes after fusion. Compilation ends there, before any C++ is written. Nothing is computed and there
-are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device. For ONNX Runtime see
-`labels_onnx`.
+are no weights, because all tensors are fake. For a GPU the method is the same, with an A100 as the device.
 
 Each line is one JSON object. It has the graph (base64 of `OpGraph.to_bytes`), and each kernel as the indices of its operators in
 the graph. The command may be interrupted at any time. Every line is flushed, and models that are in the file are skipped.
@@ -41,10 +39,9 @@ from torch import nn
 
 from perfguard.graph import OpGraph, trace
 from perfguard.workload import TensorSpec, Workload
-from perfguard_research.fusion.labels_onnx import onnxruntime_case
 from perfguard_research.networks import EDGES, NUM_EDGES, Network
 
-COMPILERS = ("inductor-cpu", "inductor-cuda", "onnxruntime")
+COMPILERS = ("inductor-cpu", "inductor-cuda")
 _MOST_OPERATORS = 400
 _MODELS_OF_FAMILY = 2
 _CELLS = 60
@@ -338,9 +335,6 @@ def labelled(case: Case, compiler: str) -> LabelledGraph | str:
     """Labels of ``case`` from ``compiler``, or the reason why there are none."""
     try:
         model = case.make_model().eval()
-        if compiler == "onnxruntime":
-            graph, kernels = onnxruntime_case(model, case.inputs)
-            return LabelledGraph(compiler, case.family, case.name, graph, kernels)
         target: Any = compiler.partition("-")[2]
         graph = trace(Workload(model, case.inputs, mode="infer"), target=target)
         if len(graph.ops) > _MOST_OPERATORS:

@@ -34,7 +34,6 @@ class Roofline:
         self._factors: dict[str, float] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`."""
         for target, basis in self.basis.items():
             ratio = labels_of(runs, target) - column(runs, basis)
             for name, chosen in _groups(runs, target).items():
@@ -43,7 +42,6 @@ class Roofline:
                     self._factors[name] = float(np.median(known))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
         found = {target: np.full(len(runs), np.nan) for target in TARGETS}
         for target, basis in self.basis.items():
             for name, chosen in _groups(runs, target).items():
@@ -51,12 +49,10 @@ class Roofline:
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        """See :class:`perfguard_models.learner.Learner`."""
         return {name: torch.tensor([factor], dtype=torch.float64) for name, factor in self._factors.items()}, {}
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
-        """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         made._factors = {name: float(value[0]) for name, value in tensors.items()}
         return made
@@ -80,7 +76,6 @@ class Trees:
         self._forests: dict[str, Forest] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`."""
         from sklearn.ensemble import HistGradientBoostingRegressor
 
         x = sums_table(runs)
@@ -107,7 +102,6 @@ class Trees:
         return column(runs, "log_roofline") if target == "time" else np.zeros(len(runs))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
         if not self._forests:
             raise RuntimeError(f"{self.name} was not fitted.")
         x = sums_table(runs)
@@ -119,7 +113,6 @@ class Trees:
         }
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        """See :class:`perfguard_models.learner.Learner`."""
         tensors: State = {}
         for target, forest in self._forests.items():
             tensors |= forest.tensors(target)
@@ -127,7 +120,6 @@ class Trees:
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
-        """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         found = [target for target in TARGETS if f"{target}.roots" in tensors]
         made._forests = {target: Forest.from_tensors(tensors, target, len(STEP_FEATURES)) for target in found}

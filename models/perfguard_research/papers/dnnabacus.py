@@ -51,7 +51,6 @@ class DNNAbacus:
         self._weights: dict[str, npt.NDArray[np.float64]] = {}
 
     def fit(self, runs: Sequence[Run], *, on_epoch: OnEpoch | None = None) -> None:
-        """See :class:`perfguard_research.learners.Trainable`."""
         from sklearn.linear_model import Ridge
 
         x = _table(runs)
@@ -84,7 +83,6 @@ class DNNAbacus:
         ]
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
         if not self._members:
             raise RuntimeError(f"{self.name} was not fitted.")
         x = _table(runs)
@@ -98,7 +96,6 @@ class DNNAbacus:
         return found
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        """See :class:`perfguard_models.learner.Learner`."""
         tensors: State = {}
         for target, members in self._members.items():
             tensors[f"{target}.weights"] = torch.from_numpy(self._weights[target])
@@ -108,7 +105,6 @@ class DNNAbacus:
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> DNNAbacus:
-        """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         for target in TARGETS:
             if f"{target}.weights" in tensors:

@@ -121,7 +121,6 @@ class GraphLearner(ABC):
                 on_epoch(epoch + 1, epochs, total / max(number, 1))
 
     def predict(self, runs: Sequence[Example]) -> Predicted:
-        """See :class:`perfguard_models.learner.Learner`."""
         if self._network is None:
             raise RuntimeError(f"{self.name} was not fitted.")
         self._network.eval()
@@ -134,7 +133,6 @@ class GraphLearner(ABC):
         return {target: found.get(target, np.full(len(runs), math.nan)) for target in TARGETS}
 
     def state(self) -> tuple[State, Mapping[str, Any]]:
-        """See :class:`perfguard_models.learner.Learner`."""
         if self._network is None:
             raise RuntimeError(f"{self.name} was not fitted.")
         network = {f"network.{key}": value for key, value in self._network.state_dict().items()}
@@ -142,7 +140,6 @@ class GraphLearner(ABC):
 
     @classmethod
     def from_state(cls, tensors: State, settings: Mapping[str, Any]) -> Self:
-        """See :class:`perfguard_models.learner.Learner`."""
         made = cls(**settings)
         made._scale = {key: tensors[f"scale.{key}"] for key in _SCALERS}
         made._labels = tensors["labels"]

@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 from perfguard.graph import OpGraph, assumed_log_sigma, memory_parts, roofline_s, unknown_operators, unknown_span
 from perfguard.predictor import HALF_INTERVAL, TARGETS, Estimate, Observation, Prediction
@@ -22,8 +21,6 @@ from perfguard_research.learners import learner_class
 from perfguard_research.papers.layers import FEATURE_SETS
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from perfguard.devices import Device
 
 _UNKNOWN_LOG_SIGMA = 1.0
@@ -41,7 +38,6 @@ class Served:
     def __init__(self, trained: FittedModel) -> None:
         self._trained = trained
         self._offsets: dict[tuple[str, str], float] = {}
-        self._cache: WeakKeyDictionary[OpGraph, dict[str, tuple[Predicted, Predicted]]] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -52,8 +48,10 @@ class Served:
     def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
         """The cost of ``graph`` on ``device``; see :class:`perfguard.predictor.Predictor`."""
         compiled = _compiled(graph, device)
-        memory = self._estimate("memory", graph, device)
-        step_time = self._estimate("time", graph, device)
+        raw = self._raw(graph, device)
+        memory, step_time = (self._estimate(target, raw, graph, device) for target in TARGETS)
+        answers, _ = self._answers(graph, device)
+        gpu_util, sm_active = (float(answers[name][0]) for name in ("gpu_util", "sm_active"))
         return Prediction(
             peak_memory=memory,
             step_time=step_time,
@@ -62,8 +60,8 @@ class Served:
             device_id=device.id,
             trained_on_device=device.id in self._trained.card["trained_devices"],
             memory_parts_bytes=memory_parts(graph if compiled is None else compiled.graph, device),
-            gpu_util=self._share("gpu_util", graph, device),
-            sm_active=self._share("sm_active", graph, device),
+            gpu_util=share_of(gpu_util) if math.isfinite(gpu_util) else None,
+            sm_active=share_of(sm_active) if math.isfinite(sm_active) else None,
             unmodelled=graph.unmodelled if compiled is None else compiled.graph.unmodelled,
         )
 
@@ -74,59 +72,46 @@ class Served:
         for row in observations:
             if row.measurement.status != "ok":
                 continue  # out of memory: a lower bound, no measurement of either
+            raw = self._raw(row.graph, row.device)
             for target in TARGETS:
                 if value := row.measured(target):
-                    residual = math.log(value) - self._raw(target, row.graph, row.device)[0]
-                    residuals.setdefault((row.device.id, target), []).append(residual)
+                    residuals.setdefault((row.device.id, target), []).append(math.log(value) - raw[target][0])
         for key, found in residuals.items():
             self._offsets[key] = statistics.median(found) * len(found) / (len(found) + _PRIOR_RUNS)
 
     def _answers(self, graph: OpGraph, device: Device) -> tuple[Predicted, Predicted]:
-        of_graph = self._cache.setdefault(graph, {})
-        key = repr(device)
-        if key not in of_graph:
-            learner = self._trained.learner
-            of_graph[key] = predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
-        return of_graph[key]
+        learner = self._trained.learner
+        return predict_with_spread(learner, [step_of(learner, graph, device, FEATURE_SETS)])
 
-    def _raw(self, target: str, graph: OpGraph, device: Device) -> tuple[float, float]:
-        """Logarithm of the prediction and its standard deviation."""
-        compiled = _compiled(graph, device)
-        if compiled is not None:
-            value, log_sigma = self._raw(target, compiled.eager, device)
+    def _raw(self, graph: OpGraph, device: Device) -> dict[str, tuple[float, float]]:
+        """Logarithm of the prediction and its standard deviation, by quantity."""
+        if (compiled := _compiled(graph, device)) is not None:
             kernels_s, eager_s = (float(roofline_s(seen, device).sum()) for seen in (compiled.graph, compiled.eager))
-            share = compiled.memory_share(device) if target == "memory" else kernels_s / max(eager_s, 1e-12)
-            return value + math.log(share), log_sigma
+            share = {"memory": compiled.memory_share(device), "time": kernels_s / max(eager_s, 1e-12)}
+            of_eager = self._raw(compiled.eager, device)
+            return {target: (value + math.log(share[target]), sigma) for target, (value, sigma) in of_eager.items()}
+        physics = {
+            "memory": math.log(graph.peak_live_bytes + device.context_bytes),
+            "time": math.log(max(float(roofline_s(graph, device).sum()), 1e-9)),
+        }
         predicted, spreads = self._answers(graph, device)
-        value = float(predicted[target][0])
-        if not math.isfinite(value):
-            if target == "memory":
-                value = math.log(graph.peak_live_bytes + device.context_bytes)
+        known, group = device.id in self._trained.card["trained_devices"], Setting.of(graph, device).group
+        found: dict[str, tuple[float, float]] = {}
+        for target in TARGETS:
+            value, spread = float(predicted[target][0]), float(spreads[target][0])
+            if math.isfinite(value):
+                found[target] = value, self._trained.calibration.log_sigma(target, group, spread, known_gpu=known)
             else:
-                value = math.log(max(float(roofline_s(graph, device).sum()), 1e-9))
-            return value, _UNKNOWN_LOG_SIGMA
-        known = device.id in self._trained.card["trained_devices"]
-        group = Setting.of(graph, device).group
-        return value, self._trained.calibration.log_sigma(target, group, float(spreads[target][0]), known_gpu=known)
+                found[target] = physics[target], _UNKNOWN_LOG_SIGMA
+        return found
 
-    def _estimate(self, target: str, graph: OpGraph, device: Device) -> Estimate:
-        value, log_sigma = self._raw(target, graph, device)
+    def _estimate(self, target: str, raw: dict[str, tuple[float, float]], graph: OpGraph, device: Device) -> Estimate:
+        value, log_sigma = raw[target]
         log_sigma = math.hypot(log_sigma, assumed_log_sigma(graph, target))
         if unknown_operators(graph):
-            memory_bytes = math.exp(self._raw("memory", graph, device)[0])
-            half = unknown_span(graph, roofline_s(graph, device).tolist(), memory_bytes)[target] / 2
+            half = unknown_span(graph, roofline_s(graph, device).tolist(), math.exp(raw["memory"][0]))[target] / 2
             value, log_sigma = value + half, math.hypot(log_sigma, half / HALF_INTERVAL)
         return Estimate(math.exp(value + self._offsets.get((device.id, target), 0.0)), log_sigma)
-
-    def _share(self, target: str, graph: OpGraph, device: Device) -> float | None:
-        value = float(self._answers(graph, device)[0][target][0])
-        return share_of(value) if math.isfinite(value) else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cache": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_cache": WeakKeyDictionary()})
 
 
 @undisturbed
@@ -136,14 +121,9 @@ def load(name: str, path: str | Path | None = None) -> Served:
     Raises:
         PredictorError: if the files are refused.
     """
-    if path is not None:
-        return Served(_read(Path(f"{path}.safetensors"), Path(f"{path}.json"), name))
-    folder = files("perfguard_research") / "weights"
-    return Served(_read(folder / f"{name}.safetensors", folder / f"{name}.json", name))
-
-
-def _read(tensors: Traversable, card: Traversable, name: str) -> FittedModel:
-    return read_trained(tensors, card, name, learner_of=learner_class, feature_sets=FEATURE_SETS)
+    stem = str(path) if path is not None else str(files("perfguard_research") / "weights" / name)
+    tensors, card = Path(f"{stem}.safetensors"), Path(f"{stem}.json")
+    return Served(read_trained(tensors, card, name, learner_of=learner_class, feature_sets=FEATURE_SETS))
 
 
 # With the shipped weights, for the entry points of `perfguard.predictors`.

@@ -141,6 +141,23 @@ def test_layer_norm(shape: tuple[int, ...], last: int, dtype: torch.dtype, layou
     check(aten.native_layer_norm_backward.default, x, x, normalized, out[1], out[2], weight, weight, mask)
 
 
+@settings(max_examples=60)
+@given(sizes, sizes, sizes, dtypes, st.booleans(), st.booleans())
+def test_products(n: int, k: int, m: int, dtype: torch.dtype, first: bool, second: bool) -> None:
+    a = meta((k, n), dtype).t() if first else meta((n, k), dtype)
+    b = meta((m, k), dtype).t() if second else meta((k, m), dtype)
+    assert check(aten.mm.default, a, b)
+    assert check(aten.addmm.default, meta((m,), dtype), a, b)
+
+
+@settings(max_examples=60)
+@given(st.lists(sizes, min_size=1, max_size=4).map(tuple), st.sets(st.integers(-4, 3), min_size=1), st.booleans(), dtypes)
+def test_sums(shape: tuple[int, ...], dims: set[int], keepdim: bool, dtype: torch.dtype) -> None:
+    inside = {dim % len(shape) for dim in dims if -len(shape) <= dim < len(shape)}
+    if inside:
+        assert check(aten.sum.dim_IntList, meta(shape, dtype), sorted(inside), keepdim)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_plain_cases_are_taken(layout: str) -> None:
     x, vector = meta((2, 3, 4, 4), torch.float32, layout), meta((3,), torch.float32)
@@ -156,7 +173,7 @@ def test_the_plain_cases_are_taken(layout: str) -> None:
 
 
 def test_every_rule_is_tried_here() -> None:
-    tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default}
-    tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default}
-    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default}
+    tried = {*UNARY, *BINARY, aten.threshold_backward.default, aten.native_batch_norm.default, aten.mm.default}
+    tried |= {aten.native_batch_norm_backward.default, aten.native_layer_norm.default, aten.addmm.default}
+    tried |= {aten.zeros_like.default, aten.native_layer_norm_backward.default, aten.sum.dim_IntList}
     assert tried | IN_PLACE.keys() | LISTS.keys() | WITH_NUMBERS.keys() == set(SHAPE_RULES)
