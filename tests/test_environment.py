@@ -29,6 +29,7 @@ sys.meta_path.insert(0, Broken())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not zoo.IS_COMPLETE, reason="needs timm, torchvision and transformers")
 def test_vision_and_training_libraries_import() -> None:
     """A CPU torch beside PyPI's torchvision once brought all four down, and the tests hid it."""

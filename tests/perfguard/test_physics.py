@@ -22,7 +22,6 @@ from perfguard.predictor import load_predictor
 from perfguard.workload import build_workload
 from tests.doubles import BARE_A100, TOY_CPU, ReplayPredictor
 
-GIB = 2**30
 A100 = resolve_device("a100")
 
 

@@ -185,6 +185,7 @@ def ids(batch: int = 4, length: int = 16) -> TensorSpec:
     return TensorSpec((batch, length), "int64")
 
 
+@pytest.mark.slow  # to import transformers takes seconds
 @pytest.mark.filterwarnings("ignore")
 def test_loop_over_experts_has_flops_of_grouped_products() -> None:
     transformers = pytest.importorskip("transformers")
