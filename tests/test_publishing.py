@@ -121,7 +121,7 @@ def test_a_wheel_ships_its_data_files(wheel: tuple[str, dict[str, int]]) -> None
     data = {
         "perfguard": [
             ("perfguard/devices", "*.json"),
-            ("perfguard/report", "page.*"),
+            ("perfguard", "report.[cj]s*"),
             ("models/perfguard_models/weights", "*.safetensors"),
         ],
         "perfguard_research": [("models/perfguard_research/weights", "*.safetensors")],
