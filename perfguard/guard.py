@@ -288,17 +288,20 @@ class Guard:
         self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
-    def preview(self, workload: Workload, *, threshold: float | None = None) -> Verdict:
+    def preview(self, workload: Workload, *, study: str = "", threshold: float | None = None) -> Verdict:
         """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
 
         Args:
             workload: what the trial would run.
+            study: name of the study that would run it, whose own far readings are believed.
             threshold: the accepted chance of breaking a limit, in (0, 1). None: what the risk budget has left.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
-        return self._settle(self._judge(workload, threshold=threshold), workload)[0]
+        with self._lock:
+            self._condition_for(study)
+            return self._settle(self._judge(workload, threshold=threshold), workload)[0]
 
     def max_batch_size(self, model: Workload | nn.Module, inputs: Any = None, *, at_most: int = 2**20, **fields: Any) -> int:
         """The largest batch that holds all limits with the chance 1 - risk, while the next one does not. 0: not even one does.
@@ -423,14 +426,13 @@ class Guard:
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
-            if study != self._study:  # another study's far readings are believed under other conditions
-                self._learn_from_log(study)
             with too_large_named():
                 workload = make_workload()
             steps = workload.steps
             with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
                 graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
+                self._condition_for(study)
                 verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
                 unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
                 verdict, workload = self._settle(verdict, workload)
@@ -476,7 +478,7 @@ class Guard:
         except Exception as error:  # the log keeps what it cannot deliver; this is worse
             self.warn_once(LogWarning, f"PerfGuard could not log a verdict (shown once): {type(error).__name__}: {error}")
             decision_id = ""
-        return Decision(decision_id, verdict, steps)
+        return Decision(decision_id, verdict, steps, study)
 
     def breaks_time_budget(self, decision: Decision, run: Run, *, time_left_s: float | None = None) -> str | None:
         """Return why ``run`` will almost surely exceed its time or cost budget at the pace measured so far. None: it may hold it.
@@ -529,7 +531,7 @@ class Guard:
         if elsewhere:
             return
         before = self._assessment
-        self._learn_from_log(self._study)
+        self._learn_from_log(decision.study)
         if before.observations:  # else what the log held before is no news
             self._warn_about_changes(before, self._assessment)
         try:
@@ -549,13 +551,17 @@ class Guard:
             return f"this process has no {self.device.name}; the trial ran on {measurement.device_name}"
         return f"the trial did not use {self.device.name}; it ran on {measurement.device_name}"
 
+    def _condition_for(self, study: str) -> None:
+        """Condition the predictor for ``study``: another study's far readings are believed under other conditions."""
+        if study != self._study:
+            self._learn_from_log(study)
+
     def _learn_from_log(self, study: str) -> None:
         try:
             with self._lock:
                 found = self._learner.update(self.device, study=study)
                 if found.observations or not self._assessment.observations:  # else the log is away; what is known goes on
-                    self._assessment = found
-                self._study = study
+                    self._assessment, self._study = found, study
         except Exception as error:
             self.warn_once(UnguardedTrialWarning, f"PerfGuard could not learn from its log: {type(error).__name__}: {error}")
 

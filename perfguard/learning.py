@@ -290,7 +290,7 @@ def far_readings(
             alike = [j for j in so_far if _step_type(observations[j]) == _step_type(run)]
             for recent in (so_far[-window:], alike[-window:]):
                 if sum(j in far for j in recent) >= enough:
-                    released += recent
+                    released += [j for j in recent if j in far]
             held_back -= {*released}
     reasons = {i: _far_off(observations[i], target) for i in held_back}
     # Another study's far readings are its own affair, until a second study sees the same.

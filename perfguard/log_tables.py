@@ -182,6 +182,11 @@ def measurement_row(measurement: Measurement, **values: Any) -> Row:
     return Row("measurements", {name: _plain(value) for name, value in values.items()})
 
 
+WHOLE_TRIAL = 0.5
+"""Share of its predicted time, at the predicted pace, below which a trial was stopped early. The time holds more than steps: how
+much more is learnt, so nearer to 1 a whole trial would count as stopped."""
+
+
 def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: DeviceRow | None) -> TrialRecord:
     """Return the record of a trial. A row that no PerfGuard writes is a ValueError, a KeyError or a TypeError."""
     verdict = verdict_from(_columns_in(decision))
@@ -190,13 +195,14 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
     is_of_device = measurement is not None and (device is None or measurement.is_of(device))
     ended = measurement is not None and measurement.status in ("ok", "oom", "timeout")
     predicted: Mapping[Any, Estimate] = {} if verdict is None else verdict.predicted
-    price_per_hour = None
-    if "cost" in predicted and "time" in predicted:  # the log has the cost, but not the price that the user gave
-        price_per_hour = 3600 * predicted["cost"].median / predicted["time"].median
+    time, step_time = predicted.get("time"), predicted.get("step_time")
+    stopped_early = False
+    if measurement is not None and measurement.status == "ok" and time is not None and step_time is not None:
+        stopped_early = measurement.num_steps < WHOLE_TRIAL * time.median / step_time.median
     return TrialRecord(
         number=decision.trial,
         verdict=verdict,
-        measured=measured_by(measurement, price_per_hour) if measurement is not None and is_of_device else {},
+        measured=measured_by(measurement, predicted) if measurement is not None and is_of_device else {},
         status=None if measurement is None else measurement.status,
         not_measured=_why_not_measured(run, measurement, device) if run and measurement and ended else "",
         note="" if measurement is None else measurement.note,
@@ -211,6 +217,7 @@ def record_of(decision: DecisionRow, run: MeasurementRow | None, device_row: Dev
         device_name="" if device is None else device.name,
         capacity_bytes=None if device is None else device.memory_bytes,
         predictor=decision.predictor or "",
+        stopped_early=stopped_early,
     )
 
 

@@ -125,14 +125,21 @@ def _limit_in(columns: Mapping[str, Any], quantity: Quantity) -> Limit | None:
     return None if limit is None or estimate is None else Limit(quantity, limit, estimate)
 
 
-def measured_by(measurement: Measurement, price_per_hour: float | None = None) -> dict[Quantity, float]:
-    """Return what a run cost, by quantity. ``price_per_hour`` of None: the cost has no price."""
+_IS_MULTIPLE_OF: Mapping[Quantity, Quantity] = {"latency": "step_time", "epoch_time": "step_time", "cost": "time"}
+"""What is measured through another quantity: its prediction is that of the other, times steps of an epoch or a price."""
+
+
+def measured_by(measurement: Measurement, predicted: Mapping[Quantity, Estimate]) -> dict[Quantity, float]:
+    """Return what a run cost, by quantity. A latency, an epoch or a price is known where it is ``predicted``."""
     known: dict[Quantity, float | None] = {
         "memory": measurement.peak_memory_bytes,
         "step_time": measurement.step_time_s,
         "time": measurement.total_time_s,
-        "cost": None if price_per_hour is None else price_per_hour * measurement.total_time_s / 3600,
     }
+    for quantity, base in _IS_MULTIPLE_OF.items():
+        value = known[base]
+        if value is not None and quantity in predicted and base in predicted:
+            known[quantity] = value * predicted[quantity].median / predicted[base].median
     return {quantity: value for quantity, value in known.items() if value is not None and math.isfinite(value)}
 
 
@@ -246,9 +253,10 @@ class TrialRecord:
 
     def breaks(self, quantity: Quantity) -> bool:
         """Return whether a trial that ran broke its limit of ``quantity``, or ran out of it."""
+        if self.not_measured:
+            return False
         limit = self.limits.get(quantity)
-        is_over = limit is not None and self.measured.get(quantity, 0.0) > limit
-        return is_over or (self.status == RAN_OUT.get(quantity, "-") and not self.not_measured)
+        return self.status == RAN_OUT.get(quantity, "-") or (limit is not None and self.measured.get(quantity, 0.0) > limit)
 
     def error(self, quantity: Quantity) -> float | None:
         """Return |predicted / measured - 1|; None for a run that did not end well, or where there is nothing to compare."""

@@ -64,7 +64,9 @@ class Rejections:
 
     def forget(self, rejection: Rejection) -> None:
         """Remove a rejection that another verdict has replaced, under all its keys."""
-        self._known = {key: known for key, known in self._known.items() if known is not rejection}
+        for key, known in list(self._known.items()):  # a copy: other threads add meanwhile
+            if known is rejection:
+                self._known.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything: the trials run something else now."""

@@ -122,6 +122,8 @@ class Decision:
     verdict: Verdict
     steps: int | None = None
     """Steps of the whole trial. None: unknown."""
+    study: str = ""
+    """Name of the study that asked."""
 
 
 def chance_in_words(chance: float) -> str:

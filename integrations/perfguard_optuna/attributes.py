@@ -43,9 +43,9 @@ def attributes_of(verdict: Verdict, device: Device) -> dict[str, Any]:
     return {**shown, **where, "reason": verdict.reason}
 
 
-def measured_attributes_of(measurement: Measurement, price_per_hour: float | None) -> dict[str, Any]:
-    """Return what is written into a trial for its measurement. A price of None: no budget limits the cost."""
-    measured = measured_by(measurement, price_per_hour)
+def measured_attributes_of(measurement: Measurement, verdict: Verdict) -> dict[str, Any]:
+    """Return what is written into a trial for its measurement."""
+    measured = measured_by(measurement, verdict.predicted)
     return {column(quantity, "measured"): value for quantity, value in measured.items()}
 
 

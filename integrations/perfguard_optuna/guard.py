@@ -534,7 +534,7 @@ class OptunaGuard:
         if elsewhere := self.guard.why_not_measured(measurement):
             attributes["not_measured"] = elsewhere
         else:
-            attributes |= measured_attributes_of(measurement, self.guard.budget.price_per_hour)
+            attributes |= measured_attributes_of(measurement, decision.verdict)
             if measurement.status == "oom":
                 limit = next((limit.limit for limit in decision.verdict.limits if limit.quantity == "memory"), None)
                 needed = measurement.peak_memory_bytes

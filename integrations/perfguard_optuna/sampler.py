@@ -198,7 +198,7 @@ class PerfGuardSampler(BaseSampler):
         if not self.judges or proposal.workload is None or proposal.is_fixed:
             return None
         try:
-            verdict = self.guard.guard.preview(proposal.workload, threshold=self.guard.threshold(study))
+            verdict = self.guard.guard.preview(proposal.workload, study=study.study_name, threshold=self.guard.threshold(study))
         except Exception:  # the guard warns when it decides on the trial
             return None
         return verdict if verdict.action == "prune" else None

@@ -235,11 +235,11 @@ class PerfGuardCallback(Callback):
         if not_measured:  # the columns are the guarded device's, and the pace of another says nothing
             for name in report:
                 del result[f"{PREFIX}{name}"]
-        measured = measured_by(self.ledger.measurement(entry, "ok")) if entry.report and not not_measured else {}
+        verdict = entry.decision.verdict
+        reported = entry.report and not not_measured
+        measured = measured_by(self.ledger.measurement(entry, "ok"), verdict.predicted) if reported else {}
         # Its end is not known yet. But one that runs against its verdict is not to be shown as pruned.
-        running = TrialRecord(
-            number=None, verdict=entry.decision.verdict, measured=measured, not_measured=not_measured, status="ok"
-        )
+        running = TrialRecord(number=None, verdict=verdict, measured=measured, not_measured=not_measured, status="ok")
         fields = fields_of(running)
         del fields[f"{PREFIX}status"]
         result.update(fields)  # for the loggers that stand after this callback

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfguard import Estimate
-from perfguard.budget import Limit
+from perfguard.budget import Limit, Quantity
 from perfguard.exceptions import ConfigurationError, LogCorruptError, LogVersionError, LogWarning
 from perfguard.graph import OpGraph
 from perfguard.log import MeasurementStore
@@ -120,6 +120,31 @@ def test_cost_is_measured_by_price_of_prediction(path: Path) -> None:
         (trial,) = store.records()
     assert trial.measured["cost"] == pytest.approx(2.0)
     assert trial.breaks("cost")
+
+
+@pytest.mark.parametrize(("quantity", "steps_of_it"), [("latency", 1), ("epoch_time", 10)])
+def test_time_of_batch_or_epoch_is_measured_by_steps(path: Path, quantity: Quantity, steps_of_it: int) -> None:
+    estimate = PREDICTION.step_time.scaled(steps_of_it)
+    verdict = Verdict.of(PREDICTION, [Limit(quantity, 3 * estimate.median, estimate)], accepted=0.5)
+    with MeasurementStore(path) as store:
+        for trial, factor in enumerate((2, 4)):
+            slower = replace(MEASUREMENT, step_time_s=factor * PREDICTION.step_time.median)
+            store.record_measurement(record(store, trial, verdict, device=DEVICE), slower)
+        inside, over = store.records()
+    assert inside.measured[quantity] == pytest.approx(2 * estimate.median)
+    assert (inside.is_measured, inside.breaks(quantity), over.breaks(quantity)) == (True, False, True)
+
+
+def test_trial_that_the_tuner_stopped_has_no_time_of_a_whole_trial(path: Path) -> None:
+    assert PREDICTION.total_time is not None
+    steps = round(PREDICTION.total_time.median / PREDICTION.step_time.median)
+    with MeasurementStore(path) as store:
+        for trial, share in enumerate((0.1, 0.9)):
+            run = replace(MEASUREMENT, num_steps=int(share * steps))
+            store.record_measurement(record(store, trial, LAUNCHED, device=DEVICE), run)
+        stopped, whole = store.records()
+    assert (stopped.stopped_early, stopped.error("time")) == (True, None)
+    assert not whole.stopped_early
 
 
 def test_observations_are_newest_runs_oldest_first(graph: OpGraph) -> None:
