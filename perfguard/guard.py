@@ -426,27 +426,31 @@ class Guard:
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
-            with too_large_named():
-                workload = make_workload()
-            steps = workload.steps
-            with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
-                graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
+            workload: Workload | None = None
+            try:
+                with too_large_named():
+                    workload = make_workload()
+            except TooLargeError as error:  # a tensor that it makes is larger than any memory
+                least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
+                verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)
+                if self.on_violation == "warn":
+                    verdict = self._overrule(verdict)
+            else:
+                steps = workload.steps
+                with suppress(TooLargeError):  # which is a verdict too; `_judge` gives it
+                    graph = self.trace(workload)  # outside of the lock: other threads judge meanwhile
             with self._lock:
-                self._condition_for(study)
-                verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
-                unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
-                verdict, workload = self._settle(verdict, workload)
+                if workload is not None:
+                    self._condition_for(study)
+                    verdict = self._judge(workload, graph, time_left_s=time_left_s, threshold=threshold)
+                    unchecked = self._unchecked(workload, verdict, ends=time_left_s is not None)
+                    verdict, workload = self._settle(verdict, workload)
                 if verdict.action != "prune":
                     self.num_launched += 1
                     self._expected_violations += verdict.p_violation
-            if verdict.action == "repair":
+            if workload is not None and verdict.action == "repair":
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
-        except TooLargeError as error:  # of make_workload: a tensor that it makes is larger than any memory
-            least, accepted = LeastMemory.behind(error, self.device), self.threshold if threshold is None else threshold
-            verdict = self.judge(least, self._limits_of(None, time_left_s), threshold=accepted)
-            if self.on_violation == "warn":
-                verdict = self._overrule(verdict)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             if self.strict:

@@ -309,6 +309,12 @@ def _far_off(run: Observation, target: Target) -> str:
     return f"{written(value)} measured, {written(run.predicted[target].median)} predicted, and no other reading agrees"
 
 
+def doubts_of(observations: Sequence[Observation]) -> list[Doubt]:
+    """Return the readings of one device that the guards of their own studies do not learn."""
+    studies = {run.study for run in observations}
+    return [doubt for study in studies for doubt in assess(observations, study=study).doubts if doubt.observation.study == study]
+
+
 def _residual(run: Observation, target: Target) -> float | None:
     """Return log(measured / predicted) of a complete run. None: there is nothing to compare."""
     value, estimate = run.measured(target), run.predicted.get(target)

@@ -164,14 +164,14 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
 
 def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping[tuple[str, int | None], str]:
     """Why nothing is learnt from the readings of some of ``records``, as ``log`` has them."""
-    from perfguard.learning import assess
+    from perfguard.learning import doubts_of
 
     studies = {record.study for record in records}
     logged = [record for study in studies for record in log.records(study)]
     place = {record.decision_id: (record.study, record.number) for record in logged}
     doubts = {(record.study, record.number): record.set_aside for record in logged if record.set_aside}
     for device_id in sorted({record.device_id for record in logged if record.device_id and record.status}):
-        for doubt in assess(log.observations(device_id)).doubts:
+        for doubt in doubts_of(log.observations(device_id)):
             key = place.get(doubt.observation.decision_id)
             if key is not None:
                 doubts.setdefault(key, doubt.reason)

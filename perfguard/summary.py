@@ -146,7 +146,9 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", devic
     launched = [record for record in records if not record.is_pruned]
     pruned = [record for record in records if record.is_pruned]
     measured = [record for record in launched if record.is_measured]
-    unguarded = [record for record in launched if record.is_unguarded]
+    unguarded = [
+        record for record in launched if record.is_unguarded or (record.verdict is not None and record.verdict.is_overruled)
+    ]
     broken = Counter(record.broken_limit for record in pruned)
     saved = [seconds for record in pruned if (seconds := record.saved_s) is not None]
     times = [seconds for record in launched if (seconds := record.measured.get("time", record.duration_s)) is not None]

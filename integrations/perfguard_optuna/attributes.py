@@ -76,12 +76,14 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
     """Return what PerfGuard wrote into ``trial``: verdict, limits and measurement."""
     columns = {key.removeprefix(PREFIX): value for key, value in trial.user_attrs.items() if key.startswith(PREFIX)}
     status = columns.get("status")
+    # An objective that asks `should_prune` and goes on all the same is not measured.
+    ran_anyway = columns.get("verdict") == "prune" and status is None and trial.state == TrialState.COMPLETE
     return TrialRecord(
         number=trial.number,
         verdict=verdict_from(columns),
         measured={quantity: columns[name] for quantity in QUANTITIES if (name := column(quantity, "measured")) in columns},
         status=status,
-        not_measured=columns.get("not_measured", ""),
+        not_measured=columns.get("not_measured", "they ran against their verdict" if ran_anyway else ""),
         params=trial.params,
         created_at=None if trial.datetime_start is None else trial.datetime_start.astimezone(timezone.utc),
         device_id=columns.get("device_id"),

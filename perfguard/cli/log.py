@@ -179,12 +179,13 @@ def _export(store: MeasurementStore, arguments: argparse.Namespace) -> None:
 
 
 def _quarantine(store: MeasurementStore, arguments: argparse.Namespace) -> None:
-    from perfguard.learning import assess
+    from perfguard.learning import doubts_of
 
     keys = ("decision_id", "when", "device", "reading", "reason")
     found: list[tuple[Any, ...]] = []
     for device_id in store.device_ids():
-        for doubt in assess(store.observations(device_id)).doubts:
+        observations = store.observations(device_id)
+        for doubt in doubts_of(observations):
             seen = doubt.observation
             when = datetime.datetime.fromtimestamp(seen.recorded_at_ns / 1e9, tz=datetime.timezone.utc)
             found.append((seen.decision_id, when.isoformat(), seen.device.id, doubt.target, doubt.reason))

@@ -139,6 +139,18 @@ def test_an_objective_that_asks_at_times_is_found_out() -> None:
     assert summarize(study).num_unguarded == 3
 
 
+def test_an_objective_that_asks_and_goes_on_saved_nothing() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_int("width", LARGE, LARGE)
+        return float(trial.should_prune())
+
+    study = optuna.create_study(pruner=make_pruner(memory_budget="100KiB"))
+    study.optimize(objective, n_trials=3)
+    summary = summarize(study)
+    assert [trial.value for trial in study.trials] == [1.0, 1.0, 1.0]
+    assert (summary.num_launched, summary.num_pruned, summary.num_unguarded) == (3, 0, 3)
+
+
 def test_failed_and_self_pruned_trials_are_counted() -> None:
     def objective(trial: optuna.Trial) -> float:
         trial.suggest_int("width", SMALL, LARGE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from perfguard.record import TrialRecord
 from perfguard.summary import Errors, pruned_table, summarize
-from tests.perfguard.test_record import GIB, record
+from tests.perfguard.test_record import GIB, record, verdict
 
 STUDY = [
     record("launched", status="ok", measured={"memory": 5 * GIB, "time": 50.0}),
@@ -59,3 +61,8 @@ def test_the_pruned_are_listed_with_what_they_needed() -> None:
     assert list(table.columns[3].cells) == ["10.0 GiB", "10.0 s", "10.0 GiB"]
     assert table.columns[4].footer == "50.0 s"
     assert next(iter(pruned_table(STUDY, max_rows=1).columns[1].cells)) == "2 earlier ones"
+
+
+def test_overruled_launch_counts_as_against_its_verdict() -> None:
+    overruled = TrialRecord(number=0, verdict=replace(verdict(20.0), action="launch"), status="ok")
+    assert summarize([overruled]).num_unguarded == 1
