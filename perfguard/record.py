@@ -171,7 +171,7 @@ class TrialRecord:
     trial_id: str | None = None
     """The tuner's own name of the trial, for instance Ray Tune's."""
     decision_id: str = ""
-    """Key in the measurement log. Empty: it is not logged, or was read from elsewhere."""
+    """Key in the measurement log. Empty: it is not logged."""
     created_at: datetime | None = None
     """Time of the verdict, UTC."""
     host: str | None = None

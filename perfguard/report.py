@@ -53,8 +53,8 @@ class Report:
     """The trials, in the order in which they were judged."""
     num_repeated: int = 0
     """Proposals that were pruned from memory and have no record."""
-    doubts: Mapping[tuple[str, int | None], str] | None = None
-    """By study and number of a trial: why nothing is learnt from its reading. None: no log was read."""
+    doubts: Mapping[str, str] | None = None
+    """By decision_id: why nothing is learnt from that trial's reading. None: no log was read."""
 
     @property
     def summary(self) -> Summary:
@@ -162,19 +162,16 @@ def _report_of_log(log: MeasurementStore, study: str | None) -> Report:
     )
 
 
-def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping[tuple[str, int | None], str]:
-    """Why nothing is learnt from the readings of some of ``records``, as ``log`` has them."""
+def _doubts_in(log: MeasurementStore, records: Sequence[TrialRecord]) -> Mapping[str, str]:
+    """Why nothing is learnt from some readings on the devices of ``records``, as ``log`` has them, by decision_id."""
     from perfguard.learning import doubts_of
 
     studies = {record.study for record in records}
     logged = [record for study in studies for record in log.records(study)]
-    place = {record.decision_id: (record.study, record.number) for record in logged}
-    doubts = {(record.study, record.number): record.set_aside for record in logged if record.set_aside}
+    doubts = {record.decision_id: record.set_aside for record in logged if record.set_aside}
     for device_id in sorted({record.device_id for record in logged if record.device_id and record.status}):
         for doubt in doubts_of(log.observations(device_id)):
-            key = place.get(doubt.observation.decision_id)
-            if key is not None:
-                doubts.setdefault(key, doubt.reason)
+            doubts.setdefault(doubt.observation.decision_id, doubt.reason)
     return doubts
 
 
@@ -334,13 +331,13 @@ def _row(
     record: TrialRecord,
     index: int,
     quantities: Sequence[Quantity],
-    doubts: Mapping[tuple[str, int | None], str],
+    doubts: Mapping[str, str],
     *,
     several: bool,
 ) -> str:
     outcome = outcome_of(record)
     number = index + 1 if record.number is None else record.number
-    doubt = doubts.get((record.study, record.number), "")
+    doubt = doubts.get(record.decision_id, "")
     reasons = [record.reason, "" if record.status in (None, "ok") else str(record.status), record.not_measured]
     reasons.append(f"reading not believed: {doubt}" if doubt else "")
     cells = [f'<th scope="row" class="number" data-value="{number}">{number}</th>']

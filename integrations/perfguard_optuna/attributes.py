@@ -7,6 +7,7 @@ Beside these there are:
     perfguard:status           how the run ended: ok, oom, failed or interrupted
     perfguard:not_measured     why what ran says nothing of the guarded device
     perfguard:stopped          why a running trial was stopped: its pace
+    perfguard:decision_id      key of the verdict in the measurement log
     perfguard:proposed_for     of a proposal that a PerfGuardSampler rejected: the trial that it searched for
     perfguard:device_id, perfguard:device_name, perfguard:capacity_bytes      the guarded device, and its memory
 
@@ -85,6 +86,7 @@ def record_of(trial: FrozenTrial) -> TrialRecord:
         status=status,
         not_measured=columns.get("not_measured", "they ran against their verdict" if ran_anyway else ""),
         params=trial.params,
+        decision_id=columns.get("decision_id", ""),
         created_at=None if trial.datetime_start is None else trial.datetime_start.astimezone(timezone.utc),
         device_id=columns.get("device_id"),
         device_name=columns.get("device_name", ""),

@@ -318,7 +318,8 @@ class OptunaGuard:
                     about="patience",
                 )
             search.count_launched()
-        self._write(study, trial, attributes_of(verdict, self.device), lambda: self.constraints_of(study, verdict))
+        attributes = attributes_of(verdict, self.device) | {"decision_id": decision.id}
+        self._write(study, trial, attributes, lambda: self.constraints_of(study, verdict))
         return decision
 
     def search_of(self, study: optuna.Study, *, anew: bool = False) -> Search:

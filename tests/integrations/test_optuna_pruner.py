@@ -101,6 +101,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
         "perfguard:accepted": 0.05,
         "perfguard:reason": reason,
         "perfguard:predictor": "replay-1",
+        "perfguard:decision_id": pruner.guard.log.records()[0].decision_id,
         "perfguard:device_id": pruner.guard.device.id,
         "perfguard:device_name": pruner.guard.device.name,
         "perfguard:capacity_bytes": pruner.guard.device.memory_bytes,

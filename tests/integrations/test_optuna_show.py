@@ -17,6 +17,7 @@ from torch import nn
 
 from perfguard import MeasurementStore, Workload
 from perfguard.exceptions import ConfigurationError
+from perfguard.log import Selection
 from perfguard.plots import outcome_of
 from perfguard.report import page_of, read_report
 from perfguard_optuna import (
@@ -88,6 +89,18 @@ def test_a_study_and_its_log_tell_the_same(folder: Path, study: optuna.Study) ->
     summary = summarize(study)
     assert (summary.num_pruned, summary.num_launched) == (of_log.summary.num_pruned, of_log.summary.num_launched)
     assert summary.num_pruned == pruned_table(study).row_count > 0
+
+
+def test_a_study_made_anew_has_no_doubts_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    for is_doubted in (True, False):
+        study = create_study(study_name="anew")
+        study.enqueue_trial({"width": 8})
+        study.optimize(objective, n_trials=1, pruner=guard(str(path)))
+        with MeasurementStore(path) as log:
+            if is_doubted:
+                log.set_aside(Selection(study="anew"), "a mock")
+        assert ("reading not believed: a mock" in page_of(read_report(study, log=path))) == is_doubted
 
 
 def test_the_pictures_have_every_trial(study: optuna.Study) -> None:

@@ -18,9 +18,11 @@ import pytest
 from perfguard import Estimate, Limit, Measurement, MeasurementStore, Prediction, Verdict
 from perfguard.cli import main
 from perfguard.exceptions import ConfigurationError, LogError
+from perfguard.log import Selection
 from perfguard.record import TrialRecord
 from perfguard.report import Report, page_of, read_report, write_report
 from tests.doubles import TOY_GPU
+from tests.perfguard.log_rows import DEVICE, MEASUREMENT, record
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -109,8 +111,18 @@ def test_readings_that_are_not_believed_are_named() -> None:
         launched = [record for record in store.records() if record.in_words == "launched"]
         report = read_report(store)
         assert report.doubts == {}
-        page = page_of(replace(report, doubts={("made up", launched[0].number): "faster than physics"}))
+        page = page_of(replace(report, doubts={launched[0].decision_id: "faster than physics"}))
     assert "reading not believed: faster than physics" in page
+
+
+def test_a_doubt_belongs_to_its_own_run_of_a_study() -> None:
+    """A study that was deleted and made anew has the same name and the same numbers."""
+    with MeasurementStore(":memory:") as store:
+        for status in ("oom", "ok"):
+            store.record_measurement(record(store, 0, device=DEVICE), replace(MEASUREMENT, status=status))
+        store.set_aside(Selection(status="oom"), "a mock")
+        page = page_of(read_report(store))
+    assert page.count("reading not believed: a mock") == 1
 
 
 def test_a_log_of_several_studies_is_reported_whole_or_by_study() -> None:
