@@ -83,7 +83,7 @@ def assess(observations: Sequence[Observation], *, study: str = "", predictor: s
     Args:
         observations: all on one device.
         study: the study that asks. Readings of other studies that are far from their predictions are believed only if two studies
-            agree. So one study whose `build` is wrong does not change the verdicts of the next.
+            agree on a direction for a type of step. So one study whose `build` is wrong does not change the verdicts of the next.
         predictor: name and version of the predictor whose intervals must hold. Runs that another one predicted are learnt, but do
             not count for intervals. Empty: all count.
     """
@@ -294,8 +294,11 @@ def far_readings(
             held_back -= {*released}
     reasons = {i: _far_off(observations[i], target) for i in held_back}
     # Another study's far readings are its own affair, until a second study sees the same.
-    for sign in (-1, 1):
-        released_far = [i for i in far - held_back if sign * residuals[i] > 0]
+    # The direction alone is no agreement: two mistakes of different steps may have the same.
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for i in far - held_back:
+        groups[_step_type(observations[i]), residuals[i] > 0].append(i)
+    for released_far in groups.values():
         if len({observations[i].study for i in released_far}) < 2:
             foreign = (i for i in released_far if observations[i].study != study)
             reasons |= {i: f"{_far_off(observations[i], target)} in another study" for i in foreign}

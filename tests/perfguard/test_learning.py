@@ -290,6 +290,8 @@ def test_far_readings_that_two_studies_agree_on_are_learnt() -> None:
     opposite = [replace(run(time=1 / 16, graph=100 + index), study="fast") for index in range(8)]
     only_one = [row for row in slow if row.study == "study 0"]
     assert all(row.measured("time") is None for row in assess([*only_one, *opposite], study="new").observations), "they disagree"
+    other_step = [replace(row, graph=replace(row.graph, precision="fp16")) for row in slow if row.study == "study 1"]
+    assert all(row.measured("time") is None for row in assess([*only_one, *other_step], study="new").observations), "two mistakes"
 
 
 def test_memory_of_a_trial_without_a_step_is_refused() -> None:
