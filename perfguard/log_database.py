@@ -178,18 +178,23 @@ class Database:
         if self.in_memory:
             return
         for path in sorted(self._beside.parent.glob(f"{glob.escape(self._beside.name)}.{'[0-9a-f]' * 32}.rows.jsonl")):
+            aside, damaged, reason = path.with_suffix(".damaged"), [], ""
             with suppress(FileNotFoundError):  # another process was quicker
-                try:
-                    rows = [_row_in(line) for line in path.read_text(encoding="utf-8").splitlines()]
-                    with self.transaction() as connection:
-                        _put(connection, rows)
-                except _DAMAGED as error:  # a file that the database refuses would be tried for ever
-                    aside, reason = path.with_suffix(".damaged"), f"{type(error).__name__}: {reason_of(error)}"
-                    path.replace(aside)
-                    warn_user(f"Rows that wait in {path} are damaged ({reason}); they were set aside as {aside}.", LogWarning)
-                else:
-                    with suppress(OSError):  # the rows are written, and a row that comes twice is there once
-                        path.unlink()
+                for line in path.read_bytes().splitlines(keepends=True):
+                    try:
+                        row = _row_in(line)
+                        with self.transaction() as connection:  # of its own: a row that is refused takes no other with it
+                            _put(connection, [row])
+                    except _DAMAGED as error:  # it would be tried for ever
+                        damaged.append(line)
+                        reason = f"{type(error).__name__}: {reason_of(error)}"
+                if damaged:
+                    aside.write_bytes(b"".join(damaged))
+                with suppress(OSError):  # the others are written, and a row that comes twice is there once
+                    path.unlink()
+            if damaged:
+                what = f"{len(damaged)} rows that waited in {path} are damaged ({reason})"
+                warn_user(f"{what}; they were set aside as {aside}.", LogWarning)
 
 
 def _as_line(row: Row) -> str:
@@ -197,7 +202,7 @@ def _as_line(row: Row) -> str:
     return json.dumps(document, default=lambda graph: base64.b64encode(graph.to_bytes()).decode()) + "\n"
 
 
-def _row_in(line: str) -> Row:
+def _row_in(line: bytes) -> Row:
     """The row that :func:`_as_line` wrote. Its columns are checked, since SQLite stores a text where a number is meant."""
     document = json.loads(line)
     name, values = document["table"], document["row"]

@@ -383,11 +383,18 @@ def test_forgotten_or_outlived_store_leaves_its_rows(path: Path) -> None:
 )
 def test_damaged_rows_beside_the_log_are_set_aside(path: Path, line: str) -> None:
     MeasurementStore(path).close()
-    path.with_name(f"log.db.{'0' * 32}.rows.jsonl").write_text(line + "\n")
-    with pytest.warns(LogWarning, match="are damaged .* set aside"):
-        assert trials(path) == []
-    assert trials(path) == []
+    with locked(path), one_warning():
+        store = MeasurementStore(path, busy_timeout_s=0.05)
+        record(store, 7, device=DEVICE)
+    (waiting,) = beside(path)
+    rows = waiting.read_text().splitlines()
+    waiting.write_text("\n".join([rows[0], line, *rows[1:]]) + "\n")
+    with pytest.warns(LogWarning, match=r"1 rows .* are damaged .* set aside as .*\.damaged") as caught:
+        store.close()
+    assert len(caught) == 1
+    assert trials(path) == [7]
     assert not beside(path)
+    assert waiting.with_suffix(".damaged").read_text() == line + "\n"
 
 
 def test_nothing_is_unpickled(path: Path) -> None:
