@@ -5,6 +5,7 @@ PerfGuardError
 │   └── UnknownDeviceError             a GPU that is not in the catalog
 ├── WorkloadError                      the workload cannot be built or traced
 │   ├── BuildError                     the user's ``build`` raised or returned the wrong thing
+│   ├── CaptureError                   the dry run of an objective does not show what a trial runs
 │   ├── TraceError                     the training step cannot be traced on the meta device
 │   ├── TooLargeError                  a tensor of it does not fit into any memory
 │   └── OnnxError                      an ONNX file that is damaged, refused, or leaves sizes open
@@ -56,6 +57,10 @@ class WorkloadError(PerfGuardError):
 
 class BuildError(WorkloadError):
     """The user's ``build`` function raised, or returned something that is not a Workload."""
+
+
+class CaptureError(WorkloadError):
+    """The dry run of an objective does not show what a trial runs."""
 
 
 class TraceError(WorkloadError):

@@ -128,7 +128,7 @@ class Workload:
         object.__setattr__(self, "compiled", self.compiled or is_compiled(self.model))
         object.__setattr__(self, "model", module_inside(self.model))
         if self.tf32 is None:
-            object.__setattr__(self, "tf32", _tf32_switches())
+            object.__setattr__(self, "tf32", tf32_switches())
         literals = {
             "mode": Mode,
             "precision": Precision,
@@ -173,7 +173,7 @@ def tf32_instead(precision: object) -> str:
     return ' TF32 is a way to compute fp32: give precision="fp32", tf32="on".' if precision == "tf32" else ""
 
 
-def _tf32_switches() -> Tf32:
+def tf32_switches() -> Tf32:
     """State of PyTorch's switches. Reading an old switch raises if a new one was set, so the new ones come first."""
     import torch
 

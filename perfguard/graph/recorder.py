@@ -63,6 +63,27 @@ def _operator(func: torch._ops.OpOverload) -> _Operator:
     return known
 
 
+class Life(NamedTuple):
+    """What was written down of one storage. Its birth and death are those of :class:`Storage`, over all that was recorded."""
+
+    num_bytes: int
+    kind: StorageKind | None
+    """None: its lifetime decides."""
+    birth: int
+    death: int | None
+    """None: it is still alive."""
+    name: str
+    birth_phase: Phase
+
+
+def kind_by_lifetime(birth_phase: Phase, death: int | None, ops: Sequence[Op]) -> StorageKind:
+    """Role of a storage of a step, by when it was born and when it dies."""
+    if birth_phase is not Phase.FORWARD:
+        return StorageKind.TEMPORARY
+    dies_in_forward = death is not None and death >= 0 and ops[min(death, len(ops) - 1)].phase is Phase.FORWARD
+    return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
+
+
 class _Reference(weakref.ref[torch.UntypedStorage]):
     """Of a storage that was written down."""
 
@@ -105,14 +126,28 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._storage_index(tensor, name=name, kind=kind, birth=-1)
 
+    def mark(self, named_tensors: Iterable[tuple[str, Any]], kind: StorageKind, *, anew: bool = False) -> None:
+        """Name the role of what was made while recording, unless it has one, or ``anew``."""
+        with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
+            for name, tensor in named_tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                    index = self._storage_index(tensor)
+                    if anew or self._kinds[index] is None:
+                        self._kinds[index], self._names[index] = kind, name
+
     def mark_gradients(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Call after the backward pass: what the parameters hold now are their gradients."""
-        with torch._C.DisableTorchFunction():  # reading an attribute is not recorded
-            for name, parameter in named_parameters:
-                if parameter.grad is not None and parameter.grad.is_meta:
-                    index = self._storage_index(parameter.grad)
-                    if self._kinds[index] is None:
-                        self._kinds[index], self._names[index] = StorageKind.GRADIENT, name
+        with torch._C.DisableTorchFunction():
+            self.mark([(name, parameter.grad) for name, parameter in named_parameters], StorageKind.GRADIENT)
+
+    @contextmanager
+    def in_phase(self, phase: Phase | None) -> Iterator[None]:
+        """Everything inside is of ``phase``."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     @contextmanager
     def freeing_in_next_step(self, after: int) -> Iterator[None]:
@@ -135,19 +170,23 @@ class Recorder(TorchDispatchMode):
 
     def storages(self) -> tuple[Storage, ...]:
         """Recorded storages. Those that are still alive outlive the step."""
-        self._bury()
         end = len(self.ops)
-        columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, strict=True)
         return tuple(
             Storage(
-                num_bytes,
-                self._kind_by_lifetime(index, death) if kind is None else kind,
-                min(birth, end),
-                end if death is None else death,
-                path_inside(name),
+                life.num_bytes,
+                kind_by_lifetime(life.birth_phase, life.death, self.ops) if life.kind is None else life.kind,
+                min(life.birth, end),
+                end if life.death is None else life.death,
+                path_inside(life.name),
             )
-            for index, (num_bytes, kind, birth, death, name) in enumerate(columns)
+            for life in self.lives()
         )
+
+    def lives(self) -> list[Life]:
+        """What was written down of each storage, in the order of the indices that operators have."""
+        self._bury()
+        columns = zip(self._bytes, self._kinds, self._births, self._deaths, self._names, self._birth_phases, strict=True)
+        return [Life(*row) for row in columns]
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -221,6 +260,10 @@ class Recorder(TorchDispatchMode):
             return phase, self._module_of_node.get(node._sequence_nr(), "")
         return phase, running
 
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Return the index of the storage of ``tensor``."""
+        return self._storage_index(tensor)
+
     def _storage_index(
         self, tensor: torch.Tensor, *, name: str = "", kind: StorageKind | None = None, birth: int | None = None
     ) -> int:
@@ -254,12 +297,6 @@ class Recorder(TorchDispatchMode):
             if self._index_by_address.get(reference.address) == reference.index:
                 del self._index_by_address[reference.address]
             self._references.pop(reference.index, None)
-
-    def _kind_by_lifetime(self, index: int, death: int | None) -> StorageKind:
-        if self._birth_phases[index] is not Phase.FORWARD:
-            return StorageKind.TEMPORARY
-        dies_in_forward = death is not None and death >= 0 and self.ops[min(death, len(self.ops) - 1)].phase is Phase.FORWARD
-        return StorageKind.TEMPORARY if dies_in_forward else StorageKind.ACTIVATION
 
 
 def _meta_tensors(value: Any) -> list[torch.Tensor]:

@@ -64,12 +64,12 @@ def trace(workload: Workload, *, target: Device | Literal["cuda", "cpu"] = "cuda
         WorkloadError: if the description itself is wrong.
     """
     kind = target_of(target)
-    with _tracing(kind):
+    with tracing(kind):
         return _Tracer(workload, kind).run()
 
 
 @contextmanager
-def _tracing(target: Target) -> Iterator[None]:
+def tracing(target: Target, *, makes_on: torch.device | None = META) -> Iterator[None]:
     """Whatever contexts the caller is in, what runs inside is traced as if it were in none, on meta, and leaves no traces.
 
     PyTorch loads a part of itself on its way through the first operator; what is on the stack at that time would stay alive.
@@ -87,7 +87,8 @@ def _tracing(target: Target) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(device_semantics("cpu" if target.is_cpu else "cuda"))
-        stack.enter_context(META)  # where a tensor belongs that forward makes without a device
+        if makes_on is not None:
+            stack.enter_context(makes_on)  # where a tensor belongs that forward makes without a device
         stack.enter_context(too_large_named())
         yield
 
@@ -129,11 +130,26 @@ class _Tracer:
             layout=workload.layout,
             options=workload.options,
             unmodelled=(
-                *_unmodelled(workload, self._target, {op.name for op in self._recorder.ops}),
+                *self._unmodelled(),
                 *self._recorder.selections.assumed,
                 *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
             ),
         )
+
+    def _unmodelled(self) -> Iterator[str]:
+        workload = self._workload
+        parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
+        yield from unmodelled(
+            self._target,
+            {op.name for op in self._recorder.ops},
+            precision=workload.precision,
+            compiled=workload.compiled,
+            compiled_parts=parts,
+        )
+        if workload.precision in _AUTOCAST and workload.step is not None:
+            yield "a step of your own: autocast is only where the step itself enters it"
+        if workload.ddp:
+            yield "DDP: the buckets are counted, the time of the all-reduce is not"
 
     def _initialize_lazy_parameters(self) -> None:
         """Lazy modules get their shapes from a first batch, as in the user's own code."""
@@ -245,11 +261,8 @@ class _Tracer:
     def _optimizing(self) -> Iterator[None]:
         recorder = self._recorder
         recorder.mark_gradients(self._model.named_parameters())
-        before, recorder.phase = recorder.phase, Phase.OPTIMIZER
-        try:
+        with recorder.in_phase(Phase.OPTIMIZER):
             yield
-        finally:
-            recorder.phase = before
 
     def _batch(self) -> tuple[Any, Any]:
         workload, recorder, model = self._workload, self._recorder, self._model
@@ -362,20 +375,15 @@ def _average_over_processes(buckets: Sequence[Sequence[tuple[nn.Parameter, torch
         torch._foreach_copy_(flat, views)
 
 
-def _unmodelled(workload: Workload, target: Target, names: set[str]) -> Iterator[str]:
-    if workload.precision in _AUTOCAST and target.is_cpu:
+def unmodelled(target: Target, names: set[str], *, precision: str, compiled: bool, compiled_parts: Sequence[str]) -> Iterator[str]:
+    """Say what a trace does not account for, of a step with operators of those ``names``."""
+    if precision in _AUTOCAST and target.is_cpu:
         yield "autocast on the CPU: traced with CUDA's lists of operators"
-    if workload.precision in _AUTOCAST and workload.step is not None:
-        yield "a step of your own: autocast is only where the step itself enters it"
-    if workload.compiled:
+    if compiled:
         yield TRACED_AS_EAGER
-    else:
-        parts = [*compiled_parts(workload.model), *(n for n in ("loss", "step") if is_compiled(getattr(workload, n)))]
-        others = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
-        if parts:
-            yield f"torch.compile: compiled parts are predicted as eager: {', '.join(parts[:4])}{others}"
-    if workload.ddp:
-        yield "DDP: the buckets are counted, the time of the all-reduce is not"
+    elif compiled_parts:
+        others = f" and {len(compiled_parts) - 4} more" if len(compiled_parts) > 4 else ""
+        yield f"torch.compile: compiled parts are predicted as eager: {', '.join(compiled_parts[:4])}{others}"
     if "fused_rnn" in names:
         yield "recurrent layers: the size of their reserve space is an estimate"
     if "opaque" in names:

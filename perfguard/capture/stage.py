@@ -1,0 +1,380 @@
+"""The stage of a dry run: the user's own code runs on it unchanged, and nothing reaches the device.
+
+What belongs on the device is on meta, and the rest of the program is real:
+
+    parameters and buffers      on meta from their making on; those of a model made earlier, at its first forward pass
+    `.to("cuda")`, `.cuda()`    on meta
+    a batch from a loader       real, read by the process itself; a twin on meta stands for it where an operator meets it
+    `.cpu()`, `.numpy()`        zeros
+    `.item()`, `if loss > 0`    0.0, 0 or False
+
+So the same modes that trace a described workload (:class:`DevicePaths`, :class:`Recorder`) see the user's step.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+from perfguard.exceptions import CaptureError
+from perfguard.graph.op import Phase, StorageKind
+from perfguard.graph.recorder import Recorder, tensors_in
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+META = torch.device("meta")
+aten = torch.ops.aten
+
+
+def _placeholder(dtype: torch.dtype) -> bool | float | int:
+    return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+
+
+def _host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the host in the shape of ``tensor``. The system hands out no page of them before it is written to."""
+    size = max(tensor.numel() * tensor.element_size(), 1)
+    flat = torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(torch.uint8)[: tensor.numel() * tensor.element_size()]
+    return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+def empty_twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on meta in the place of ``tensor``."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+class HostTensors(TorchDispatchMode):
+    """Stands between the user's code and the recorder where tensors of the host meet those of the device.
+
+    Args:
+        recorder: gets the twins of what is copied to the device, as inputs of the step.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
+        """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
+        self.num_copies = 0
+        """Tensors that were copied to the device."""
+        self.in_forward = False
+        """Whether a model computes. What it reads of a batch are the inputs."""
+        self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        """Storages of a batch that no model has read yet."""
+
+    def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        if not any(tensor.is_meta for tensor in given):
+            if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
+                return self._copied(args[0], kwargs)
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return _placeholder(args[0].dtype)
+        if func is aten.equal.default:
+            return False
+        if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
+            return _host_values(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and not args[0].is_meta:
+            return args[0]
+        if func is aten.index.Tensor and any(_is_host_mask(index) for index in args[1]):
+            args = args[0], [part for index in args[1] for part in _positions(index)]
+        if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
+            parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
+            func, args, kwargs = torch.ops.perfguard.fused_optimizer_, (parameters, gradients, sum(state, [])), {}
+        if any(not tensor.is_meta and tensor.dim() for tensor in given):
+            args, kwargs = self._with_twins(args), self._with_twins(kwargs)
+        if self.in_forward and self._unread:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.is_meta and tensor.untyped_storage() in self._unread:
+                    del self._unread[tensor.untyped_storage()]
+                    self._recorder.mark([("inputs", tensor)], StorageKind.INPUT, anew=True)
+        return func(*args, **kwargs)
+
+    def _arrived(self, twin: torch.Tensor) -> torch.Tensor:
+        self._recorder.mark([("targets", twin)], StorageKind.INPUT)
+        self._unread[twin.untyped_storage()] = None
+        return twin
+
+    def _copied(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """A batch on its way to the device: where the trace of a workload begins, it is there already."""
+        self.num_copies += 1
+        dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
+        twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
+        return self._arrived(twin)
+
+    def _with_twins(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if value.is_meta or not value.dim() else self._twin(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._with_twins, value))
+        return {key: self._with_twins(item) for key, item in value.items()} if type(value) is dict else value
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        views = self._twins.setdefault(tensor.untyped_storage(), {})
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        if place not in views:
+            views[place] = self._arrived(empty_twin(tensor))
+        return views[place]
+
+
+def _is_meta_device(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _is_host_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and not index.is_meta and index.dtype in (torch.bool, torch.uint8)
+
+
+def _positions(index: Any) -> tuple[Any, ...]:
+    """A mask on the host has values, so its size is known."""
+    return index.nonzero().unbind(1) if _is_host_mask(index) else (index,)
+
+
+class Placement(TorchFunctionMode):
+    """Puts on meta what the user's code puts on the guarded device.
+
+    Args:
+        device: the guarded device.
+        recorder: learns when a backward pass runs.
+    """
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._is_cpu = device.kind == "cpu"
+        self.in_forward = False
+        """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
+            with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
+                return func(*args, **kwargs)
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        on_meta = source is not None and source.is_meta
+        if func in _VALUES and on_meta:
+            args = (_host_values(source.detach()), *args[1:])
+        elif func is torch.Tensor.cuda:
+            return source.to(META)
+        elif func is torch.Tensor.cpu and on_meta and self._is_cpu:
+            return source
+        elif func is torch.Tensor.pin_memory:
+            return source
+        elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
+            return not self._is_cpu
+        elif func is torch.Tensor.__format__ and on_meta:
+            return format(_placeholder(source.dtype), args[1])
+        elif func is torch.Tensor.item and on_meta:
+            return _placeholder(source.dtype)
+        place = self._place_of_source if on_meta else self._place
+        args = tuple([place(item) for item in args])
+        if "device" in kwargs:
+            kwargs["device"] = place(kwargs["device"])
+        if self._is_cpu and self.in_forward and func in _device_constructors():
+            device = kwargs.get("device")
+            if device is None or torch.device(device).type == "cpu":
+                kwargs["device"] = META
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _place(value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.device:
+            return META if value.type == "cuda" else value
+        return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
+
+    def _place_of_source(self, value: Any) -> Any:
+        if self._is_cpu and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
+            return META
+        return self._place(value)
+
+
+_BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist}
+_IS_CUDA = torch.Tensor.is_cuda
+
+
+def put_on_meta(module: nn.Module) -> None:
+    """Replace what ``module`` holds by tensors on meta. Each stays the same object, so its optimizer still has it."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta and not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            replace_by_meta(tensor)
+
+
+def replace_by_meta(tensor: torch.Tensor) -> None:
+    """Replace ``tensor`` by one on meta that is the same object.
+
+    Raises:
+        CaptureError: if something else holds on to it.
+    """
+    twin = empty_twin(tensor)
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    if tensor.grad is not None:
+        twin.grad = empty_twin(tensor.grad)
+    try:
+        torch.utils.swap_tensors(tensor, twin)
+    except RuntimeError as error:
+        raise CaptureError(f"A model that was made before the trial cannot be dry-run ({error}). Make it in the objective.") from error
+
+
+@contextmanager
+def staged(device: Device, loaded: Callable[[Any, bool], None]) -> Iterator[None]:
+    """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
+
+    Args:
+        device: the guarded device.
+        loaded: is called as ``loaded(loader, False)`` before each batch of a DataLoader, and may raise StopIteration; and as
+            ``loaded(loader, True)`` when the loader begins.
+    """
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            if hasattr(owner, name):  # else another version
+                own = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+                stack.callback(setattr, owner, name, own)
+                setattr(owner, name, make(own))
+
+        replace(nn.Parameter, "__new__", _making_on_meta)
+        for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
+            replace(lazy, "__new__", _making_lazy_on_meta)
+        replace(nn.Module, "register_buffer", _registering_on_meta)
+        replace(DataLoader, "_get_iterator", lambda _: _single_process_iterator(loaded))
+        replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
+        replace(torch, "load", _loading_on_the_host)
+        replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
+        if device.kind == "cuda":
+            for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as CUDA picks them
+                module = __import__(name, fromlist=[""])
+                for form in ("foreach", "fused"):
+                    replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
+            _pretend_cuda(replace, device)
+        yield
+
+
+def _making_on_meta(own: Any) -> Any:
+    make = getattr(own, "__func__", own)
+
+    def __new__(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, nn.Parameter) and not data.is_meta:
+            with _disable_current_modes(), torch.no_grad():
+                data = empty_twin(data)
+        return make(cls, data, requires_grad)
+
+    return staticmethod(__new__)
+
+
+def _making_lazy_on_meta(own: Any) -> Any:
+    make = getattr(own, "__func__", own)
+
+    def __new__(cls: Any, requires_grad: bool = True, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        return make(cls, requires_grad, META, dtype, **kwargs)
+
+    return staticmethod(__new__)
+
+
+def _registering_on_meta(own: Any) -> Any:
+    def register_buffer(self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        if tensor is not None and not tensor.is_meta and type(tensor) is torch.Tensor:
+            tensor = empty_twin(tensor)
+        own(self, name, tensor, persistent)
+
+    return register_buffer
+
+
+def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
+    """A dry run reads few batches, so no worker is started for them."""
+
+    def _get_iterator(self: Any) -> Any:
+        loaded(self, True)
+        changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
+        before = {name: getattr(self, name) for name in changed}
+        try:
+            for name, value in changed.items():
+                setattr(self, name, value)
+            with _disable_current_modes():
+                iterator = _SingleProcessDataLoaderIter(self)
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+        iterator._loader = self
+        return iterator
+
+    return _get_iterator
+
+
+def _reading_really(own: Any, loaded: Callable[[Any, bool], None]) -> Any:
+    def __next__(self: Any) -> Any:
+        loaded(getattr(self, "_loader", None), False)
+        with _disable_current_modes():
+            return own(self)
+
+    return __next__
+
+
+def _loading_on_the_host(own: Any) -> Any:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return own(*args[:1], **{**kwargs, "map_location": "cpu"})
+
+    return load
+
+
+def _stepping_always(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """Whether gradients overflow is a value; they seldom do."""
+    return optimizer.step(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or an event of CUDA."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 0.0
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def _pretend_cuda(replace: Callable[[Any, str, Callable[[Any], Any]], None], device: Device) -> None:
+    """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
+    memory = device.memory_bytes
+    properties = types.SimpleNamespace(
+        name=device.name, total_memory=memory, major=8, minor=0, multi_processor_count=108, is_integrated=False
+    )
+    answers: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_name": device.name,
+        "get_device_capability": (8, 0), "get_device_properties": properties, "mem_get_info": (memory, memory),
+        "is_bf16_supported": True, "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None,
+        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
+        "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "memory_stats": {}, "memory_summary": "",
+        "set_per_process_memory_fraction": None, "manual_seed": None, "manual_seed_all": None, "init": None,
+        "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
+        "set_rng_state_all": None, "can_device_access_peer": False,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        replace(torch.cuda, name, lambda _, answer=answer: lambda *_, **__: answer)
+    for name in ("Event", "Stream"):
+        replace(torch.cuda, name, lambda _: _Nothing)
+    for name in ("current_stream", "default_stream"):
+        replace(torch.cuda, name, lambda _: lambda *_, **__: _Nothing())
+    for name in ("stream", "device"):
+        replace(torch.cuda, name, lambda _: lambda *_, **__: nullcontext())

@@ -1,0 +1,426 @@
+"""Objective → CapturedTrial: one step of what a trial would run, seen by running it where nothing is computed.
+
+The user's code runs on the stage of `stage.py` for three optimizer steps, one evaluation, and one step of each later epoch. From
+the recording of all of it, the second step is cut out. Its graph is that of the same step when it is described by a Workload.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.modules.module as hooks
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.exceptions import CaptureError
+from perfguard.graph.kernels import DevicePaths, target_of
+from perfguard.graph.op import Op, Phase, Storage, StorageKind
+from perfguard.graph.opgraph import OpGraph
+from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_in
+from perfguard.graph.selections import GROUPED_PRODUCTS
+from perfguard.graph.trace import tracing, unmodelled
+from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside
+from perfguard.workload import tf32_options, tf32_switches
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+
+_HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTrial:
+    """What a trial would run, as its own objective shows it."""
+
+    graph: OpGraph
+    """One training step in the middle of training."""
+    evaluation: OpGraph | None = None
+    """The forward passes of the evaluation after the first epoch. None: there was none, or it was not reached."""
+    steps_per_epoch: int | None = None
+    """Optimizer steps of an epoch. None: the batches do not come from a DataLoader of known length."""
+    steps: int | None = None
+    """Optimizer steps of the whole trial. None: the dry run did not come to the objective's end."""
+    mode: str = "train"
+
+
+_MOST_STEPS_ALONE = 20
+"""Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
+
+
+class _Enough(BaseException):
+    """Ends the objective when all has been seen."""
+
+
+def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 5.0) -> CapturedTrial:
+    """Run an objective without computing anything, and return what its trial would run on ``device``.
+
+    It replaces parts of PyTorch while it runs, and leaves behind what the objective leaves behind. So call it in a process of its
+    own, as :class:`perfguard.capture.DryRuns` does.
+
+    Args:
+        run: the objective, without arguments.
+        device: the guarded device.
+        most_seconds: how long to look for the end of the trial after its first evaluation.
+
+    Raises:
+        CaptureError: if the objective makes no optimizer step, or raises an error before its second.
+        TooLargeError: if a tensor of it has more bytes than PyTorch can count.
+    """
+    target = target_of(device)
+    watch = _Watch(device, DevicePaths(target), most_seconds)
+    ended = error = None
+    with ExitStack() as stack:
+        stack.enter_context(tracing(target, makes_on=None))
+        stack.enter_context(staged(device, watch.load))
+        watch.enter(stack)
+        try:
+            run()
+            ended = True
+        except _Enough:
+            pass
+        except Exception as raised:
+            error = raised
+    if error is not None and len(watch.marks) < 2:
+        raise error
+    return watch.captured(has_ended=bool(ended))
+
+
+class _Watch:
+    """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
+
+    def __init__(self, device: Device, paths: DevicePaths, most_seconds: float) -> None:
+        self._device = device
+        self._paths = paths
+        self._modules: list[str] = []
+        self._recorder = Recorder(self._modules)
+        self._host = HostTensors(self._recorder)
+        self._placement = Placement(device, self._recorder)
+        self._most_seconds = most_seconds
+        self._ends_at = math.inf
+        self.marks: list[int] = []
+        """Number of operators at the end of each step."""
+        self._copies: list[int] = []
+        """Number of tensors copied to the device, likewise."""
+        self._fetched: list[int] = []
+        """Number of batches of the training loader, likewise."""
+        self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers."""
+        self._stepped: dict[int, int] = {}
+        """Steps of each optimizer, by its id, in the order of their first steps."""
+        self._roots: dict[int, nn.Module] = {}
+        """The models: outermost modules with parameters."""
+        self._paths_of: dict[int, str] = {}
+        self._depth = 0
+        self._num_batches: dict[int, int] = {}
+        """Batches fetched from each loader, by its id, since it began."""
+        self._total_batches: dict[int, int] = {}
+        self._current: Any = None
+        """The loader that was asked last."""
+        self._trainer: Any = None
+        """The loader that feeds the steps."""
+        self._epochs = 0
+        self._evaluation: list[int] = []
+        """First and last operator of the evaluation after the first epoch."""
+        self._evaluates = False
+        self._precision = "fp32"
+        self._channels_last = False
+        self._compiled = False
+        self._parts: list[str] = []
+
+    def enter(self, stack: ExitStack) -> None:
+        """Register what follows the objective, and enter the modes."""
+        stack.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
+        stack.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
+        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        for owner, name, change in (
+            (torch.optim.Optimizer, "zero_grad", self._as_optimizer),
+            (nn.Module, "zero_grad", self._as_optimizer),
+            (torch.optim.Optimizer, "__init__", self._noting_optimizers),
+        ):
+            own = getattr(owner, name)
+            stack.callback(setattr, owner, name, own)
+            setattr(owner, name, change(own))
+        stack.enter_context(self._recorder)
+        stack.enter_context(self._host)
+        stack.enter_context(self._paths)
+        stack.enter_context(self._placement)
+
+    # --- Modules ----------------------------------------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0 and id(module) not in self._paths_of:
+            put_on_meta(module)
+            for name, part in (*module.named_modules(), *module_inside(module).named_modules()):
+                self._paths_of[id(part)] = path_inside(name)
+        self._modules.append(self._paths_of.get(id(module), ""))
+        is_model = any(True for _ in module.parameters(recurse=not self._depth))
+        if self._depth or is_model:
+            self._depth += 1
+        if self._depth == 1:
+            self._begin_forward(module, args)
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        self._placement.in_forward = self._host.in_forward = True
+        self._evaluates = not torch.is_grad_enabled()
+        if id(module) not in self._roots:
+            self._roots[id(module)] = module_inside(module)
+            self._compiled |= is_compiled(module)
+            self._parts += compiled_parts(module)
+        kind = "cpu" if self._device.kind == "cpu" else "cuda"
+        if not self._evaluates and torch.is_autocast_enabled(kind):
+            self._precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
+        images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
+        last = torch.channels_last
+        self._channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+        if self._depth:
+            self._depth -= 1
+            if not self._depth:
+                self._placement.in_forward = self._host.in_forward = False
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [named for root in self._roots.values() for named in root.named_parameters()]
+
+    # --- Steps ------------------------------------------------------------------------------------------------------------------
+
+    def _as_optimizer(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            with self._recorder.in_phase(Phase.OPTIMIZER):
+                return own(*args, **kwargs)
+
+        return zero_grad
+
+    def _noting_optimizers(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        return __init__
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim() and not value.is_meta:
+                    replace_by_meta(value)
+        closure = kwargs.pop("closure", None) or next((item for item in args if callable(item)), None)
+        if closure is None:
+            self._begin_update()
+            return None
+
+        def closed() -> Any:
+            self._recorder.phase = None
+            try:
+                return closure()
+            finally:
+                self._begin_update()
+
+        return (optimizer, closed), kwargs
+
+    def _begin_update(self) -> None:
+        self._recorder.mark_gradients(self._named_parameters())
+        self._recorder.phase = Phase.OPTIMIZER
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._recorder.phase = None
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
+        self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
+        if id(optimizer) not in self._stepped:
+            self.marks, self._copies, self._fetched = [], [], []
+        self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
+        awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
+        if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
+            return
+        gc.collect()
+        self.marks.append(len(self._recorder.ops))
+        self._copies.append(self._host.num_copies)
+        self._trainer = self._trainer or self._current
+        self._fetched.append(self._total_batches.get(id(self._trainer), 0))
+        if len(self.marks) == 3:
+            self._ends_at = time.monotonic() + self._most_seconds
+        if len(self.marks) >= 3 and (self._trainer is None or time.monotonic() > self._ends_at):
+            raise _Enough
+
+    # --- Loaders ----------------------------------------------------------------------------------------------------------------
+
+    def load(self, loader: Any, begins: bool) -> None:
+        """Called when a loader begins, and before each of its batches. Cuts short what shows nothing new."""
+        key, is_trainer = id(loader), loader is not None and loader is self._trainer
+        if begins:
+            self._num_batches[key] = 0
+            self._evaluates = False
+            if is_trainer:
+                self._note_evaluation_ends()
+                self._epochs += 1
+                if time.monotonic() > self._ends_at:
+                    raise _Enough
+            return
+        number = self._num_batches.get(key, 0)
+        if is_trainer and len(self.marks) >= 3:
+            in_first_epoch = self._epochs == 0
+            if in_first_epoch or number >= self._batches_per_step:
+                if in_first_epoch and not self._evaluation:
+                    self._evaluation = [len(self._recorder.ops)]
+                raise StopIteration
+        elif number >= 2 and self._evaluates and not is_trainer:
+            raise StopIteration
+        self._current = loader
+        self._num_batches[key] = number + 1
+        self._total_batches[key] = self._total_batches.get(key, 0) + 1
+
+    @property
+    def _batches_per_step(self) -> int:
+        first, last = self._fetched[-2:] if len(self._fetched) < 3 else (self._fetched[0], self._fetched[2])
+        return max(1, round((last - first) / (1 if len(self._fetched) < 3 else 2)))
+
+    def _note_evaluation_ends(self) -> None:
+        if len(self._evaluation) == 1:
+            self._evaluation.append(len(self._recorder.ops))
+
+    # --- The result -------------------------------------------------------------------------------------------------------------
+
+    def captured(self, *, has_ended: bool) -> CapturedTrial:
+        """Return what was seen.
+
+        Raises:
+            CaptureError: if there was no step.
+        """
+        if not self.marks:
+            raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
+        ops, lives = self._recorder.ops, self._recorder.lives()
+        begin, end = (self.marks[0], self.marks[1]) if len(self.marks) > 1 else (self._first_forward(), self.marks[0])
+        after = self.marks[2] if len(self.marks) > 2 else None
+        copied = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
+        training = self._graph(_cut(ops, lives, begin, end, after, self._lasting()), "train", on_device=not copied and self._device.kind == "cuda")
+        self._note_evaluation_ends()
+        evaluation = None
+        if self._evaluation and self._evaluation[0] < self._evaluation[1]:
+            evaluation = self._graph(_cut(ops, lives, *self._evaluation, None, self._lasting()), "infer", on_device=False)
+        per_epoch = self._steps_per_epoch()
+        steps = None
+        if has_ended:
+            epochs = 1 if self._trainer is None else self._epochs + 1
+            steps = len(self.marks) if len(self.marks) < 3 else per_epoch * epochs if per_epoch is not None else None
+        return CapturedTrial(training, evaluation, per_epoch, steps)
+
+    def _steps_per_epoch(self) -> int | None:
+        try:
+            return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
+        except (TypeError, NotImplementedError):  # there is no loader, or it streams
+            return None
+
+    def _first_forward(self) -> int:
+        found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)
+        return next(found, 0)
+
+    def _lasting(self) -> Mapping[int, tuple[StorageKind, str]]:
+        """Kind and name of what models hold, by the index of the storage, in the order of a described workload."""
+        found: dict[int, tuple[StorageKind, str]] = {}
+        for kind, named in (
+            (StorageKind.PARAMETER, self._named_parameters()),
+            (StorageKind.BUFFER, [named for root in self._roots.values() for named in root.named_buffers()]),
+        ):
+            for name, tensor in named:
+                if tensor.is_meta:
+                    found.setdefault(self._recorder.index_of(tensor), (kind, name))
+        return found
+
+    def _graph(self, cut: tuple[tuple[Op, ...], tuple[Storage, ...]], mode: str, *, on_device: bool) -> OpGraph:
+        ops, storages = cut
+        precision = self._precision
+        dtypes = [p.dtype for _, p in self._named_parameters()]
+        if precision == "fp32" and dtypes and all(dtype in _HALF for dtype in dtypes):
+            precision = _HALF[dtypes[0]]
+        options = tuple(
+            name
+            for name, is_on in (
+                ("cudnn_benchmark", torch.backends.cudnn.benchmark),
+                ("compiled", self._compiled),
+                ("batch-on-device", on_device),
+            )
+            if is_on
+        )
+        return OpGraph(
+            ops=ops,
+            storages=storages,
+            mode=mode,
+            precision=precision,
+            layout="nhwc" if self._channels_last else "nchw",
+            options=options + tf32_options(precision, tf32_switches()),
+            unmodelled=(
+                *unmodelled(
+                    target_of(self._device),
+                    {op.name for op in ops},
+                    precision=precision,
+                    compiled=self._compiled,
+                    compiled_parts=self._parts,
+                ),
+                *self._recorder.selections.assumed,
+                *((GROUPED_PRODUCTS,) if self._paths.has_grouped_products else ()),
+            ),
+        )
+
+
+def _cut(
+    ops: list[Op], lives: list[Life], begin: int, end: int, after: int | None, lasting: Mapping[int, tuple[StorageKind, str]]
+) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
+    """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
+
+    What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at ``after``.
+    """
+    number = end - begin
+    window = ops[begin:end]
+    rows: list[tuple[tuple[int, int], int, Storage]] = []
+    place = {index: rank for rank, index in enumerate(lasting)}
+    alias: dict[int, int] = {}
+    latest: dict[tuple[str, int], tuple[int, float]] = {}
+    order = {StorageKind.INPUT: 1, StorageKind.OPTIMIZER_STATE: 2, StorageKind.BUFFER: 3, StorageKind.GRADIENT: 4}
+    for index, life in enumerate(lives):
+        kind, name = lasting.get(index, (life.kind, life.name))
+        birth, death = life.birth - begin, math.inf if life.death is None else life.death - begin
+        if index in place:
+            rows.append(((0, place[index]), index, Storage(life.num_bytes, lasting[index][0], -1, number, name)))
+        elif birth >= number or death < 0 or (birth < 0 and death < number):
+            continue
+        elif kind is StorageKind.INPUT and (birth >= 0 or death >= number):
+            same, until = latest.get((name, life.num_bytes), (index, -1))
+            latest[name, life.num_bytes] = same, death
+            if same != index and until < birth:  # the next micro-batch takes the place of the last
+                alias[index] = same
+                continue
+            rows.append(((1, index), index, Storage(life.num_bytes, kind, -1, number - 1, name)))
+        elif birth < 0:  # it outlives steps
+            kind = StorageKind.BUFFER if kind is None else kind
+            rows.append(((order.get(kind, 5), index), index, Storage(life.num_bytes, kind, -1, number, path_inside(name))))
+        else:
+            if death >= number:
+                is_next = after is not None and life.death is not None and life.death < after
+                death = number if not is_next else number - 1 if death == number - 1 else number + 1 + min(death - number, number - 1)
+            final = int(death)
+            kind = kind_by_lifetime(life.birth_phase, None if final == number else final, window) if kind is None else kind
+            rows.append(((6, index), index, Storage(life.num_bytes, kind, birth, final, path_inside(name))))
+    rows.sort(key=lambda row: row[0])
+    new = {index: position for position, (_, index, _) in enumerate(rows)}
+    new |= {index: new[same] for index, same in alias.items()}
+    renumbered = tuple(
+        op._replace(inputs=tuple(new[i] for i in op.inputs if i in new), outputs=tuple(new[i] for i in op.outputs if i in new))
+        for op in window
+    )
+    return renumbered, tuple(storage for _, _, storage in rows)
+
