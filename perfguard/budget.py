@@ -22,7 +22,7 @@ from perfguard.quantities import (
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
-    from perfguard.workload import Workload
+    from perfguard.workload import AnyWorkload
 
 Quantity = Literal["memory", "time", "epoch_time", "step_time", "latency", "energy", "cost"]
 NOUNS: Mapping[Quantity, str] = {
@@ -223,7 +223,7 @@ class Budget:
         }
         return tuple(quantity for quantity, limit in limited.items() if limit is not None)
 
-    def cannot_bind(self, workload: Workload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
+    def cannot_bind(self, workload: AnyWorkload, *, knows_energy: bool = True, ends: bool = False) -> Iterator[tuple[str, str]]:
         """The name of each budget that cannot be checked for ``workload``, and a sentence on what is missing.
 
         Args:

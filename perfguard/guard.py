@@ -36,7 +36,7 @@ from perfguard.quantities import format_dollars, format_seconds
 from perfguard.rejections import Rejections
 from perfguard.repair import Remedy, check_remedies, checkpointing, find_repair, largest_batch
 from perfguard.verdict import DEFAULT_RISK, EVEN_CHANCE, Action, Decision, Verdict, check_risk
-from perfguard.workload import Workload
+from perfguard.workload import AnyWorkload, CapturedTrial, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -218,12 +218,14 @@ class Guard:
 
     # --- Verdicts ---------------------------------------------------------------------------------------------------------------
 
-    def trace(self, workload: Workload) -> OpGraph:
+    def trace(self, workload: AnyWorkload) -> OpGraph:
         """The operators of one step of ``workload`` as this guard's device would run them.
 
         Raises:
             WorkloadError: if the workload cannot be traced.
         """
+        if isinstance(workload, CapturedTrial):
+            return workload.graph
         return self._traces.trace(workload, target=self.device)
 
     def predict(self, graph: OpGraph, *, steps: int | None = None) -> Prediction:
@@ -244,6 +246,7 @@ class Guard:
         *,
         threshold: float,
         steps: int | None = None,
+        evaluation: OpGraph | None = None,
     ) -> Verdict:
         """Return "launch" if each limit holds with the chance 1 - ``threshold``, else "prune". Nothing is logged.
 
@@ -255,11 +258,14 @@ class Guard:
             limits: the limits beside a prediction, see :meth:`perfguard.Budget.limits`.
             threshold: the accepted chance of breaking a limit, in (0, 1).
             steps: steps of the whole trial. None: unknown.
+            evaluation: the trial's evaluation, whose memory counts if it is larger. None: unknown.
         """
         capacity_bytes = self.budget.capacity_bytes(self.device)
         least = graph if isinstance(graph, LeastMemory) else LeastMemory.of(graph, self.device)
         if not isinstance(graph, LeastMemory) and least.num_bytes <= HOPELESS * capacity_bytes:
             prediction = self.predict(graph, steps=steps)
+            if evaluation is not None:
+                prediction = prediction.with_memory_of(self.predict(evaluation))
             verdict = Verdict.of(prediction, limits(prediction), accepted=threshold)
             if verdict.action == "prune" or least.num_bytes <= capacity_bytes:
                 return verdict
@@ -288,7 +294,7 @@ class Guard:
         self._warn_unchecked(self._unchecked(workload, verdict))
         return self._settle(verdict, workload)[0]
 
-    def preview(self, workload: Workload, *, study: str = "", threshold: float | None = None) -> Verdict:
+    def preview(self, workload: AnyWorkload, *, study: str = "", threshold: float | None = None) -> Verdict:
         """The verdict of :meth:`check` at another threshold, without warnings of budgets that cannot be checked.
 
         Args:
@@ -322,7 +328,7 @@ class Guard:
 
     def _judge(
         self,
-        workload: Workload,
+        workload: AnyWorkload,
         graph: OpGraph | None = None,
         *,
         threshold: float | None = None,
@@ -340,6 +346,7 @@ class Guard:
                 self._limits_of(workload, time_left_s),
                 threshold=self.threshold if threshold is None else threshold,
                 steps=workload.steps,
+                evaluation=workload.evaluation if isinstance(workload, CapturedTrial) else None,
             )
         if verdict.prediction is not None and not verdict.prediction.trained_on_device:
             self.warn_once(
@@ -349,7 +356,7 @@ class Guard:
             )
         return verdict
 
-    def _limits_of(self, workload: Workload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
+    def _limits_of(self, workload: AnyWorkload | None, time_left_s: float | None) -> Callable[[Prediction], Iterable[Limit]]:
         """The limits of ``workload`` beside its prediction. A workload of None cannot be built."""
         return lambda prediction: self.budget.limits(
             prediction,
@@ -359,12 +366,14 @@ class Guard:
             time_left_s=time_left_s,
         )
 
-    def _settle(self, verdict: Verdict, workload: Workload) -> tuple[Verdict, Workload]:
+    def _settle(self, verdict: Verdict, workload: AnyWorkload) -> tuple[Verdict, AnyWorkload]:
         """The verdict and the workload after ``on_violation`` is applied."""
         if verdict.action == "launch" or self.on_violation == "prune":
             return verdict, workload
         if self.on_violation == "warn":
             return self._overrule(verdict), workload
+        if isinstance(workload, CapturedTrial):
+            return replace(verdict, remark="a captured trial cannot be repaired: that needs `build`"), workload
         found = find_repair(self._fits, workload, self.remedies, self.device)
         if found is None:
             return replace(verdict, remark=f"no remedy of {', '.join(self.remedies)} helps"), workload
@@ -377,7 +386,7 @@ class Guard:
         warn_user(f"PerfGuard launches a trial that it would prune: {verdict.reason}", BudgetWarning)
         return replace(verdict, action="launch")
 
-    def _unchecked(self, workload: Workload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
+    def _unchecked(self, workload: AnyWorkload, verdict: Verdict, *, ends: bool = False) -> Mapping[str, str]:
         """The budgets that cannot be checked for ``workload``: the reason for each, by the budget's name.
 
         Raises:
@@ -397,7 +406,7 @@ class Guard:
 
     def decide(
         self,
-        make_workload: Callable[[], Workload],
+        make_workload: Callable[[], AnyWorkload],
         *,
         study: str = "",
         trial: int | None = None,
@@ -426,7 +435,7 @@ class Guard:
         steps: int | None = None
         unchecked: Mapping[str, str] = {}
         try:
-            workload: Workload | None = None
+            workload: AnyWorkload | None = None
             try:
                 with too_large_named():
                     workload = make_workload()
@@ -448,7 +457,7 @@ class Guard:
                 if verdict.action != "prune":
                     self.num_launched += 1
                     self._expected_violations += verdict.p_violation
-            if workload is not None and verdict.action == "repair":
+            if isinstance(workload, Workload) and verdict.action == "repair":
                 with checkpointing(workload.model, on=verdict.repair.checkpointing):
                     graph = self.trace(workload)
         except Exception as error:

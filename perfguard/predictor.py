@@ -182,6 +182,12 @@ class Prediction:
             self, peak_memory=memory, step_time=step_time, total_time=self.total_time and self.total_time.scaled(slower)
         )
 
+    def with_memory_of(self, other: Prediction) -> Prediction:
+        """Return the prediction with the memory of ``other``, another phase of the same trial, if that is larger."""
+        if other.peak_memory.median <= self.peak_memory.median:
+            return self
+        return replace(self, peak_memory=other.peak_memory, memory_parts_bytes=other.memory_parts_bytes)
+
 
 def _scaled(parts: Mapping[str, float], total: float) -> Mapping[str, float]:
     """``parts`` times the factor that makes them add up to ``total``."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError, log_once
 from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
@@ -15,6 +15,8 @@ from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, t
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from perfguard.graph import OpGraph
 
     OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     Optimizers = OptimizerLike | Mapping[str, OptimizerLike]
@@ -163,6 +165,27 @@ class Workload:
         return switches + tf32_options(self.precision, self.tf32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedTrial:
+    """The work of a trial as a dry run of its objective shows it. It stands where a Workload stands, and is traced already."""
+
+    graph: OpGraph
+    """One training step in the middle of training."""
+    evaluation: OpGraph | None = None
+    """The forward passes of the evaluation after the first epoch. None: there was none, or it was not reached."""
+    steps_per_epoch: int | None = None
+    """Optimizer steps of an epoch. None: the batches do not come from a DataLoader of known length."""
+    steps: int | None = None
+    """Optimizer steps of the whole trial. None: the dry run did not come to the objective's end."""
+    unseen: str = ""
+    """Why the dry run did not come to the objective's end. Empty: it did."""
+
+    @property
+    def mode(self) -> Mode:
+        """It trains."""
+        return "train"
+
+
 def tf32_options(precision: str, tf32: Tf32 | None) -> tuple[str, ...]:
     """Return the options of a graph that say where float32 is computed in TF32. Empty: as PyTorch does by default."""
     return {"on": ("tf32",), "off": ("no-tf32",)}.get(tf32 or "default", ()) if precision == "fp32" else ()
@@ -185,7 +208,9 @@ def tf32_switches() -> Tf32:
     return "on" if products else "default" if convolutions else "off"
 
 
-Build = Callable[[Mapping[str, Any]], Workload]
+AnyWorkload = Workload | CapturedTrial
+"""The work of a trial, described or captured."""
+Build = Callable[[Mapping[str, Any]], AnyWorkload]
 """A function of the hyperparameters that describes what they would run."""
 
 
@@ -255,8 +280,20 @@ class WatchedParams(_Dict):
         return dict(self.items())
 
 
-def build_watched(build: Build, params: WatchedParams) -> Workload:
+class CapturingBuild(Protocol):
+    """The default ``build``: it dry-runs the objective."""
+
+    captures: Literal[True]
+
+    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+        """Return what the objective would run with ``params``."""
+        ...
+
+
+def build_watched(build: Build, params: WatchedParams) -> AnyWorkload:
     """Call :func:`build_workload`, whose second attempt finds all parameters, whatever the first took out."""
+    if getattr(build, "captures", False):
+        return build(params)
 
     def attempt(watched: Mapping[str, Any]) -> Workload:
         params.refill()

@@ -16,7 +16,7 @@ from perfguard_optuna.guard import GuardedRun, OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import TrackingCallback, TrialPrinter, plot_budget, plot_savings, pruned_table, summarize
-from perfguard_optuna.study import GuardedStudy, create_study, load_study, repair_of
+from perfguard_optuna.study import GuardedStudy, create_study, guarded, load_study, repair_of
 
 __all__ = [
     "GuardedRun",

@@ -37,6 +37,7 @@ from perfguard.rejections import Rejection
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
 from perfguard.workload import (
+    AnyWorkload,
     Build,
     WatchedParams,
     Workload,
@@ -55,6 +56,8 @@ from perfguard_optuna.attributes import (
     measured_attributes_of,
     write,
 )
+
+from perfguard_optuna.capture import refuse_dry_trial
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,6 +170,7 @@ class OptunaGuard:
                 will break the time budget. At the end, if it ran out of memory.
             ConfigurationError: for arguments that cannot be right.
         """
+        refuse_dry_trial(trial)
         if not isinstance(trial, optuna.Trial):
             raise ConfigurationError(
                 f"guard.trial takes the trial that Optuna hands to the objective, and then the model, but got {trial!r} first."
@@ -191,7 +195,7 @@ class OptunaGuard:
         build: Build | None,
         *,
         final: bool = True,
-        make_workload: Callable[[], Workload] | None = None,
+        make_workload: Callable[[], AnyWorkload] | None = None,
     ) -> bool:
         """Judge ``trial`` and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
 
@@ -275,7 +279,7 @@ class OptunaGuard:
         study: optuna.Study,
         trial: AnyTrial,
         params: WatchedParams,
-        make_workload: Callable[[], Workload],
+        make_workload: Callable[[], AnyWorkload],
         *,
         is_read: bool = True,
     ) -> Decision:
@@ -464,8 +468,8 @@ class OptunaGuard:
             return f"{why_missing(missing, trial.params)}. {mend}"
         if self.build is None and build is None:
             return (
-                "PerfGuard does not know what the trials run. Give it `build=lambda params: Workload(...)`, or wrap the training "
-                "in `with guard.trial(trial, model, batch): ...`."
+                "PerfGuard does not know what the trials run. Make the study with `perfguard_optuna.create_study(...)`, or wrap the "
+                "objective: `study.optimize(perfguard_optuna.guarded(objective, gpu=...))`."
             )
         return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 
@@ -733,8 +737,8 @@ def _rejection_key(study: optuna.Study, names: tuple[str, ...], params: Mapping[
     return study.study_name, names, tuple(written)
 
 
-def _raiser(error: Exception) -> Callable[[], Workload]:
-    def raise_it() -> Workload:
+def _raiser(error: Exception) -> Callable[[], AnyWorkload]:
+    def raise_it() -> AnyWorkload:
         raise error
 
     return raise_it

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import Build, WatchedParams, Workload, build_watched, is_missing_parameter
+from perfguard.workload import AnyWorkload, Build, WatchedParams, build_watched, is_missing_parameter
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
@@ -45,12 +45,12 @@ class PerfGuardSampler(BaseSampler):
 
     Args:
         inner: the sampler that proposes.
-        guard: the OptunaGuard that judges, or the PerfGuardPruner that has one. It needs a ``build``.
+        guard: the OptunaGuard that judges, or the PerfGuardPruner that has one.
         max_proposals: proposals for one trial.
         max_seconds: time for one trial's proposals.
 
     Raises:
-        ConfigurationError: if ``guard`` has no ``build``, or a bound is not positive.
+        ConfigurationError: if a bound is not positive.
     """
 
     def __init__(
@@ -66,15 +66,11 @@ class PerfGuardSampler(BaseSampler):
         guard = guard.guard if isinstance(guard, PerfGuardPruner) else guard
         if not isinstance(guard, OptunaGuard):
             raise ConfigurationError(f"guard must be an OptunaGuard or a PerfGuardPruner, but got {guard!r}.")
-        if guard.build is None:
-            raise ConfigurationError(
-                "PerfGuardSampler must know what a proposal would run. Give its guard `build=lambda params: Workload(...)`."
-            )
         if max_proposals < 1 or not max_seconds > 0:
             raise ConfigurationError(
                 f"max_proposals and max_seconds must be positive, but got {max_proposals} and {max_seconds}."
             )
-        self._set_up(inner, guard, guard.build, max_proposals, max_seconds, judges=True)
+        self._set_up(inner, guard, None, max_proposals, max_seconds, judges=True)
 
     @classmethod
     def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: Build) -> PerfGuardSampler:
@@ -87,11 +83,18 @@ class PerfGuardSampler(BaseSampler):
         return sampler
 
     def _set_up(
-        self, inner: BaseSampler, guard: OptunaGuard, build: Build, max_proposals: int, max_seconds: float, *, judges: bool
+        self,
+        inner: BaseSampler,
+        guard: OptunaGuard,
+        build: Build | None,
+        max_proposals: int,
+        max_seconds: float,
+        *,
+        judges: bool,
     ) -> None:
         self.inner = inner
         self.guard = guard
-        self._build = build
+        self._given_build = build
         self._max_proposals = max_proposals
         self._max_seconds = max_seconds
         self.judges = judges
@@ -106,6 +109,11 @@ class PerfGuardSampler(BaseSampler):
         self._ticks_off = isinstance(base, (GridSampler, BruteForceSampler))
         """Whether the inner sampler goes through the points of its space, and must be shown each that it has proposed."""
         self._is_gp = isinstance(base, GPSampler)
+
+    @property
+    def _build(self) -> Build | None:
+        """What proposals are judged by. While a GuardedStudy runs without a ``build``, its guard has one by capture."""
+        return self._given_build or self.guard.build
 
     def __str__(self) -> str:
         return f"PerfGuardSampler({self.inner})"
@@ -139,6 +147,8 @@ class PerfGuardSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """A joint proposal that is predicted to fit; see the class. If the guard fails, the inner sampler's own proposal."""
+        if self._build is None:  # a plain study, whose objective nobody knows
+            return self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
         try:
             return self._search(study, trial, search_space)
         except UnguardedTrialError:
@@ -231,14 +241,16 @@ class PerfGuardSampler(BaseSampler):
         if self._is_grid and not at_random:  # its points are whole ones
             for name in search_space.keys() - fixed.keys():
                 draw(name)
+        build = self._build
+        assert build is not None
         while True:
             params = WatchedParams(drawn | fixed)
-            rejection = self.guard.recall(study, params.given, self._build, drawn=drawn)
+            rejection = self.guard.recall(study, params.given, build, drawn=drawn)
             if rejection is not None:
                 return _Proposal(drawn, params, search_space, rejection=rejection.verdict)
-            workload: Workload | None = None
+            workload: AnyWorkload | None = None
             try:
-                workload = build_watched(self._build, params)
+                workload = build_watched(build, params)
                 missing = params.missing
             except Exception as error:
                 # Any other error may mean a missing parameter, too. If it does not, the guard warns when it judges the trial.
@@ -291,7 +303,7 @@ class _Proposal:
     params: WatchedParams
     """Drawn and fixed parameters, as ``build`` read them."""
     space: Mapping[str, BaseDistribution]
-    workload: Workload | None = None
+    workload: AnyWorkload | None = None
     """None: ``build`` failed, reads a parameter that no trial has had, or need not be called."""
     is_fixed: bool = False
     """Whether the user fixed all parameters that ``build`` read. Such a proposal is not changed."""
@@ -336,7 +348,7 @@ class _StudyWithRejected(optuna.Study):
         return trials
 
 
-def _same(workload: Workload) -> Workload:
+def _same(workload: AnyWorkload) -> AnyWorkload:
     return workload
 
 

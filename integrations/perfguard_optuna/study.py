@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 from optuna.pruners import BasePruner
@@ -17,16 +18,18 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
-from perfguard.exceptions import ConfigurationError, UnguardedTrialWarning, warn_user
+from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError, UnguardedTrialWarning, warn_user
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import Build
 from perfguard_optuna.attributes import has_verdict
+from perfguard_optuna.capture import DESCRIBES_ITSELF, Objective, ObjectiveBuild
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
 from perfguard_optuna.show import progress_line
 
-Objective = Callable[[optuna.Trial], float | Sequence[float]]
+if TYPE_CHECKING:
+    from perfguard.devices import Device
 
 
 class GuardedStudy(optuna.Study):
@@ -73,7 +76,8 @@ class GuardedStudy(optuna.Study):
         guard, sampler, console = self.pruner.guard, self.sampler, Console(stderr=True)
         ends_at = guard.deadline = None if timeout is None else time.monotonic() + timeout
         search = guard.search_of(self, anew=True)
-        objective = _GuardedObjective(func, guard, self)
+        objective = GuardedObjective(func, guard)
+        objective.begin(self)
         shows = show_progress_bar and console.is_terminal and not console.is_jupyter and not os.environ.get("CI")
         try:
             with progress_line(console, n_trials, counts_pruned=count == "proposed") if shows else nullcontext() as line:
@@ -89,6 +93,7 @@ class GuardedStudy(optuna.Study):
             if self._stop_flag and not search.has_launched and not isinstance(sampler, PerfGuardSampler):
                 search.warn_that_nothing_fits()  # the sampler has come to the end of its space
         finally:
+            objective.end()
             guard.deadline = None
             self.sampler = sampler
 
@@ -110,22 +115,54 @@ class _UnguardedCallback:
         )
 
 
-class _GuardedObjective:
-    """The user's objective, judged and measured."""
+class GuardedObjective:
+    """An objective whose trials are judged and measured. :func:`guarded` makes one for a plain study.
 
-    def __init__(self, objective: Objective, guard: OptunaGuard, study: optuna.Study) -> None:
+    Args:
+        objective: the user's own.
+        guard: gives the verdicts. Without a ``build``, a dry run of the objective shows what a trial runs.
+    """
+
+    def __init__(self, objective: Objective, guard: OptunaGuard) -> None:
+        functools.update_wrapper(self, objective, updated=())
+        self.guard = guard
         self._objective = objective
-        self._guard = guard
         self._build: Build | None = guard.build or getattr(objective, "build", None)
+        self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
         self.num_launched = 0
+
+    def begin(self, study: optuna.Study) -> None:
+        """Prepare for the trials of ``study``, before the first of them touches the device."""
+        with self._lock:
+            if self._build is None:
+                self._captures = ObjectiveBuild(self._objective, self.guard.device, study.directions)
+                with suppress(CaptureError):  # each trial says so
+                    self._captures.start()
+                self._build = self.guard.build = self._captures
         self._propose_nothing_again(study)
 
+    def end(self) -> None:
+        """End what :meth:`begin` has begun."""
+        if self._captures is not None:
+            self._captures.close()
+            self._build = self._captures = self.guard.build = None
+
     def __call__(self, trial: optuna.Trial) -> float | Sequence[float]:
-        guard, study = self._guard, trial.study
+        """Run one trial.
+
+        Raises:
+            optuna.TrialPruned: if it does not fit, or ran out of memory.
+        """
+        guard, study = self.guard, trial.study
+        if self._build is None:
+            self.begin(study)
         guard.end_abandoned(study)  # of a plain study before
-        guarded = _GuardedTrial.of(trial, guard, self._build)
         try:
+            build = self._judge_by_capture(trial)
+            guarded = _GuardedTrial.of(trial, guard, build)
+            if build is self._captures and build is not None:
+                guard.begin(study, guarded, build)
             value = self._objective(guarded)
         except BaseException as error:
             guard.finish(study, error)
@@ -135,11 +172,24 @@ class _GuardedObjective:
             guard.finish(study, None)
         finally:
             self._count(trial)
-        guard.report_unjudged(study, trial, self._build)
+        guard.report_unjudged(study, trial, build)
         return value
 
+    def _judge_by_capture(self, trial: optuna.Trial) -> Build | None:
+        """Return what ``trial`` is judged by, after a dry run has suggested all of its parameters. None: the objective itself."""
+        if self._captures is None:
+            return self._build
+        try:
+            self._captures.ask(trial)
+        except TooLargeError:  # which is a verdict
+            pass
+        except CaptureError as error:  # the trial is launched, and the guard says why it is unguarded
+            if str(error) == DESCRIBES_ITSELF:
+                return None
+        return self._captures
+
     def _count(self, trial: optuna.Trial) -> None:
-        decision, search = self._guard.decision_of(trial.study, trial), self._guard.search_of(trial.study)
+        decision, search = self.guard.decision_of(trial.study, trial), self.guard.search_of(trial.study)
         with self._lock:
             if decision is None or decision.verdict.action != "prune":
                 self.num_launched += 1
@@ -147,13 +197,41 @@ class _GuardedObjective:
             if search.is_over:
                 search.warn_that_nothing_fits()  # once
                 trial.study.stop()
-            self._propose_nothing_again(trial.study)
+        self._propose_nothing_again(trial.study)
 
     def _propose_nothing_again(self, study: optuna.Study) -> None:
-        """Keep the study's sampler from proposing what was rejected before, as soon as it does so."""
-        repeats = self._guard.guard.rejections.any_repeated
-        if repeats and self._build is not None and not isinstance(study.sampler, PerfGuardSampler):
-            study.sampler = PerfGuardSampler.against_repeats(study.sampler, self._guard, self._build)
+        """Keep a GuardedStudy's sampler from proposing what was rejected before, as soon as it does so."""
+        if not isinstance(study, GuardedStudy) or isinstance(study.sampler, PerfGuardSampler) or self._build is None:
+            return
+        if self.guard.guard.rejections.any_repeated:
+            study.sampler = PerfGuardSampler.against_repeats(study.sampler, self.guard, self._build)
+
+
+def guarded(objective: Objective | None = None, gpu: str | Device = "auto", **settings: Any) -> Any:
+    """Return ``objective`` for ``study.optimize``, guarded: what would run out of memory or time is pruned before it starts.
+
+    The study may be any study of Optuna. Before each trial, the objective runs once where nothing is computed, and shows what the
+    trial would run.
+
+    Example:
+        >>> study.optimize(perfguard_optuna.guarded(objective, gpu="a100"), n_trials=100)           # doctest: +SKIP
+        >>> @perfguard_optuna.guarded(gpu="a100", time_budget="2h")                                 # doctest: +SKIP
+        ... def objective(trial): ...
+
+    Args:
+        objective: as for ``study.optimize``. None: to be used as a decorator.
+        gpu: as for :class:`OptunaGuard`.
+        settings: the other arguments of :class:`OptunaGuard`.
+
+    Raises:
+        ConfigurationError: for an unknown GPU or setting, a budget or a risk that cannot be right.
+    """
+    guard = OptunaGuard(gpu, **settings)
+    if objective is None:
+        return lambda objective: GuardedObjective(objective, guard)
+    if not callable(objective):
+        raise ConfigurationError(f"guarded takes the objective first, but got {objective!r}.")
+    return GuardedObjective(objective, guard)
 
 
 class _GuardedTrial(optuna.Trial):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from perfguard.exceptions import ConfigurationError, WorkloadError
 from perfguard.pytorch import random_numbers_kept
 from perfguard.workload import Workload
+from perfguard_optuna.capture import refuse_dry_trial
 from perfguard_optuna.guard import GuardedRun, OptunaGuard
 
 HOW_TO_GIVE_A_BATCH = "Give `batch=`: tensors, or TensorSpec((32, 3, 224, 224)) and the like in their place."
@@ -30,6 +31,7 @@ class GuardedTraining:
     def __init__(self, guard: OptunaGuard, trial: optuna.Trial) -> None:
         if not isinstance(guard, OptunaGuard):
             raise ConfigurationError(f"guard must be a perfguard_optuna.OptunaGuard, but got {guard!r}.")
+        refuse_dry_trial(trial)
         if not isinstance(trial, optuna.Trial):
             raise ConfigurationError(f"trial must be what Optuna hands to the objective, but got {trial!r}.")
         if guard.guard.on_violation == "repair":

@@ -162,6 +162,8 @@ class Placement(TorchFunctionMode):
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
         if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
                 return func(*args, **kwargs)

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,27 +29,12 @@ from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_i
 from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside
-from perfguard.workload import tf32_options, tf32_switches
+from perfguard.workload import CapturedTrial, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
 
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedTrial:
-    """What a trial would run, as its own objective shows it."""
-
-    graph: OpGraph
-    """One training step in the middle of training."""
-    evaluation: OpGraph | None = None
-    """The forward passes of the evaluation after the first epoch. None: there was none, or it was not reached."""
-    steps_per_epoch: int | None = None
-    """Optimizer steps of an epoch. None: the batches do not come from a DataLoader of known length."""
-    steps: int | None = None
-    """Optimizer steps of the whole trial. None: the dry run did not come to the objective's end."""
-    mode: str = "train"
 
 
 _MOST_STEPS_ALONE = 20
@@ -78,21 +62,20 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     """
     target = target_of(device)
     watch = _Watch(device, DevicePaths(target), most_seconds)
-    ended = error = None
+    unseen = ""
     with ExitStack() as stack:
         stack.enter_context(tracing(target, makes_on=None))
         stack.enter_context(staged(device, watch.load))
         watch.enter(stack)
         try:
             run()
-            ended = True
-        except _Enough:
-            pass
-        except Exception as raised:
-            error = raised
-    if error is not None and len(watch.marks) < 2:
-        raise error
-    return watch.captured(has_ended=bool(ended))
+        except _Enough as enough:
+            unseen = str(enough)
+        except Exception as error:
+            if len(watch.marks) < 2:
+                raise
+            unseen = f"{type(error).__name__}: {error}"
+    return watch.captured(unseen)
 
 
 class _Watch:
@@ -167,6 +150,9 @@ class _Watch:
         is_model = any(True for _ in module.parameters(recurse=not self._depth))
         if self._depth or is_model:
             self._depth += 1
+        kind = "cpu" if self._device.kind == "cpu" else "cuda"
+        if torch.is_autocast_enabled(kind) and torch.is_grad_enabled():
+            self._precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
         if self._depth == 1:
             self._begin_forward(module, args)
 
@@ -177,9 +163,6 @@ class _Watch:
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)
             self._parts += compiled_parts(module)
-        kind = "cpu" if self._device.kind == "cpu" else "cuda"
-        if not self._evaluates and torch.is_autocast_enabled(kind):
-            self._precision = f"amp-{_HALF.get(torch.get_autocast_dtype(kind), 'bf16')}"
         images = [tensor for tensor in tensors_in(args) if tensor.dim() == 4]
         last = torch.channels_last
         self._channels_last |= any(x.is_contiguous(memory_format=last) and not x.is_contiguous() for x in images)
@@ -254,8 +237,13 @@ class _Watch:
         self._fetched.append(self._total_batches.get(id(self._trainer), 0))
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
-        if len(self.marks) >= 3 and (self._trainer is None or time.monotonic() > self._ends_at):
-            raise _Enough
+        if len(self.marks) >= 3 and self._trainer is None:
+            raise _Enough("its batches do not come from a DataLoader, so its steps are not counted")
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._ends_at:
+            raise _Enough(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
 
     # --- Loaders ----------------------------------------------------------------------------------------------------------------
 
@@ -268,8 +256,6 @@ class _Watch:
             if is_trainer:
                 self._note_evaluation_ends()
                 self._epochs += 1
-                if time.monotonic() > self._ends_at:
-                    raise _Enough
             return
         number = self._num_batches.get(key, 0)
         if is_trainer and len(self.marks) >= 3:
@@ -295,8 +281,8 @@ class _Watch:
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
-    def captured(self, *, has_ended: bool) -> CapturedTrial:
-        """Return what was seen.
+    def captured(self, unseen: str) -> CapturedTrial:
+        """Return what was seen. ``unseen`` says why the objective's end was not.
 
         Raises:
             CaptureError: if there was no step.
@@ -314,10 +300,10 @@ class _Watch:
             evaluation = self._graph(_cut(ops, lives, *self._evaluation, None, self._lasting()), "infer", on_device=False)
         per_epoch = self._steps_per_epoch()
         steps = None
-        if has_ended:
+        if not unseen:
             epochs = 1 if self._trainer is None else self._epochs + 1
             steps = len(self.marks) if len(self.marks) < 3 else per_epoch * epochs if per_epoch is not None else None
-        return CapturedTrial(training, evaluation, per_epoch, steps)
+        return CapturedTrial(training, evaluation, per_epoch, steps, unseen)
 
     def _steps_per_epoch(self) -> int | None:
         try:

@@ -1,0 +1,158 @@
+"""ObjectiveBuild: the default ``build``. It dry-runs the objective with the parameters that a trial has, or would have."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import optuna
+from optuna.study import StudyDirection
+
+from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.exceptions import CaptureError
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.workload import CapturedTrial
+
+Objective = Callable[[optuna.Trial], float | Sequence[float]]
+DESCRIBES_ITSELF = "The objective describes its step by itself, with guard.trial or a trainer's callback."
+
+
+class ObjectiveBuild:
+    """``build(params)``, by dry runs of an objective in other processes.
+
+    Args:
+        objective: of the study.
+        device: the guarded device.
+        directions: those of the study.
+    """
+
+    captures: Literal[True] = True
+
+    def __init__(self, objective: Objective, device: Device, directions: Sequence[StudyDirection]) -> None:
+        self._runs = DryRuns(functools.partial(_play, objective, tuple(directions)), device)
+
+    def start(self) -> None:
+        """Fork the process that dry-runs, before the first trial."""
+        self._runs.start()
+
+    def close(self) -> None:
+        """End that process."""
+        self._runs.close()
+
+    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+        """Return what the objective would run with ``params``.
+
+        Raises:
+            KeyError: if it suggests a parameter that ``params`` does not have.
+            CaptureError: if the dry run does not show it.
+            TooLargeError: if a tensor of it does not fit into any memory.
+        """
+
+        def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
+            return _answer(method, name, params[name], args, kwargs)
+
+        return self._runs.capture(answer, params)
+
+    def ask(self, trial: optuna.Trial) -> CapturedTrial:
+        """Return what ``trial`` would run. It gets all parameters that the objective suggests.
+
+        Raises:
+            CaptureError, TooLargeError: as when called.
+        """
+
+        def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
+            return _answer(method, name, getattr(trial, method)(name, *args, **kwargs), args, kwargs)
+
+        return self._runs.capture(answer)
+
+
+def _answer(method: str, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Answer:
+    """The value of a parameter; of one that is continuous, another one too, between the ends of its range."""
+    if method != "suggest_float" or kwargs.get("step") is not None:
+        return Answer(name, value)
+    low, high = args
+    share = 0.4 if value > (low + high) / 2 else 0.6
+    if kwargs.get("log"):
+        return Answer(name, value, math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
+    return Answer(name, value, low + share * (high - low))
+
+
+def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask) -> object:
+    return objective(DryTrial(ask, directions))
+
+
+class DryTrial(optuna.Trial):
+    """The trial of a dry run. It suggests what the real one would, and reports nothing."""
+
+    def __init__(self, ask: Ask, directions: tuple[StudyDirection, ...]) -> None:
+        self._ask = ask
+        self._params: dict[str, Any] = {}
+        self._attributes: dict[str, Any] = {}
+        self.study = _DryStudy(directions)  # type: ignore[assignment]
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        return float(self._suggest("suggest_float", name, low, high, step=step, log=log))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        return int(self._suggest("suggest_int", name, low, high, step=step, log=log))
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest("suggest_categorical", name, choices)
+
+    def _suggest(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in self._params:
+            self._params[name] = self._ask(method, name, args, kwargs)
+        return self._params[name]
+
+    def report(self, value: float, step: int) -> None:
+        """Report nothing."""
+
+    def should_prune(self) -> bool:
+        """A dry run goes on."""
+        return False
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Write nothing into the study."""
+        self._attributes[key] = value
+
+    def set_constraint(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing into the study."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What it has suggested."""
+        return dict(self._params)
+
+    @property
+    def user_attrs(self) -> dict[str, Any]:
+        """What the objective has set."""
+        return dict(self._attributes)
+
+    @property
+    def number(self) -> int:
+        """Not that of a trial: a dry run may be of none."""
+        return 0
+
+
+class _DryStudy:
+    """What an objective may ask of the study of its trial."""
+
+    def __init__(self, directions: tuple[StudyDirection, ...]) -> None:
+        self.directions = list(directions)
+        self.direction = directions[0]
+        self.study_name = "dry-run"
+        self.user_attrs: dict[str, Any] = {}
+        self.trials: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(f"The objective reads trial.study.{name}, which a dry run does not have.")
+
+
+def refuse_dry_trial(trial: object) -> None:
+    """Raise a CaptureError in the dry run of an objective that describes its step by itself."""
+    if isinstance(trial, DryTrial):
+        raise CaptureError(DESCRIBES_ITSELF)

@@ -1,0 +1,352 @@
+"""DryRuns: captures trials in processes of their own, so that nothing of the user's changes.
+
+    this process    answers what a trial's parameters are
+    the server      forked before the first trial, so before this process has touched a GPU; forks a child for each dry run
+    a child         runs the objective on the stage, sends what it saw, and ends without a trace
+
+A child that hangs, dies or takes too much memory costs its limit, and its trial runs unguarded, with the cause.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from perfguard.exceptions import CaptureError, TooLargeError
+
+if TYPE_CHECKING:
+    from perfguard.devices import Device
+    from perfguard.workload import CapturedTrial
+
+
+class Answer(NamedTuple):
+    """The value of a parameter of a trial."""
+
+    name: str
+    value: Any
+    other: Any = None
+    """Another value that the search may propose, of a parameter that is continuous. None: it is not."""
+
+
+Ask = Callable[..., Any]
+"""``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
+
+
+class DryRuns:
+    """Dry runs of one objective, remembered by the parameters that change its step.
+
+    Args:
+        objective: is called in the child as ``objective(ask)``.
+        device: the guarded device.
+        most_seconds: how long a dry run may take, and ten times as long as the longest so far.
+        most_bytes: the most host memory that a dry run may take beyond what this process has.
+        most_failed: dry runs that fail in a row before no more are made.
+    """
+
+    def __init__(
+        self,
+        objective: Callable[[Ask], object],
+        device: Device,
+        *,
+        most_seconds: float = 60.0,
+        most_bytes: int = 8 * 2**30,
+        most_failed: int = 3,
+    ) -> None:
+        self._objective = objective
+        self._device = device
+        self._most_seconds = most_seconds
+        self._most_bytes = most_bytes
+        self._longest_s = 0.0
+        self._lock = threading.Lock()
+        self._pipe: Connection | None = None
+        self._server = 0
+        self._most_failed = most_failed
+        self._num_failed = 0
+        self._known: dict[Any, CapturedTrial | Exception] = {}
+        """What was seen, by the parameters that change it."""
+        self._continuous: dict[tuple[str, ...], list[str]] = {}
+        """The continuous parameters, by the names of all parameters that a trial has had."""
+        self._by_value: dict[tuple[str, ...], bool] = {}
+        """Whether the values of continuous parameters change the step, by the names of all parameters."""
+
+    def start(self) -> None:
+        """Fork the server, unless it runs. Call it before the first trial.
+
+        Raises:
+            CaptureError: if this system cannot fork.
+        """
+        if self._server:
+            return
+        if not hasattr(os, "fork"):
+            raise CaptureError("This system has no fork, so objectives cannot be dry-run. Describe what the trials run: build=...")
+        here, there = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the server takes no lock of theirs
+            self._server = os.fork()
+        if not self._server:
+            here.close()
+            _serve(there, self._objective, self._device, self._most_bytes)
+        there.close()
+        self._pipe = here
+
+    def close(self) -> None:
+        """End the server."""
+        if self._pipe is not None:
+            self._pipe.close()
+            with suppress(ChildProcessError):
+                os.waitpid(self._server, 0)
+            self._pipe, self._server = None, 0
+
+    def capture(self, answer: Callable[..., Answer], params: Mapping[str, Any] | None = None) -> CapturedTrial:
+        """Return what the trial would run whose parameters ``answer(*question)`` knows.
+
+        What ``answer`` raises ends the dry run and is raised here.
+
+        Args:
+            answer: the parameters, as the objective asks for them.
+            params: all parameters, if they are known before. Then nothing runs where an equal trial was seen.
+
+        Raises:
+            KeyError: if ``params`` lacks a parameter that every trial so far has had.
+            CaptureError: if the dry run does not show it.
+            TooLargeError: if a tensor of the trial does not fit into any memory.
+        """
+        with self._lock:
+            answers: dict[str, Answer] = {}
+            found = None if params is None else self._recall(params)
+            if found is None:
+                self.start()
+                found = self._run(answer, answers)
+                self._remember(answers, found)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    def _recall(self, params: Mapping[str, Any]) -> CapturedTrial | Exception | None:
+        """What is known of ``params``. None: nothing is."""
+        for names in reversed(self._continuous):
+            if all(name in params for name in names):
+                answers = {name: Answer(name, params[name], 1.0 if name in self._continuous[names] else None) for name in names}
+                if (found := self._known.get(self._key(answers))) is not None:
+                    return found
+        if self._continuous:
+            latest = list(self._continuous)[-1]
+            for name in latest:
+                params[name]  # a KeyError names what is missing
+        return None
+
+    def _remember(self, answers: Mapping[str, Answer], found: CapturedTrial | Exception) -> None:
+        names = tuple(answers)
+        self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
+        self._num_failed = 0 if not isinstance(found, Exception) else self._num_failed + 1
+        if self._num_failed == self._most_failed:  # it fails whatever the parameters are
+            self._continuous[()], self._known[()] = [], found
+        if not isinstance(found, Exception) and names not in self._by_value:
+            self._by_value[names] = self._depends_on_values(answers, found)
+        self._known[self._key(answers)] = found
+
+    def _depends_on_values(self, answers: Mapping[str, Answer], captured: CapturedTrial) -> bool:
+        """Whether another value of the continuous parameters gives another step. A learning rate does not."""
+        if all(found.other is None for found in answers.values()):
+            return False
+        order = iter(answers.values())
+
+        def vary(*_: Any) -> Answer:
+            found = next(order)
+            return found if found.other is None else found._replace(value=found.other)
+
+        try:
+            other = self._run(vary, {})
+        except StopIteration:  # it has more parameters then
+            return True
+        return isinstance(other, Exception) or other.graph.content_hash != captured.graph.content_hash
+
+    def _key(self, answers: Mapping[str, Answer]) -> Any:
+        by_value = self._by_value.get(tuple(answers), True)
+        return tuple(
+            (known.name, type(known.value).__name__, repr(known.value) if by_value or known.other is None else known.value != 0)
+            for known in answers.values()
+        )
+
+    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception:
+        """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
+        pipe = self._pipe
+        assert pipe is not None
+        began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
+        try:
+            pipe.send(("run", most_s))
+            while True:
+                kind, content = pipe.recv()
+                if kind != "ask":
+                    self._longest_s = max(self._longest_s, time.monotonic() - began)
+                    return content
+                try:
+                    found = answer(*content)
+                except BaseException:
+                    self._cancel(pipe)
+                    raise
+                answers[found.name] = found
+                known = self._known.get(self._key(answers))
+                if known is not None:
+                    self._cancel(pipe)
+                    return known
+                pipe.send(("answer", found.value))
+        except (EOFError, OSError) as error:
+            self._pipe, self._server = None, 0
+            return CaptureError(f"the process for dry runs has ended ({type(error).__name__})")
+        except KeyboardInterrupt:  # what the child says from now on is the answer to nothing
+            pipe.close()
+            self._pipe, self._server = None, 0
+            raise
+
+    @staticmethod
+    def _cancel(pipe: Connection) -> None:
+        pipe.send(("cancel", None))
+        while pipe.recv()[0] not in ("cancelled", "failed"):  # it may have ended by itself
+            pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise pickle.PicklingError("DryRuns belong to one process.")
+
+
+def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int) -> NoReturn:
+    """Fork a child for each request, until the other end closes."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        warnings.simplefilter("ignore")
+        import torch
+
+        import perfguard.capture.trial  # noqa: F401 - the children find it imported
+
+        torch.set_num_threads(1)  # the threads of the process before have not come along
+        gc.freeze()
+        while True:
+            request, most_s = pipe.recv()
+            if request != "run":  # for a child that has ended by itself
+                continue
+            child = os.fork()
+            if not child:
+                _dry_run(pipe, objective, device)
+            if problem := _await(child, most_s, most_bytes):
+                pipe.send(("failed", CaptureError(problem)))
+    except BaseException:  # the other end is closed
+        pass
+    finally:
+        os._exit(0)
+
+
+def _await(child: int, most_s: float, most_bytes: int) -> str:
+    """Wait for a child, and return why it did not end by itself. Empty: it did."""
+    began, pause, before = time.monotonic(), 0.001, _resident_bytes(os.getpid())
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return "" if status == 0 else f"the dry run of the objective was ended by signal {status & 127}"
+        if time.monotonic() - began > most_s:
+            problem = f"the dry run of the objective did not end within {most_s:.0f} s"
+        elif _resident_bytes(child) - before > most_bytes:
+            problem = f"the dry run of the objective took more than {most_bytes / 2**30:.0f} GiB of host memory"
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            continue
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return problem
+
+
+def _resident_bytes(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # no Linux, or it has just ended
+        return 0
+
+
+def _dry_run(pipe: Connection, objective: Callable[[Ask], object], device: Device) -> NoReturn:
+    """Run in the child: capture the objective, and send what it shows."""
+
+    def ask(*question: Any) -> Any:
+        pipe.send(("ask", question))
+        kind, value = pipe.recv()
+        if kind == "cancel":
+            pipe.send(("cancelled", None))
+            os._exit(0)
+        return value
+
+    answer: tuple[str, Any]
+    try:
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the system ends this process first
+        _write_nothing()
+        from perfguard.capture.trial import capture
+
+        answer = "captured", capture(lambda: objective(ask), device)
+    except (CaptureError, TooLargeError) as error:
+        answer = "failed", error
+    except BaseException as error:
+        place = _line_of_user(error)
+        answer = "failed", CaptureError(f"the dry run of the objective ends{place} with {type(error).__name__}: {_short(error)}")
+    try:
+        pipe.send(answer)
+    except Exception as error:
+        pipe.send(("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}")))
+    os._exit(0)
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:240]
+
+
+def _line_of_user(error: BaseException) -> str:
+    """The last line of the user's own that ``error`` came through."""
+    libraries = (os.path.dirname(os.__file__), "site-packages", os.path.dirname(os.path.dirname(__file__)))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in libraries) and not frame.filename.startswith("<"):
+            return f" at {Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def _write_nothing() -> None:
+    """Keep this process from changing any file: what it opens for writing is the null device. Trackers are switched off."""
+    os.environ |= {
+        "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    really_open, really_open_descriptor = builtins.open, os.open
+
+    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return really_open(os.devnull if set(mode) & set("wax+") and not isinstance(file, int) else file, mode, *args, **kwargs)
+
+    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        return really_open_descriptor(os.devnull, os.O_RDWR) if writes else really_open_descriptor(path, flags, *args, **kwargs)
+
+    builtins.open = io.open = open_to_read  # type: ignore[assignment]
+    os.open = open_descriptor  # type: ignore[assignment]
+    for name in ("mkdir", "makedirs", "remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate", "chmod"):
+        setattr(os, name, lambda *_, **__: None)
+    import shutil
+
+    for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"):
+        setattr(shutil, name, lambda *_, **__: None)
+    torch: Any = sys.modules["torch"]
+    torch.save = lambda *_, **__: None
