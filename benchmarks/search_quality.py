@@ -133,11 +133,11 @@ class TablePredictor:
 class TableGuard(Guard):
     """A guard whose workloads are points of a table: nothing is traced, nothing is logged."""
 
-    def trace(self, workload: Workload) -> Any:
+    def trace(self, workload: Any) -> Any:
         """The point that ``build`` found."""
         return workload.model
 
-    def judge(self, graph: Any, limits: Any, *, threshold: float, steps: int | None = None) -> Verdict:
+    def judge(self, graph: Any, limits: Any, *, threshold: float, steps: int | None = None, **_: Any) -> Verdict:
         """By the table alone: a point has no operators that physics could bound."""
         prediction = self.predictor.predict(graph, self.device)
         return Verdict.of(prediction, limits(prediction), accepted=threshold)

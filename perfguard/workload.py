@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 from perfguard.exceptions import BuildError, TooLargeError, WorkloadError, log_once
 from perfguard.pytorch import is_compiled, module_inside, random_numbers_kept, too_large_named
@@ -210,7 +210,7 @@ def tf32_switches() -> Tf32:
 
 AnyWorkload = Workload | CapturedTrial
 """The work of a trial, described or captured."""
-Build = Callable[[Mapping[str, Any]], AnyWorkload]
+Build = Callable[[Mapping[str, Any]], Workload]
 """A function of the hyperparameters that describes what they would run."""
 
 
@@ -280,19 +280,23 @@ class WatchedParams(_Dict):
         return dict(self.items())
 
 
+@runtime_checkable
 class CapturingBuild(Protocol):
     """The default ``build``: it dry-runs the objective."""
 
-    captures: Literal[True]
+    captures: bool
 
     def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
         """Return what the objective would run with ``params``."""
         ...
 
 
-def build_watched(build: Build, params: WatchedParams) -> AnyWorkload:
+AnyBuild = Build | CapturingBuild
+
+
+def build_watched(build: AnyBuild, params: WatchedParams) -> AnyWorkload:
     """Call :func:`build_workload`, whose second attempt finds all parameters, whatever the first took out."""
-    if getattr(build, "captures", False):
+    if isinstance(build, CapturingBuild):
         return build(params)
 
     def attempt(watched: Mapping[str, Any]) -> Workload:

@@ -29,6 +29,7 @@ __all__ = [
     "TrialPrinter",
     "TrialRecord",
     "create_study",
+    "guarded",
     "load_study",
     "plot_budget",
     "plot_savings",

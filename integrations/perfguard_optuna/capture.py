@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
@@ -30,7 +30,7 @@ class ObjectiveBuild:
         directions: those of the study.
     """
 
-    captures: Literal[True] = True
+    captures = True
 
     def __init__(self, objective: Objective, device: Device, directions: Sequence[StudyDirection]) -> None:
         self._runs = DryRuns(functools.partial(_play, objective, tuple(directions)), device)
@@ -95,15 +95,15 @@ class DryTrial(optuna.Trial):
         self.study = _DryStudy(directions)  # type: ignore[assignment]
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        return float(self._suggest("suggest_float", name, low, high, step=step, log=log))
+        return float(self._suggested("suggest_float", name, low, high, step=step, log=log))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        return int(self._suggest("suggest_int", name, low, high, step=step, log=log))
+        return int(self._suggested("suggest_int", name, low, high, step=step, log=log))
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggest("suggest_categorical", name, choices)
+        return self._suggested("suggest_categorical", name, choices)
 
-    def _suggest(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _suggested(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
         if name not in self._params:
             self._params[name] = self._ask(method, name, args, kwargs)
         return self._params[name]

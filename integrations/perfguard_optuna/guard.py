@@ -37,8 +37,8 @@ from perfguard.rejections import Rejection
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import EVEN_CHANCE, Decision, Verdict
 from perfguard.workload import (
+    AnyBuild,
     AnyWorkload,
-    Build,
     WatchedParams,
     Workload,
     announce_optimizer,
@@ -56,7 +56,6 @@ from perfguard_optuna.attributes import (
     measured_attributes_of,
     write,
 )
-
 from perfguard_optuna.capture import refuse_dry_trial
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class OptunaGuard:
         self,
         gpu: str | Device = "auto",
         *,
-        build: Build | None = None,
+        build: AnyBuild | None = None,
         within_timeout: bool = False,
         **settings: Unpack[GuardSettings],
     ) -> None:
@@ -132,7 +131,7 @@ class OptunaGuard:
         self._searches: dict[str, Search] = {}
         self._rejected_by: set[tuple[str, ...]] = set()
         """The names that ``build`` read of the trials that it rejected. Each set of names makes keys of their own."""
-        self._remembers: Build | None = build
+        self._remembers: AnyBuild | None = build
         """The function whose rejections are remembered."""
 
     @property
@@ -192,7 +191,7 @@ class OptunaGuard:
         self,
         study: optuna.Study,
         trial: AnyTrial,
-        build: Build | None,
+        build: AnyBuild | None,
         *,
         final: bool = True,
         make_workload: Callable[[], AnyWorkload] | None = None,
@@ -233,7 +232,7 @@ class OptunaGuard:
         is_same = all(name in params and params[name] == value for name, value in known.params.items())
         return known.decision if is_same else None
 
-    def judge(self, study: optuna.Study, trial: AnyTrial, build: Build | None, *, final: bool) -> Decision | None:
+    def judge(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None, *, final: bool) -> Decision | None:
         """Decide on ``trial`` by its parameters, and write the verdict into it. None: it cannot be judged yet.
 
         ``build`` is None if nobody knows what the trial runs. Unless this is the ``final`` attempt, a default for a missing
@@ -358,7 +357,7 @@ class OptunaGuard:
             rejections.forget(known)
 
     def recall(
-        self, study: optuna.Study, params: Mapping[str, Any], build: Build, *, drawn: Collection[str] | None = None
+        self, study: optuna.Study, params: Mapping[str, Any], build: AnyBuild, *, drawn: Collection[str] | None = None
     ) -> Rejection | None:
         """Return the earlier rejection of ``params`` by ``build``, if judging them again would come to the same.
 
@@ -417,7 +416,7 @@ class OptunaGuard:
 
     # Nothing runs unguarded in silence: the reason is written into the trial, and the first one is a warning.
 
-    def report_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> None:
+    def report_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> None:
         """Report why ``trial`` runs without a verdict, unless it has one.
 
         Raises:
@@ -461,15 +460,15 @@ class OptunaGuard:
         if known.decision is None and not known.is_over:  # else the storage could not be written to
             self._unguarded(_NEVER_ASKED)
 
-    def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: Build | None) -> str:
+    def why_unjudged(self, study: optuna.Study, trial: AnyTrial, build: AnyBuild | None) -> str:
         """Return why ``trial`` has no verdict, and what to do."""
         if missing := self._trial(study, trial).missing:
             mend = "Correct the name in build, or suggest all that build needs before the first should_prune()."
             return f"{why_missing(missing, trial.params)}. {mend}"
         if self.build is None and build is None:
             return (
-                "PerfGuard does not know what the trials run. Make the study with `perfguard_optuna.create_study(...)`, or wrap the "
-                "objective: `study.optimize(perfguard_optuna.guarded(objective, gpu=...))`."
+                "PerfGuard does not know what the trials run. Make the study with `perfguard_optuna.create_study(...)`, or "
+                "wrap the objective: `study.optimize(perfguard_optuna.guarded(objective, gpu=...))`."
             )
         return "The objective suggested nothing that PerfGuard could judge by. Suggest what build needs."
 

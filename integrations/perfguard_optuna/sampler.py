@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from perfguard.exceptions import ConfigurationError, UnguardedTrialError, UnguardedTrialWarning
 from perfguard.verdict import Verdict
-from perfguard.workload import AnyWorkload, Build, WatchedParams, build_watched, is_missing_parameter
+from perfguard.workload import AnyBuild, AnyWorkload, WatchedParams, build_watched, is_missing_parameter
 from perfguard_optuna.attributes import PREFIX, attributes_of, write
 from perfguard_optuna.guard import OptunaGuard
 from perfguard_optuna.pruner import PerfGuardPruner
@@ -73,7 +73,7 @@ class PerfGuardSampler(BaseSampler):
         self._set_up(inner, guard, None, max_proposals, max_seconds, judges=True)
 
     @classmethod
-    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: Build) -> PerfGuardSampler:
+    def against_repeats(cls, inner: BaseSampler, guard: OptunaGuard, build: AnyBuild) -> PerfGuardSampler:
         """Return a sampler that draws again only while ``inner`` repeats a rejected proposal.
 
         A GuardedStudy uses it. A new proposal becomes a trial whatever the verdict, as without this sampler.
@@ -86,7 +86,7 @@ class PerfGuardSampler(BaseSampler):
         self,
         inner: BaseSampler,
         guard: OptunaGuard,
-        build: Build | None,
+        build: AnyBuild | None,
         max_proposals: int,
         max_seconds: float,
         *,
@@ -111,7 +111,7 @@ class PerfGuardSampler(BaseSampler):
         self._is_gp = isinstance(base, GPSampler)
 
     @property
-    def _build(self) -> Build | None:
+    def _build(self) -> AnyBuild | None:
         """What proposals are judged by. While a GuardedStudy runs without a ``build``, its guard has one by capture."""
         return self._given_build or self.guard.build
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError, UnguardedTrialWarning, warn_user
 from perfguard.repair import AS_PROPOSED, Repair
-from perfguard.workload import Build
+from perfguard.workload import AnyBuild
 from perfguard_optuna.attributes import has_verdict
 from perfguard_optuna.capture import DESCRIBES_ITSELF, Objective, ObjectiveBuild
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
@@ -127,7 +127,7 @@ class GuardedObjective:
         functools.update_wrapper(self, objective, updated=())
         self.guard = guard
         self._objective = objective
-        self._build: Build | None = guard.build or getattr(objective, "build", None)
+        self._build: AnyBuild | None = guard.build or getattr(objective, "build", None)
         self._captures: ObjectiveBuild | None = None
         self._lock = threading.Lock()
         self.num_launched = 0
@@ -175,7 +175,7 @@ class GuardedObjective:
         guard.report_unjudged(study, trial, build)
         return value
 
-    def _judge_by_capture(self, trial: optuna.Trial) -> Build | None:
+    def _judge_by_capture(self, trial: optuna.Trial) -> AnyBuild | None:
         """Return what ``trial`` is judged by, after a dry run has suggested all of its parameters. None: the objective itself."""
         if self._captures is None:
             return self._build
@@ -238,10 +238,10 @@ class _GuardedTrial(optuna.Trial):
     """A trial that is judged at the suggestion after which ``build`` has all parameters that it reads."""
 
     _guard: OptunaGuard
-    _build: Build | None
+    _build: AnyBuild | None
 
     @classmethod
-    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: Build | None) -> _GuardedTrial:
+    def of(cls, trial: optuna.Trial, guard: OptunaGuard, build: AnyBuild | None) -> _GuardedTrial:
         """The same trial, guarded. ``Trial.__init__`` would call the sampler again, so the state is copied (Optuna 5.0)."""
         guarded = cls.__new__(cls)
         guarded.__dict__.update(trial.__dict__)

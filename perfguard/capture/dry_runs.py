@@ -93,10 +93,10 @@ class DryRuns:
         if self._server:
             return
         if not hasattr(os, "fork"):
-            raise CaptureError("This system has no fork, so objectives cannot be dry-run. Describe what the trials run: build=...")
+            raise CaptureError("This system has no fork, so no objective can be dry-run. Describe what trials run: build=...")
         here, there = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the server takes no lock of theirs
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the server does not take
             self._server = os.fork()
         if not self._server:
             here.close()
@@ -194,7 +194,8 @@ class DryRuns:
                 kind, content = pipe.recv()
                 if kind != "ask":
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
-                    return content
+                    seen: CapturedTrial | Exception = content
+                    return seen
                 try:
                     found = answer(*content)
                 except BaseException:
@@ -318,7 +319,7 @@ def _short(error: BaseException) -> str:
 
 def _line_of_user(error: BaseException) -> str:
     """The last line of the user's own that ``error`` came through."""
-    libraries = (os.path.dirname(os.__file__), "site-packages", os.path.dirname(os.path.dirname(__file__)))
+    libraries = (str(Path(os.__file__).parent), "site-packages", str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in libraries) and not frame.filename.startswith("<"):
             return f" at {Path(frame.filename).name}:{frame.lineno}"
@@ -340,8 +341,8 @@ def _write_nothing() -> None:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         return really_open_descriptor(os.devnull, os.O_RDWR) if writes else really_open_descriptor(path, flags, *args, **kwargs)
 
-    builtins.open = io.open = open_to_read  # type: ignore[assignment]
-    os.open = open_descriptor  # type: ignore[assignment]
+    builtins.open = io.open = open_to_read
+    os.open = open_descriptor
     for name in ("mkdir", "makedirs", "remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate", "chmod"):
         setattr(os, name, lambda *_, **__: None)
     import shutil

@@ -13,6 +13,7 @@ So the same modes that trace a described workload (:class:`DevicePaths`, :class:
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +94,7 @@ class HostTensors(TorchDispatchMode):
             args = args[0], [part for index in args[1] for part in _positions(index)]
         if func._schema.name.startswith("aten::_fused_") and type(args[0]) is list:  # an optimizer; it refuses meta
             parameters, gradients, *state = (list(item) for item in args if type(item) in (list, tuple))
-            func, args, kwargs = torch.ops.perfguard.fused_optimizer_, (parameters, gradients, sum(state, [])), {}
+            func, args, kwargs = torch.ops.perfguard.fused_optimizer_, (parameters, gradients, [*itertools.chain(*state)]), {}
         if any(not tensor.is_meta and tensor.dim() for tensor in given):
             args, kwargs = self._with_twins(args), self._with_twins(kwargs)
         if self.in_forward and self._unread:
@@ -167,15 +168,13 @@ class Placement(TorchFunctionMode):
         if func in _BACKWARD and self._recorder.phase is not Phase.BACKWARD:
             with self, self._recorder.in_phase(Phase.BACKWARD):  # checkpointing runs the user's forward pass again
                 return func(*args, **kwargs)
-        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
             args = (_host_values(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             return source.to(META)
-        elif func is torch.Tensor.cpu and on_meta and self._is_cpu:
-            return source
-        elif func is torch.Tensor.pin_memory:
+        elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
@@ -214,7 +213,7 @@ _IS_CUDA = torch.Tensor.is_cuda
 def put_on_meta(module: nn.Module) -> None:
     """Replace what ``module`` holds by tensors on meta. Each stays the same object, so its optimizer still has it."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta and not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if not tensor.is_meta and not nn.parameter.is_lazy(tensor):
             replace_by_meta(tensor)
 
 
@@ -232,7 +231,9 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
     try:
         torch.utils.swap_tensors(tensor, twin)
     except RuntimeError as error:
-        raise CaptureError(f"A model that was made before the trial cannot be dry-run ({error}). Make it in the objective.") from error
+        raise CaptureError(
+            f"A model that was made before the trial cannot be dry-run ({error}). Make it in the objective."
+        ) from error
 
 
 @contextmanager
@@ -314,7 +315,7 @@ def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
-        iterator._loader = self
+        iterator._loader = self  # type: ignore[attr-defined]
         return iterator
 
     return _get_iterator
@@ -372,8 +373,12 @@ def _pretend_cuda(replace: Callable[[Any, str, Callable[[Any], Any]], None], dev
         "get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "get_rng_state_all": [],
         "set_rng_state_all": None, "can_device_access_peer": False,
     }  # fmt: skip
+
+    def answering(answer: Any) -> Callable[[Any], Any]:
+        return lambda _: lambda *_, **__: answer
+
     for name, answer in answers.items():
-        replace(torch.cuda, name, lambda _, answer=answer: lambda *_, **__: answer)
+        replace(torch.cuda, name, answering(answer))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     for name in ("current_stream", "default_stream"):

@@ -29,7 +29,7 @@ from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_i
 from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
 from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside
-from perfguard.workload import CapturedTrial, tf32_options, tf32_switches
+from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -289,15 +289,14 @@ class _Watch:
         """
         if not self.marks:
             raise CaptureError("The objective made no step of a torch optimizer. Describe what it runs: build=...")
-        ops, lives = self._recorder.ops, self._recorder.lives()
         begin, end = (self.marks[0], self.marks[1]) if len(self.marks) > 1 else (self._first_forward(), self.marks[0])
         after = self.marks[2] if len(self.marks) > 2 else None
-        copied = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
-        training = self._graph(_cut(ops, lives, begin, end, after, self._lasting()), "train", on_device=not copied and self._device.kind == "cuda")
+        copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
+        training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
         self._note_evaluation_ends()
         evaluation = None
         if self._evaluation and self._evaluation[0] < self._evaluation[1]:
-            evaluation = self._graph(_cut(ops, lives, *self._evaluation, None, self._lasting()), "infer", on_device=False)
+            evaluation = self._graph("infer", *self._evaluation)
         per_epoch = self._steps_per_epoch()
         steps = None
         if not unseen:
@@ -327,8 +326,8 @@ class _Watch:
                     found.setdefault(self._recorder.index_of(tensor), (kind, name))
         return found
 
-    def _graph(self, cut: tuple[tuple[Op, ...], tuple[Storage, ...]], mode: str, *, on_device: bool) -> OpGraph:
-        ops, storages = cut
+    def _graph(self, mode: Mode, begin: int, end: int, after: int | None = None, *, on_device: bool = False) -> OpGraph:
+        ops, storages = _cut(self._recorder.ops, self._recorder.lives(), self._lasting(), begin, end, after)
         precision = self._precision
         dtypes = [p.dtype for _, p in self._named_parameters()]
         if precision == "fp32" and dtypes and all(dtype in _HALF for dtype in dtypes):
@@ -364,11 +363,12 @@ class _Watch:
 
 
 def _cut(
-    ops: list[Op], lives: list[Life], begin: int, end: int, after: int | None, lasting: Mapping[int, tuple[StorageKind, str]]
+    ops: list[Op], lives: list[Life], lasting: Mapping[int, tuple[StorageKind, str]], begin: int, end: int, after: int | None
 ) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
     """Cut operators ``begin`` to ``end`` out of a recording as one step of a loop, with indices of their own.
 
-    What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at ``after``.
+    What the step before has left is not cut out: it is the same as what this step leaves to the next one, which ends at
+    ``after``.
     """
     number = end - begin
     window = ops[begin:end]
@@ -395,10 +395,9 @@ def _cut(
             kind = StorageKind.BUFFER if kind is None else kind
             rows.append(((order.get(kind, 5), index), index, Storage(life.num_bytes, kind, -1, number, path_inside(name))))
         else:
-            if death >= number:
-                is_next = after is not None and life.death is not None and life.death < after
-                death = number if not is_next else number - 1 if death == number - 1 else number + 1 + min(death - number, number - 1)
-            final = int(death)
+            final = int(death) if death < number else number
+            if after is not None and life.death is not None and number <= death < after - begin:
+                final = number + 1 + min(life.death - end, number - 1)  # in the next step
             kind = kind_by_lifetime(life.birth_phase, None if final == number else final, window) if kind is None else kind
             rows.append(((6, index), index, Storage(life.num_bytes, kind, birth, final, path_inside(name))))
     rows.sort(key=lambda row: row[0])
@@ -409,4 +408,3 @@ def _cut(
         for op in window
     )
     return renumbered, tuple(storage for _, _, storage in rows)
-

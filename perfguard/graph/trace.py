@@ -375,7 +375,9 @@ def _average_over_processes(buckets: Sequence[Sequence[tuple[nn.Parameter, torch
         torch._foreach_copy_(flat, views)
 
 
-def unmodelled(target: Target, names: set[str], *, precision: str, compiled: bool, compiled_parts: Sequence[str]) -> Iterator[str]:
+def unmodelled(
+    target: Target, names: set[str], *, precision: str, compiled: bool, compiled_parts: Sequence[str]
+) -> Iterator[str]:
     """Say what a trace does not account for, of a step with operators of those ``names``."""
     if precision in _AUTOCAST and target.is_cpu:
         yield "autocast on the CPU: traced with CUDA's lists of operators"
