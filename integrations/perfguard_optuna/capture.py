@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from perfguard.workload import CapturedTrial
 
 Objective = Callable[[optuna.Trial], float | Sequence[float]]
+PRUNES_ITSELF = "The objective prunes the trial by itself."
 DESCRIBES_ITSELF = "The objective describes its step by itself, with guard.trial or a trainer's callback."
 
 
@@ -82,7 +83,10 @@ def _answer(method: str, name: str, value: Any, args: tuple[Any, ...], kwargs: M
 
 
 def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask) -> object:
-    return objective(DryTrial(ask, directions))
+    try:
+        return objective(DryTrial(ask, directions))
+    except optuna.TrialPruned as error:
+        raise CaptureError(PRUNES_ITSELF) from error
 
 
 class DryTrial(optuna.Trial):

@@ -22,7 +22,7 @@ from perfguard.exceptions import CaptureError, ConfigurationError, TooLargeError
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.workload import AnyBuild
 from perfguard_optuna.attributes import has_verdict
-from perfguard_optuna.capture import DESCRIBES_ITSELF, Objective, ObjectiveBuild
+from perfguard_optuna.capture import DESCRIBES_ITSELF, PRUNES_ITSELF, Objective, ObjectiveBuild
 from perfguard_optuna.guard import OptunaGuard, prune_if_out_of_memory
 from perfguard_optuna.pruner import PerfGuardPruner
 from perfguard_optuna.sampler import PerfGuardSampler
@@ -140,7 +140,7 @@ class GuardedObjective:
                 with suppress(CaptureError):  # each trial says so
                     self._captures.start()
                 self._build = self.guard.build = self._captures
-        self._propose_nothing_again(study)
+            self._propose_nothing_again(study)
 
     def end(self) -> None:
         """End what :meth:`begin` has begun."""
@@ -184,7 +184,7 @@ class GuardedObjective:
         except TooLargeError:  # which is a verdict
             pass
         except CaptureError as error:  # the trial is launched, and the guard says why it is unguarded
-            if str(error) == DESCRIBES_ITSELF:
+            if str(error) in (DESCRIBES_ITSELF, PRUNES_ITSELF):
                 return None
         return self._captures
 
@@ -197,7 +197,7 @@ class GuardedObjective:
             if search.is_over:
                 search.warn_that_nothing_fits()  # once
                 trial.study.stop()
-        self._propose_nothing_again(trial.study)
+            self._propose_nothing_again(trial.study)
 
     def _propose_nothing_again(self, study: optuna.Study) -> None:
         """Keep a GuardedStudy's sampler from proposing what was rejected before, as soon as it does so."""

@@ -329,7 +329,6 @@ def test_a_sampler_pickles() -> None:
     [
         (lambda: ("tpe", make_pruner()), "inner must be an Optuna sampler"),
         (lambda: (TPESampler(), "a100"), "guard must be an OptunaGuard or a PerfGuardPruner"),
-        (lambda: (TPESampler(), make_pruner(build=None)), "build=lambda params: Workload"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: Callable[[], tuple[Any, Any]], message: str) -> None:

@@ -77,10 +77,22 @@ def statuses(pruner: PerfGuardPruner, study: optuna.Study) -> list[str | None]:
 
 def test_the_literal_line_runs() -> None:
     study = perfguard_optuna.create_study()
-    with pytest.warns(UnguardedTrialWarning, match=r"build=lambda params: Workload") as caught:
-        study.optimize(objective, n_trials=30, count="proposed", pruner=PerfGuardPruner(gpu="a100"))
-    assert [warning.category for warning in caught].count(UnguardedTrialWarning) == 1
-    assert states(study) == [COMPLETE] * 30
+    study.optimize(objective, n_trials=10, pruner=PerfGuardPruner(gpu="a100", log=False))
+    assert states(study) == [COMPLETE] * 10
+    assert all(record_of(trial).verdict.predicted["memory"].median > 2**20 for trial in study.trials)
+
+
+def test_the_literal_line_prunes_what_does_not_fit() -> None:
+    study = study_of(SMALL, LARGE, SMALL)
+    study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=None))
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+
+
+def test_guarded_objective_runs_in_any_study() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"width": [SMALL, LARGE]}))
+    guarded = perfguard_optuna.guarded(objective, BARE_A100, memory_budget=BUDGET, predictor=ReplayPredictor(), log=False)
+    study.optimize(guarded, n_trials=2)
+    assert sorted(states(study)) == [COMPLETE, PRUNED]
 
 
 def test_build_guards_an_unchanged_objective() -> None:
