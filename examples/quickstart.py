@@ -27,8 +27,9 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from perfguard import Run, TensorSpec, Workload, resolve_device
+from perfguard import Run, resolve_device
 from perfguard.quantities import format_bytes, format_seconds, parse_bytes
 from perfguard.report import write_report
 from perfguard_optuna import (
@@ -78,24 +79,6 @@ def make_model(params: Mapping[str, Any]) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10))
 
 
-def make_optimizer(params: Mapping[str, Any]) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer, still without parameters."""
-    return functools.partial(OPTIMIZERS[params["optimizer"]], lr=params["lr"])
-
-
-def build(params: Mapping[str, Any]) -> Workload:
-    """What a trial with ``params`` would run: all that PerfGuard needs to know."""
-    batch_size = params["batch_size"]
-    return Workload(
-        make_model(params),
-        inputs=(batch_size, 1, 8, 8),
-        targets=TensorSpec((batch_size,), "int64"),
-        loss=nn.functional.cross_entropy,
-        optimizer=make_optimizer(params),
-        steps=EPOCHS * (1437 // batch_size),
-    )
-
-
 def suggest(trial: optuna.Trial) -> dict[str, Any]:
     """The search space."""
     return {
@@ -113,14 +96,12 @@ def train(params: Mapping[str, Any]) -> float:
     images, images_v, labels, labels_v = digits()
     torch.manual_seed(0)
     model = make_model(params)
-    optimizer = make_optimizer(params)(model.parameters())
+    optimizer = OPTIMIZERS[params["optimizer"]](model.parameters(), lr=params["lr"])
+    loader = DataLoader(TensorDataset(images, labels), batch_size=params["batch_size"], shuffle=True, drop_last=True)
     for _ in range(EPOCHS):
-        order = torch.randperm(len(images))
-        for batch in order.split(params["batch_size"]):
-            if len(batch) < params["batch_size"]:
-                continue
+        for inputs, targets in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
     model.eval()
     with torch.no_grad():
@@ -146,7 +127,7 @@ def objective(trial: optuna.Trial) -> float:
 def run_guarded(seed: int, seconds: float, budget_s: float, log: Path, console: Console) -> optuna.Study:
     """The study with PerfGuard."""
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    pruner = PerfGuardPruner(gpu="cpu", build=build, memory_budget=MEMORY_BUDGET, time_budget=budget_s, log=str(log))
+    pruner = PerfGuardPruner(gpu="cpu", memory_budget=MEMORY_BUDGET, time_budget=budget_s, log=str(log))
     study.optimize(objective, timeout=seconds, callbacks=[TrialPrinter(console)], pruner=pruner)
     return study
 
