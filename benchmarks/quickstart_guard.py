@@ -91,9 +91,7 @@ def study_of(seed: int, trials: int) -> Outcome:
     """Run the demo's study with ``seed``, then its pruned trials."""
     study = create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     budget_s = quickstart.time_budget_s()
-    pruner = PerfGuardPruner(
-        gpu="cpu", build=quickstart.build, memory_budget=quickstart.MEMORY_BUDGET, time_budget=budget_s, log=False
-    )
+    pruner = PerfGuardPruner(gpu="cpu", memory_budget=quickstart.MEMORY_BUDGET, time_budget=budget_s, log=False)
     decisions: list[float] = []
     judge = pruner.guard.judge
 

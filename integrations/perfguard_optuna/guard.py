@@ -195,10 +195,12 @@ class OptunaGuard:
         *,
         final: bool = True,
         make_workload: Callable[[], AnyWorkload] | None = None,
+        keeps_pace: bool = False,
     ) -> bool:
         """Judge ``trial`` and begin to measure it, unless that was done before. Return False if it cannot be judged yet.
 
-        ``make_workload`` describes what the trial runs, in the place of ``build``. The others are those of :meth:`judge`.
+        ``make_workload`` describes what the trial runs, in the place of ``build``. With ``keeps_pace``, a step of an optimizer
+        raises as soon as the trial will break its time budget. The others are those of :meth:`judge`.
 
         Raises:
             optuna.TrialPruned: if the trial does not fit.
@@ -217,7 +219,7 @@ class OptunaGuard:
             return False
         if decision.verdict.action == "prune":
             raise optuna.TrialPruned(decision.verdict.reason)
-        known.run = Run(self.device)
+        known.run = Run(self.device, on_step=(lambda: self.check_pace(study, trial)) if keeps_pace else None)
         try:
             known.run.start()
         except Exception as error:
@@ -494,6 +496,18 @@ class OptunaGuard:
             self._write(study, trial, {"stopped": reason}, lambda: self._excess(study, "time", 0.0))
         return reason
 
+    def check_pace(self, study: optuna.Study, trial: AnyTrial) -> None:
+        """Look at the pace of a running trial. To look at all steps after each would cost more than a step, in the end.
+
+        Raises:
+            optuna.TrialPruned: if the trial will break its time budget.
+        """
+        run = self._trial(study, trial).run
+        if run is None or run.num_steps % max(1, run.num_steps // 50):
+            return
+        if reason := self.too_slow(study, trial):
+            raise optuna.TrialPruned(reason)
+
     def repair_of(self, study: optuna.Study, trial: AnyTrial) -> Repair:
         """Return the change that makes a trial fit. An objective that calls this is trusted to apply it."""
         self._trial(study, trial).repair_was_read = True
@@ -708,10 +722,7 @@ class GuardedRun:
         if self._run is None:
             return
         self._run.step()
-        if self._run.num_steps % max(1, self._run.num_steps // 50):
-            return  # to look at all steps after each would cost more than a step, in the end
-        if reason := self._guard.too_slow(self._trial.study, self._trial):
-            raise optuna.TrialPruned(reason)
+        self._guard.check_pace(self._trial.study, self._trial)
 
 
 def prune_if_out_of_memory(error: BaseException | None) -> None:

@@ -162,7 +162,7 @@ class GuardedObjective:
             build = self._judge_by_capture(trial)
             guarded = _GuardedTrial.of(trial, guard, build)
             if build is self._captures and build is not None:
-                guard.begin(study, guarded, build)
+                guard.begin(study, guarded, build, keeps_pace=True)
             value = self._objective(guarded)
         except BaseException as error:
             guard.finish(study, error)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import perfguard_optuna
 from perfguard import MeasurementStore, Run, Workload, resolve_device
@@ -86,6 +88,23 @@ def test_the_literal_line_prunes_what_does_not_fit() -> None:
     study = study_of(SMALL, LARGE, SMALL)
     study.optimize(objective, n_trials=3, count="proposed", pruner=make_pruner(build=None))
     assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+
+
+def test_pace_stops_a_trial_that_never_asks() -> None:
+    def slow(trial: optuna.Trial) -> float:
+        model = nn.Linear(64, trial.suggest_int("width", SMALL, SMALL))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (batch,) in DataLoader(TensorDataset(torch.ones(400, 64))):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+            time.sleep(0.05)  # five times as long as predicted
+        return 0.0
+
+    study = optuna.create_study()
+    study.optimize(perfguard_optuna.guarded(slow, "cpu", time_budget="5s", predictor=ReplayPredictor(), log=False), n_trials=1)
+    assert states(study) == [PRUNED]
+    assert "at the measured pace it takes" in study.trials[0].user_attrs["perfguard:stopped"]
 
 
 def test_guarded_objective_runs_in_any_study() -> None:
