@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from perfguard.budget import Budget
@@ -246,7 +247,7 @@ class Guard:
         *,
         threshold: float,
         steps: int | None = None,
-        evaluation: OpGraph | None = None,
+        phases: Mapping[str, OpGraph] = MappingProxyType({}),
     ) -> Verdict:
         """Return "launch" if each limit holds with the chance 1 - ``threshold``, else "prune". Nothing is logged.
 
@@ -258,15 +259,18 @@ class Guard:
             limits: the limits beside a prediction, see :meth:`perfguard.Budget.limits`.
             threshold: the accepted chance of breaking a limit, in (0, 1).
             steps: steps of the whole trial. None: unknown.
-            evaluation: the trial's evaluation, whose memory counts if it is larger. None: unknown.
+            phases: other phases of the trial, whose memory counts if it is larger.
         """
         capacity_bytes = self.budget.capacity_bytes(self.device)
         least = graph if isinstance(graph, LeastMemory) else LeastMemory.of(graph, self.device)
         if not isinstance(graph, LeastMemory) and least.num_bytes <= HOPELESS * capacity_bytes:
             prediction = self.predict(graph, steps=steps)
-            if evaluation is not None:
-                prediction = prediction.with_memory_of(self.predict(evaluation))
-            verdict = Verdict.of(prediction, limits(prediction), accepted=threshold)
+            largest = ""
+            for name, phase in phases.items():
+                other = self.predict(phase)
+                if other.peak_memory.median > prediction.peak_memory.median:
+                    prediction, largest = prediction.with_memory_of(other), name
+            verdict = replace(Verdict.of(prediction, limits(prediction), accepted=threshold), phase=largest)
             if verdict.action == "prune" or least.num_bytes <= capacity_bytes:
                 return verdict
         prediction = least.prediction(self.device, steps=steps)
@@ -346,8 +350,9 @@ class Guard:
                 self._limits_of(workload, time_left_s),
                 threshold=self.threshold if threshold is None else threshold,
                 steps=workload.steps,
-                evaluation=workload.evaluation if isinstance(workload, CapturedTrial) else None,
+                phases=workload.phases if isinstance(workload, CapturedTrial) else {},
             )
+            verdict = replace(verdict, source="captured" if isinstance(workload, CapturedTrial) else "described")
         if verdict.prediction is not None and not verdict.prediction.trained_on_device:
             self.warn_once(
                 UntrainedDeviceWarning,
@@ -535,6 +540,8 @@ class Guard:
             )
         elif measurement.device_id != self.device.id:  # the same device, by the name that it has elsewhere
             measurement = replace(measurement, device_id=self.device.id)
+        if decision.verdict.phase:  # the log has the graph of a training step, which needs less
+            measurement = replace(measurement, peak_memory_bytes=None)
         if not decision.id:
             return
         try:

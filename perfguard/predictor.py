@@ -183,9 +183,7 @@ class Prediction:
         )
 
     def with_memory_of(self, other: Prediction) -> Prediction:
-        """Return the prediction with the memory of ``other``, another phase of the same trial, if that is larger."""
-        if other.peak_memory.median <= self.peak_memory.median:
-            return self
+        """Return the prediction with the memory of ``other``, another phase of the same trial."""
         return replace(self, peak_memory=other.peak_memory, memory_parts_bytes=other.memory_parts_bytes)
 
 

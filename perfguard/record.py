@@ -41,7 +41,7 @@ def column(quantity: Quantity, number: str) -> str:
     return f"{quantity}_{number}_{_UNITS.get(quantity, 's')}"
 
 
-TEXTS = ("verdict", "bound", "repair", "remark", "unjudged", "predictor")
+TEXTS = ("verdict", "source", "phase", "bound", "repair", "remark", "unjudged", "predictor")
 """The columns of a verdict that hold text."""
 VERDICT_COLUMNS: Mapping[str, type] = {
     **dict.fromkeys(TEXTS, str),
@@ -58,6 +58,8 @@ def columns_of(verdict: Verdict) -> dict[str, Any]:
     """Return ``verdict`` as columns, without those that are unknown or empty. Values are text and numbers."""
     columns: dict[str, Any] = {
         "verdict": verdict.action,
+        "source": verdict.source,
+        "phase": verdict.phase,
         "accepted": verdict.accepted,
         "bound": verdict.bound,
         "remark": verdict.remark,
@@ -103,6 +105,8 @@ def verdict_from(columns: Mapping[str, Any]) -> Verdict | None:
         as_proposed=None if proposed is None else _limit_in(proposed, proposed["quantity"]),
         remark=columns.get("remark") or "",
         unjudged=columns.get("unjudged") or "",
+        source=columns.get("source") or "",
+        phase=columns.get("phase") or "",
     )
 
 

@@ -66,6 +66,8 @@ class Summary:
     """Further proposals of rejected configurations, which have no trial of their own."""
     num_unguarded: int
     """Launched without a verdict, or against it."""
+    sources: Mapping[str, int]
+    """Number of judged trials by how it was known what they run: "captured" or "described"."""
     why_unguarded: str
     """Reason of the first of those; empty: there is none, or it is unknown."""
     num_interrupted: int
@@ -97,6 +99,8 @@ class Summary:
         yield "pruned before launch", f"{self.num_pruned}" + (f" ({counts})" if counts else "")
         if self.num_repeated:
             yield "proposed again and pruned from memory", f"{self.num_repeated}"
+        if self.sources:
+            yield "what trials run was", ", ".join(f"{source} {count}" for source, count in self.sources.items())
         why = f" ({self.why_unguarded})" if self.why_unguarded else ""
         yield "launched without a verdict, or against it", f"{self.num_unguarded}{why}"
         if self.num_interrupted:
@@ -161,6 +165,7 @@ def summarize(records: Sequence[TrialRecord], *, title: str = "PerfGuard", devic
         pruned_for={quantity: broken[quantity] for quantity in (*QUANTITIES, None) if quantity in broken},
         num_repeated=num_repeated,
         num_unguarded=len(unguarded),
+        sources=Counter(record.verdict.source for record in records if record.verdict is not None and record.verdict.source),
         why_unguarded=next((record.reason for record in unguarded if record.reason), "").removeprefix("not judged: "),
         num_interrupted=sum(record.status == "interrupted" for record in launched),
         num_failed=sum(record.status == "failed" for record in launched),

@@ -40,6 +40,10 @@ class Verdict:
     """What a person should know beside the numbers, for instance that no remedy helps."""
     unjudged: str = ""
     """Why there is no prediction. Empty: there is one."""
+    source: Literal["", "captured", "described"] = ""
+    """How it is known what the trial runs: by a dry run, or by a Workload. Empty: it is not known."""
+    phase: str = ""
+    """The phase of the trial that needs most memory, for instance "the evaluation". Empty: a training step."""
     prediction: Prediction | None = field(default=None, compare=False)
     """All that was predicted. None: nothing was, or the verdict was read from a log, which holds :attr:`predicted` alone."""
 
@@ -105,7 +109,8 @@ class Verdict:
             words = f"{self.as_proposed.sentence}; with {self.repair} it {words}"
         if self.is_overruled:
             words = f"launched all the same: {words}"
-        return f"{words}; {self.remark}" if self.remark else words
+        phase = f"most memory is needed by {self.phase}" if self.phase else ""
+        return "; ".join(part for part in (words, phase, self.remark) if part)
 
     def _sentence(self, worst: Limit) -> str:
         if self.bound:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -171,8 +171,9 @@ class CapturedTrial:
 
     graph: OpGraph
     """One training step in the middle of training."""
-    evaluation: OpGraph | None = None
-    """The forward passes of the evaluation after the first epoch. None: there was none, or it was not reached."""
+    phases: Mapping[str, OpGraph] = field(default_factory=dict)
+    """Other phases, of which only the memory counts: "the evaluation" after the first epoch, and where the lengths of samples
+    vary, a training step with "the longest batch of 1000 samples"."""
     steps_per_epoch: int | None = None
     """Optimizer steps of an epoch. None: the batches do not come from a DataLoader of known length."""
     steps: int | None = None

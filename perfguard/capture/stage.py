@@ -14,6 +14,8 @@ So the same modes that trace a described workload (:class:`DevicePaths`, :class:
 from __future__ import annotations
 
 import itertools
+import math
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -237,13 +239,13 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaded: Callable[[Any, bool], None]) -> Iterator[None]:
+def staged(device: Device, loaded: Callable[[Any, bool], Any]) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
         device: the guarded device.
-        loaded: is called as ``loaded(loader, False)`` before each batch of a DataLoader, and may raise StopIteration; and as
-            ``loaded(loader, True)`` when the loader begins.
+        loaded: is called as ``loaded(loader, False)`` before each batch of a DataLoader. It may raise StopIteration, or return
+            another batch. It is called as ``loaded(loader, True)`` when the loader begins.
     """
     with ExitStack() as stack:
 
@@ -300,7 +302,7 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
-def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
+def _single_process_iterator(loaded: Callable[[Any, bool], Any]) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
     def _get_iterator(self: Any) -> Any:
@@ -321,13 +323,45 @@ def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
     return _get_iterator
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, bool], None]) -> Any:
+def _reading_really(own: Any, loaded: Callable[[Any, bool], Any]) -> Any:
     def __next__(self: Any) -> Any:
-        loaded(getattr(self, "_loader", None), False)
+        instead = loaded(self._loader, False) if hasattr(self, "_loader") else None
         with _disable_current_modes():
-            return own(self)
+            return own(self) if instead is None else instead
 
     return __next__
+
+
+def longest_batch(loader: Any, *, most_samples: int = 1000, most_seconds: float = 2.0) -> tuple[str, Any]:
+    """Return the longest batch that ``loader`` can make, with its name. ("", None): all samples are alike, or cannot be seen.
+
+    The collate function gets the largest of ``most_samples`` samples, evenly spread over the data set.
+    """
+    data, size = loader.dataset, loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return "", None
+    ends_at, number = time.monotonic() + most_seconds, min(len(data), most_samples)
+    sizes: dict[int, int] = {}
+    with _disable_current_modes():
+        for index in range(0, len(data), max(1, len(data) // number)):
+            sizes[index] = _size_of(data[index])
+            if time.monotonic() > ends_at or (len(sizes) == 16 and len(set(sizes.values())) == 1):
+                break
+        if len(set(sizes.values())) < 2:
+            return "", None
+        largest = sorted(sizes, key=lambda index: sizes[index])[-size:]
+        return f"the longest batch of {len(sizes)} samples", loader.collate_fn([data[index] for index in largest])
+
+
+def _size_of(sample: Any) -> int:
+    """How much there is in a sample: numbers, letters, tokens."""
+    if isinstance(sample, Mapping):
+        return sum(map(_size_of, sample.values()))
+    if hasattr(sample, "shape"):
+        return math.prod(sample.shape)
+    if isinstance(sample, str):
+        return len(sample)
+    return sum(map(_size_of, sample)) if isinstance(sample, (tuple, list)) else 1
 
 
 def _loading_on_the_host(own: Any) -> Any:

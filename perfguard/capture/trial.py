@@ -11,16 +11,17 @@ import gc
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.capture.stage import HostTensors, Placement, longest_batch, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -78,6 +79,25 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     return watch.captured(unseen)
 
 
+class Kind(NamedTuple):
+    """What tells loaders apart. An objective may make the same one anew for each epoch."""
+
+    data: type
+    num_samples: int | None
+    batch_size: int | None
+    num_batches: int | None
+
+
+def _kind_of(loader: Any) -> Kind:
+    def length(of: Any) -> int | None:
+        try:
+            return len(of)
+        except (TypeError, NotImplementedError):  # it streams
+            return None
+
+    return Kind(type(loader.dataset), length(loader.dataset), loader.batch_size, length(loader))
+
+
 class _Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
@@ -104,17 +124,28 @@ class _Watch:
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
         self._depth = 0
-        self._num_batches: dict[int, int] = {}
-        """Batches fetched from each loader, by its id, since it began."""
-        self._total_batches: dict[int, int] = {}
-        self._current: Any = None
-        """The loader that was asked last."""
-        self._trainer: Any = None
-        """The loader that feeds the steps."""
+        self._since_begin: Counter[Kind] = Counter()
+        """Batches that each kind of loader has given since one began."""
+        self._given: Counter[Kind] = Counter()
+        """Batches that it has given in all."""
+        self._begun: set[Kind] = set()
+        """Kinds that have begun since the last step."""
+        self._current: Kind | None = None
+        """The kind of the loader that gave the last batch."""
+        self._trainer: Kind | None = None
+        """The kind of the loader that feeds the steps."""
         self._epochs = 0
-        self._evaluation: list[int] = []
-        """First and last operator of the evaluation after the first epoch."""
+        self._cut_at: int | None = None
+        """Number of operators where the first epoch was cut short, so that the evaluation came."""
+        self._epoch_at = 0
+        """Number of operators where the training loader began last."""
+        self._evaluated_at: int | None = None
+        """Number of operators where the evaluation had ended."""
         self._evaluates = False
+        self._longest = ""
+        """Name of the longest batch. Empty: all are alike, as far as one can see."""
+        self._longest_batches: list[Any] = []
+        """Batches of the step of the longest one, that are still to be given."""
         self._precision = "fp32"
         self._channels_last = False
         self._compiled = False
@@ -234,7 +265,12 @@ class _Watch:
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
         self._trainer = self._trainer or self._current
-        self._fetched.append(self._total_batches.get(id(self._trainer), 0))
+        if self._trainer in self._begun:  # it was no evaluation with the same data
+            self._epochs += 1
+            if self._cut_at is not None and self._evaluated_at is None:
+                self._evaluated_at = self._epoch_at
+        self._begun.clear()
+        self._fetched.append(0 if self._trainer is None else self._given[self._trainer])
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 and self._trainer is None:
@@ -247,37 +283,48 @@ class _Watch:
 
     # --- Loaders ----------------------------------------------------------------------------------------------------------------
 
-    def load(self, loader: Any, begins: bool) -> None:
-        """Called when a loader begins, and before each of its batches. Cuts short what shows nothing new."""
-        key, is_trainer = id(loader), loader is not None and loader is self._trainer
+    def load(self, loader: Any, begins: bool) -> Any:
+        """Called when a loader begins, and before each of its batches. Cuts short what shows nothing new.
+
+        Returns:
+            A batch in the place of the loader's own. None: it gives its own.
+        """
+        kind = _kind_of(loader)
         if begins:
-            self._num_batches[key] = 0
+            self._since_begin[kind] = 0
+            self._begun.add(kind)
             self._evaluates = False
-            if is_trainer:
-                self._note_evaluation_ends()
-                self._epochs += 1
-            return
-        number = self._num_batches.get(key, 0)
-        if is_trainer and len(self.marks) >= 3:
-            in_first_epoch = self._epochs == 0
-            if in_first_epoch or number >= self._batches_per_step:
-                if in_first_epoch and not self._evaluation:
-                    self._evaluation = [len(self._recorder.ops)]
+            if kind == self._trainer:
+                self._epoch_at = len(self._recorder.ops)
+            return None
+        if kind == self._trainer and len(self.marks) >= 3:
+            if self._cut_at is None:
+                if (longest := self._longest_batch(loader)) is not None:
+                    return longest
+                self._cut_at = len(self._recorder.ops)
                 raise StopIteration
-        elif number >= 2 and self._evaluates and not is_trainer:
+            if self._since_begin[kind] >= self._batches_per_step:
+                raise StopIteration
+        elif self._since_begin[kind] >= 2 and self._evaluates:
             raise StopIteration
-        self._current = loader
-        self._num_batches[key] = number + 1
-        self._total_batches[key] = self._total_batches.get(key, 0) + 1
+        self._current = kind
+        self._since_begin[kind] += 1
+        self._given[kind] += 1
+        return None
+
+    def _longest_batch(self, loader: Any) -> Any:
+        """After three steps, one more is made of the longest batch, unless all are alike. None: that is over."""
+        if len(self.marks) == 3 and not self._longest_batches:
+            self._longest, batch = longest_batch(loader)
+            self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
+            if batch is None:
+                return None
+        return self._longest_batches.pop() if self._longest_batches and len(self.marks) == 3 else None
 
     @property
     def _batches_per_step(self) -> int:
         first, last = self._fetched[-2:] if len(self._fetched) < 3 else (self._fetched[0], self._fetched[2])
         return max(1, round((last - first) / (1 if len(self._fetched) < 3 else 2)))
-
-    def _note_evaluation_ends(self) -> None:
-        if len(self._evaluation) == 1:
-            self._evaluation.append(len(self._recorder.ops))
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
@@ -293,22 +340,21 @@ class _Watch:
         after = self.marks[2] if len(self.marks) > 2 else None
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        self._note_evaluation_ends()
-        evaluation = None
-        if self._evaluation and self._evaluation[0] < self._evaluation[1]:
-            evaluation = self._graph("infer", *self._evaluation)
+        phases: dict[str, OpGraph] = {}
+        evaluated_at = len(self._recorder.ops) if self._evaluated_at is None else self._evaluated_at
+        if self._cut_at is not None and self._cut_at < evaluated_at:
+            phases["the evaluation"] = self._graph("infer", self._cut_at, evaluated_at)
+        if self._longest and len(self.marks) > 3:
+            phases[self._longest] = self._graph("train", self.marks[2], self.marks[3])
         per_epoch = self._steps_per_epoch()
         steps = None
         if not unseen:
-            epochs = 1 if self._trainer is None else self._epochs + 1
-            steps = len(self.marks) if len(self.marks) < 3 else per_epoch * epochs if per_epoch is not None else None
-        return CapturedTrial(training, evaluation, per_epoch, steps, unseen)
+            steps = len(self.marks) if len(self.marks) < 3 else per_epoch * self._epochs if per_epoch is not None else None
+        return CapturedTrial(training, phases, per_epoch, steps, unseen)
 
     def _steps_per_epoch(self) -> int | None:
-        try:
-            return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
-        except (TypeError, NotImplementedError):  # there is no loader, or it streams
-            return None
+        length = None if self._trainer is None else self._trainer.num_batches
+        return None if length is None else max(1, math.ceil(length / self._batches_per_step))
 
     def _first_forward(self) -> int:
         found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)
