@@ -158,8 +158,22 @@ class Placement(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._is_cpu = device.kind == "cpu"
+        self._keeps = self._is_cpu
+        """Whether what is on meta stays there when it is moved to the CPU."""
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
+
+    def keeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``Module._apply``, so that a model which is moved to the CPU, as Lightning does at the end, keeps its tensors."""
+
+        def _apply(*args: Any, **kwargs: Any) -> Any:
+            before, self._keeps = self._keeps, True
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self._keeps = before
+
+        return _apply
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -202,7 +216,7 @@ class Placement(TorchFunctionMode):
         return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
 
     def _place_of_source(self, value: Any) -> Any:
-        if self._is_cpu and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
+        if self._keeps and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
             return META
         return self._place(value)
 

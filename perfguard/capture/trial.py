@@ -161,6 +161,7 @@ class _Watch:
             (torch.optim.Optimizer, "zero_grad", self._as_optimizer),
             (nn.Module, "zero_grad", self._as_optimizer),
             (torch.optim.Optimizer, "__init__", self._noting_optimizers),
+            (nn.Module, "_apply", self._placement.keeping),
         ):
             own = getattr(owner, name)
             stack.callback(setattr, owner, name, own)
