@@ -164,7 +164,7 @@ class Placement(TorchFunctionMode):
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
 
     def keeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``Module._apply``, so that a model which is moved to the CPU, as Lightning does at the end, keeps its tensors."""
+        """Return ``Module._apply``, so that a model keeps its tensors when it is moved to the CPU, as Lightning does."""
 
         def _apply(*args: Any, **kwargs: Any) -> Any:
             before, self._keeps = self._keeps, True
@@ -190,7 +190,7 @@ class Placement(TorchFunctionMode):
             args = (_host_values(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             return source.to(META)
-        elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
+        elif (func is torch.Tensor.cpu and on_meta and self._keeps) or func is torch.Tensor.pin_memory:
             return source
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
