@@ -13,8 +13,10 @@ So the same modes that trace a described workload (:class:`DevicePaths`, :class:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import sys
 import time
 import types
 import weakref
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 META = torch.device("meta")
+Replace = Callable[[Any, str, Callable[[Any], Any]], None]
+"""``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
 aten = torch.ops.aten
 
 
@@ -273,7 +277,7 @@ def staged(device: Device, loaded: Callable[[Any, bool], Any]) -> Iterator[None]
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
-        replace(DataLoader, "_get_iterator", lambda _: _single_process_iterator(loaded))
+        replace(DataLoader, "_get_iterator", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
@@ -316,10 +320,32 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
-def _single_process_iterator(loaded: Callable[[Any, bool], Any]) -> Any:
+def _validate_after_cut_epochs(replace: Replace) -> None:
+    """Let Lightning validate after an epoch that was cut short: it counts batches to know when (Lightning 2.6)."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        loops = sys.modules.get(f"{package}.loops.training_epoch_loop")
+        loop = getattr(loops, "_TrainingEpochLoop", None)
+        if loop is not None and not hasattr(loop.run, "__wrapped__"):
+            replace(loop, "run", _running_validation)
+
+
+def _running_validation(own: Any) -> Any:
+    @functools.wraps(own)
+    def run(self: Any, fetcher: Any) -> None:
+        own(self, fetcher)
+        if self.batch_idx + 1 < self.trainer.num_training_batches and self._should_check_val_epoch():
+            self.trainer.validating = True
+            self.val_loop.run()
+            self.trainer.training = True
+
+    return run
+
+
+def _single_process_iterator(loaded: Callable[[Any, bool], Any], replace: Replace) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
     def _get_iterator(self: Any) -> Any:
+        _validate_after_cut_epochs(replace)
         loaded(self, True)
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
@@ -405,7 +431,7 @@ class _Nothing:
     def __exit__(self, *_: Any) -> None: ...
 
 
-def _pretend_cuda(replace: Callable[[Any, str, Callable[[Any], Any]], None], device: Device) -> None:
+def _pretend_cuda(replace: Replace, device: Device) -> None:
     """Answer as a process with the guarded GPU would, whatever this machine has. No question reaches a driver."""
     memory = device.memory_bytes
     properties = types.SimpleNamespace(
