@@ -98,6 +98,7 @@ def test_a_pruned_trial_says_why_in_numbers() -> None:
     reason = f"takes {taken} ({low} to {high}), the budget is 20.0 ms, exceeded with a chance of over 99.9% (5.0% accepted)"
     assert trial.user_attrs == {
         "perfguard:verdict": "prune",
+        "perfguard:source": "described",
         "perfguard:accepted": 0.05,
         "perfguard:reason": reason,
         "perfguard:predictor": "replay-1",

@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import pickle
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -445,9 +447,14 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         for trial in range(200, 200 + num_after):
             record(store, trial)
         path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
-        with pytest.warns(LogWarning, match=r"is damaged .* Rows wait in files beside it|was moved or removed") as caught:
+        with warnings.catch_warnings(record=True) as caught:
             record(store, 1)
-        assert len(caught) == 1
+        # An older copy may be a log in which the pages of the last rows have their places. Then nothing is damaged.
+        expected = r"is damaged .* Rows wait in files beside it|was moved or removed"
+        assert [bool(re.search(expected, str(warning.message))) for warning in caught] in (
+            [True],
+            [] if "copy" in other else [True],
+        )
         record(store, 2)
         store.records()
     if beside(path):
