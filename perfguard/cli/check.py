@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json, phases_as_json
+from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
 from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
@@ -97,17 +97,16 @@ def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk:
         lambda prediction: budget.limits(prediction, device),
         threshold=risk,
         steps=work.steps,
-        evaluation=work.evaluation,
+        phases=work.phases,
     )
-    phases = phases_as_json(work.predict(guard.predictor, device)[1])
-    notes = [*work.notes, *([f"Of its phases, {phases['deciding_phase']} decides the memory."] if phases else [])]
-    return verdict, {"notes": notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch} | phases
+    return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 
 
 def _result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:
     """The result, and why."""
     if verdict.action == "launch":
-        return "fits", "; ".join(limit.sentence for limit in verdict.limits)
+        phase = [f"most memory is needed by {verdict.phase}"] if verdict.phase else []
+        return "fits", "; ".join([limit.sentence for limit in verdict.limits] + phase)
     if verdict.bound or verdict.p_violation >= 1 - risk:
         return "does not fit", verdict.reason
     return "cannot tell", verdict.reason
@@ -123,6 +122,7 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any]:
         for limit in verdict.limits
     ]
     return {
+        "phase": verdict.phase,
         "p_exceeded": max((limit.p_violation for limit in verdict.limits), default=None),
         "limits": limits,
         "predictor": None if prediction is None else prediction.predictor,

@@ -69,7 +69,9 @@ def predict(arguments: argparse.Namespace) -> None:
     op_time_s = operator_times_s(predictor, prediction, graph, device)
 
     document = _as_json(prediction, device, graph, arguments.batch_size, price)
-    document |= {"steps": work.steps, "steps_per_epoch": work.steps_per_epoch} | phases_as_json(phases)
+    document |= {"steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
+    if work.phases:
+        document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
     document["notes"] = [*alias_notes(arguments.gpu, whole), *work.notes]
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
@@ -77,7 +79,7 @@ def predict(arguments: argparse.Namespace) -> None:
         document["limits"] = [
             {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
         ]
-    peak_graph = work.evaluation if document.get("deciding_phase") == "evaluation" and work.evaluation else graph
+    peak_graph = work.phases.get(next(iter(phases)), graph)
     if arguments.explain:
         document["explain"] = explanation(prediction, op_time_s, graph, peak_graph, device)
     if arguments.json:
@@ -127,15 +129,6 @@ def estimate_as_json(value: Estimate | None) -> dict[str, float] | None:
         return None
     low, high = value.interval()
     return {"median": value.median, "low": low, "high": high}
-
-
-def phases_as_json(phases: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Return the peak memory of each phase, and which of them is the trial's. Empty: there is one phase."""
-    if not phases:
-        return {}
-    decides = max(phases, key=lambda phase: phases[phase].median)
-    by_phase = {phase: estimate_as_json(peak) for phase, peak in phases.items()}
-    return {"peak_memory_by_phase_bytes": by_phase, "deciding_phase": decides}
 
 
 def _part_of(device: Device, arguments: argparse.Namespace) -> Device:
@@ -213,9 +206,8 @@ def _print(
     console = Console()
     table = Table(title=f"{device.name} ({device.id}), {format_bytes(device.memory_bytes)}", show_header=False)
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
-    for phase, peak in document.get("peak_memory_by_phase_bytes", {}).items():
-        decides = ", which decides" if phase == document["deciding_phase"] else ""
-        table.add_row(f"  in {phase}", f"{format_bytes(peak['median'])}{decides}")
+    for rank, (phase, peak) in enumerate(document.get("peak_memory_by_phase_bytes", {}).items()):
+        table.add_row(f"  {phase}", format_bytes(peak["median"]) + ("" if rank else ", which decides"))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
     for name in ("steps_per_epoch", "steps"):

@@ -12,8 +12,9 @@ import difflib
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from perfguard.cli.script import Script
@@ -141,6 +142,10 @@ def check_subject(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"There is no file {path!r}.")
 
 
+STEP = "a training step"
+"""The phase that a trial has always."""
+
+
 class Work(NamedTuple):
     """What a subject runs on one device."""
 
@@ -150,18 +155,17 @@ class Work(NamedTuple):
     """Steps of the whole trial. None: unknown."""
     notes: Sequence[str] = ()
     """What the prediction takes for granted, a sentence each."""
-    evaluation: OpGraph | None = None
-    """The evaluation between epochs, as a dry run shows it. None: unknown."""
     steps_per_epoch: int | None = None
     """None: unknown."""
+    phases: Mapping[str, OpGraph] = MappingProxyType({})
+    """Other phases, of which only the memory counts: those of a :class:`perfguard.workload.CapturedTrial`."""
 
     def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
-        """Return the prediction, and the peak memory of each phase where the evaluation is known."""
-        prediction = predictor.predict(self.graph, device, steps=self.steps)
-        if self.evaluation is None:
-            return prediction, {}
-        other = predictor.predict(self.evaluation, device)
-        return prediction.with_memory_of(other), {"training": prediction.peak_memory, "evaluation": other.peak_memory}
+        """Return the prediction, and the peak memory of each phase, largest first."""
+        step = predictor.predict(self.graph, device, steps=self.steps)
+        found = {STEP: step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
+        order = sorted(found, key=lambda name: -found[name].peak_memory.median)
+        return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
 
 
 class Subject(NamedTuple):
@@ -183,12 +187,12 @@ class Subject(NamedTuple):
             notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
             steps = self.steps or seen.steps
             notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
-            return Work(seen.graph, steps, notes, seen.evaluation, seen.steps_per_epoch)
+            return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
         graph = graph_of(self.network, device, **self.options)
         self.params.refuse_unread()
         if isinstance(self.network, str):
             return Work(graph, self.steps)
-        return Work(graph, self.steps, self._notes(self.network), steps_per_epoch=self.network.steps_per_epoch)
+        return Work(graph, self.steps, self._notes(self.network), self.network.steps_per_epoch)
 
     @staticmethod
     def _notes(workload: Workload) -> list[str]:

@@ -91,18 +91,18 @@ def test_script_is_predicted_as_the_workload_that_describes_it(write: Write, cap
     assert document["flops"] == described(64).flops
     assert (document["steps_per_epoch"], document["steps"]) == (100, 300)
     assert document["total_time_s"]["median"] == pytest.approx(300 * document["step_time_s"]["median"], rel=0.01)
-    assert "deciding_phase" not in document  # it has no evaluation
+    assert "peak_memory_by_phase_bytes" not in document  # it has no evaluation
     assert document["notes"] == []
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
 def test_larger_evaluation_decides_the_memory(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     script = write(TRAINING)
-    for rows, phase in (("6400", "evaluation"), ("8", "training")):
+    for rows, phases in (("6400", ["the evaluation", "a training step"]), ("8", ["a training step", "the evaluation"])):
         assert main(["dry-run", script, *GPU, "--json", "--explain", "--", "--evaluate", rows]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert document["deciding_phase"] == phase
-        assert document["peak_memory_by_phase_bytes"][phase] == document["peak_memory_bytes"]
+        assert list(document["peak_memory_by_phase_bytes"]) == phases
+        assert document["peak_memory_by_phase_bytes"][phases[0]] == document["peak_memory_bytes"]
         by_module = document["explain"]["memory_by_module_bytes"]
         assert sum(by_module.values()) == pytest.approx(document["peak_memory_bytes"]["median"], rel=1e-9)
         assert min(by_module.values()) >= 0  # of the phase that decides
@@ -114,8 +114,8 @@ def test_people_read_steps_and_the_phase_that_decides(write: Write, capsys: pyte
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.out.splitlines() if line.startswith("│")]
     table = {row[0]: row[1] for row in rows if len(row) == 2}
     assert (table["steps per epoch"], table["steps"]) == ("200", "600")
-    assert table["in evaluation"].endswith(", which decides")
-    assert not table["in training"].endswith("decides")
+    assert table["the evaluation"].endswith(", which decides")
+    assert not table["a training step"].endswith("decides")
     assert "trial time" in table
     assert printed.err == ""
 
@@ -140,7 +140,8 @@ def test_check_of_a_script_has_the_exit_statuses_of_check(
     out, err = capsys.readouterr()
     assert out.count("\n") == (status != 2)
     assert line in out
-    assert ("evaluation decides the memory" in err) == (status != 2)
+    assert ("most memory is needed by the evaluation" in out) == (status != 2)
+    assert bool(err) == (status == 2)
 
 
 ONE_STEP = "import torch\nw = torch.nn.Parameter(torch.ones(8))\noptimizer = torch.optim.SGD([w])\n"
