@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfguard.budget import NOUNS, Budget
-from perfguard.cli.subject import add_script_arguments, add_subject_arguments, check_subject, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
 from perfguard.devices import Device, mig_instance, mig_profile, mps_share, resolve_device, smallest_profile
 from perfguard.exceptions import ConfigurationError
 from perfguard.predictor import TARGETS, Estimate, OperatorTimes, Prediction, Predictor, load_predictor
@@ -30,17 +30,6 @@ if TYPE_CHECKING:
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that ``perfguard predict`` takes."""
     add_subject_arguments(parser)
-    _add_arguments(parser)
-
-
-def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the words that ``perfguard dry-run`` takes."""
-    add_script_arguments(parser)
-    parser.set_defaults(batch_size=None, set=[], dim=[], mode=None, precision=None, tf32=None)  # a script has its own
-    _add_arguments(parser)
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
     parser.add_argument("--mig", metavar="auto|PROFILE", help="predict for the smallest MIG profile that fits, or for this one")
     parser.add_argument("--mps", type=float, metavar="SHARE", help="predict with a share of the multiprocessors, between 0 and 1")
@@ -91,7 +80,7 @@ def predict(arguments: argparse.Namespace) -> None:
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
 
 
-dry_run = predict  # of a script alone
+add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
 
 
 def budget_of(*, memory: str | None, **others: str | None) -> Budget:

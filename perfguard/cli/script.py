@@ -61,12 +61,12 @@ class Script(NamedTuple):
             if end.code not in (None, 0):  # argparse has said why
                 words = end.code if isinstance(end.code, str) else (said.getvalue().strip().splitlines() or [""])[-1]
                 status = f"status {end.code if isinstance(end.code, int) else 1}: {words}"
-                raise _ExitError(status).with_traceback(end.__traceback__) from None
+                raise ExitError(status).with_traceback(end.__traceback__) from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class _ExitError(Exception):
+class ExitError(Exception):
     """The script ended with another status than 0."""
 
 

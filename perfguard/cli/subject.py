@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that name a network and how it is run."""
-    sources = "training script, function build(params) -> Workload, or an ONNX file"
-    add_script_arguments(parser, "FILE.py|FILE.py:BUILD|FILE.onnx", sources)
+    parser.epilog = f"A script's own words follow --: {parser.prog} train.py -- --batch-size 64"
+    parser.add_argument(
+        "source",
+        metavar="FILE.py|FILE.py:BUILD|FILE.onnx",
+        help="training script, function build(params) -> Workload, or an ONNX file",
+    )
     parser.add_argument(
         "--batch-size", type=whole_number, metavar="N", help="batch of an ONNX file; build gets it as params['batch_size']"
     )
@@ -49,12 +53,6 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Tf32),
         help="TF32 for fp32: default as in PyTorch (not in matrix products), on, or off; replaces the workload's own",
     )
-
-
-def add_script_arguments(parser: argparse.ArgumentParser, metavar: str = "FILE.py", sources: str = "training script") -> None:
-    """Add the words that are for a script too. ``metavar`` and ``sources`` say what else the first may be."""
-    parser.epilog = f"A script's own words follow --: {parser.prog} train.py -- --batch-size 64"
-    parser.add_argument("source", metavar=metavar, help=sources)
     parser.add_argument("--steps", type=whole_number, metavar="N", help="steps of the whole trial, to predict its time")
 
 

@@ -155,7 +155,7 @@ ONE_STEP = "import torch\nw = torch.nn.Parameter(torch.ones(8))\noptimizer = tor
         ("def f():\n    return 1 / 0\nf()", "at train.py:2 with ZeroDivisionError: division by zero"),
         ("x = (", "SyntaxError: '(' was never closed (train.py, line 1)"),
         ("import sys\nsys.stdin = open('/dev/null')\nname = input('name? ')", "at train.py:3 with EOFError"),
-        ("import sys\n\nsys.exit('no data here')", "at train.py:3 with _ExitError: status 1: no data here"),
+        ("import sys\n\nsys.exit('no data here')", "at train.py:3 with ExitError: status 1: no data here"),
         (
             "import argparse\nargparse.ArgumentParser().parse_args()",
             "status 2: train.py: error: unrecognized arguments: --epochs 3",
@@ -187,7 +187,7 @@ def test_script_that_fails_after_its_training_is_judged_by_its_step(write: Write
     assert main(["dry-run", script, *GPU, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["steps_per_epoch"], document["steps"]) == (200, None)
-    assert document["notes"][0].startswith("The dry run did not come to the script's end: _ExitError: status 1")
+    assert document["notes"][0].startswith("The dry run did not come to the script's end: ExitError: status 1")
     assert "Give --steps" in document["notes"][1]
     assert main(["check", script, *GPU, "--max-trial-time", "1h"]) == 2
     assert "Give --steps" in capsys.readouterr().err
@@ -204,6 +204,7 @@ def test_rank_takes_a_script_too(write: Write, capsys: pytest.CaptureFixture[str
     [
         (["dry-run", "missing.py"], "There is no file 'missing.py'"),
         (["dry-run", "train.py", "--gpu", "a1000"], "Did you mean 'a100'"),
+        (["dry-run", "train.py", "--batch-size", "3"], "The script's own words follow --: train.py -- --batch-size 64"),
         (["check", "train.py", "--set", "width=3"], "--set is not for scripts. The script's own words follow --: train.py -- "),
         (
             ["check", "train.py:build", "--", "--batch-size", "3"],
