@@ -14,6 +14,7 @@ import gc
 import io
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -247,7 +248,7 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
             child = os.fork()
             if not child:
                 _dry_run(pipe, objective, device)
-            if problem := _await(child, most_s, most_bytes):
+            if problem := _await(child, pipe, most_s, most_bytes):
                 pipe.send(("failed", CaptureError(problem)))
     except BaseException:  # the other end is closed
         pass
@@ -255,14 +256,18 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
         os._exit(0)
 
 
-def _await(child: int, most_s: float, most_bytes: int) -> str:
+def _await(child: int, pipe: Connection, most_s: float, most_bytes: int) -> str:
     """Wait for a child, and return why it did not end by itself. Empty: it did."""
+    other_end = select.poll()
+    other_end.register(pipe, 0)  # tells of nothing but its end
     began, pause, before = time.monotonic(), 0.001, _resident_bytes(os.getpid())
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return "" if status == 0 else f"the dry run of the objective was ended by signal {status & 127}"
-        if time.monotonic() - began > most_s:
+        if other_end.poll(0):  # Ctrl-C there
+            problem = "nobody waits for the dry run"
+        elif time.monotonic() - began > most_s:
             problem = f"the dry run of the objective did not end within {most_s:.0f} s"
         elif _resident_bytes(child) - before > most_bytes:
             problem = f"the dry run of the objective took more than {most_bytes / 2**30:.0f} GiB of host memory"

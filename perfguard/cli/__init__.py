@@ -1,7 +1,8 @@
 """The ``perfguard`` command.
 
-subject.py    what FILE.py:BUILD or FILE.onnx is, and how --set, --dim and --batch-size are read
-predict.py    perfguard predict
+subject.py    what FILE.py, FILE.py:BUILD or FILE.onnx is, and how --set, --dim and --batch-size are read
+script.py     how FILE.py is dry-run
+predict.py    perfguard predict, dry-run
 check.py      perfguard check
 gpus.py       perfguard gpus, rank
 log.py        perfguard log, learn, weights, report
@@ -28,8 +29,10 @@ COMMANDS_GROUP = "perfguard.commands"
 
 # The module of each command, and its help. The module is imported when the command is called, so that `perfguard --help` loads
 # none of them. It has two functions: `add_NAME_arguments(parser)`, and `NAME(arguments)`, which returns the exit status or None.
+# "-" is "_" there.
 _COMMANDS = {
     "predict": ("predict", "predict memory and time of a workload on a GPU"),
+    "dry-run": ("predict", "dry-run a training script, and predict its memory and time on a GPU"),
     "check": ("check", "check whether a workload fits its limits, as an exit status"),
     "rank": ("gpus", "order GPUs by speed, and show which ones fit"),
     "gpus": ("gpus", "list the GPUs in the catalog"),
@@ -38,6 +41,7 @@ _COMMANDS = {
     "weights": ("log", "list the weights in the log, or go back to older ones"),
     "report": ("log", "write an HTML page about a study or the measurement log"),
 }
+_OF_SCRIPTS = ("predict", "dry-run", "check", "rank")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"`perfguard {words[0]}` is not installed. It comes with perfguard-research, in a checkout of PerfGuard: "
                 "pip install ./models"
             )
-        arguments = _parser(words, installed.values()).parse_args(words)
-        arguments.own_process = argv is None
+        takes_script = words[:1] and words[0] in _OF_SCRIPTS
+        end = words.index("--") if takes_script and "--" in words else len(words)  # what follows are the script's own words
+        arguments = _parser(words[:end], installed.values()).parse_args(words[:end])
+        arguments.own_process, arguments.words = argv is None, words[end + 1 :]
         status: int | None = _function(arguments.command, arguments.command)(arguments)
         sys.stdout.flush()  # here, so that a broken pipe is noticed while it can be answered
     except PerfGuardError as error:
@@ -76,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _function(command: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(f"perfguard.cli.{_COMMANDS[command][0]}"), name)
+    module = importlib.import_module(f"perfguard.cli.{_COMMANDS[command][0]}")
+    function: Callable[..., Any] = getattr(module, name.replace("-", "_"))
     return function
 
 

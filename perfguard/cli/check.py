@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from perfguard.cli.predict import alias_notes, budget_of, estimate_as_json
-from perfguard.cli.subject import Subject, add_subject_arguments, check_subject, subject_of
+from perfguard.cli.subject import add_subject_arguments, check_subject, subject_of
 from perfguard.devices import resolve_device
 from perfguard.exceptions import ConfigurationError, PerfGuardError, TooLargeError
 from perfguard.verdict import DEFAULT_RISK, check_risk
@@ -16,7 +16,6 @@ from perfguard.verdict import DEFAULT_RISK, check_risk
 if TYPE_CHECKING:
     from perfguard.budget import Budget
     from perfguard.devices import Device
-    from perfguard.graph import OpGraph
     from perfguard.verdict import Verdict
 
 Result = Literal["fits", "does not fit", "cannot tell"]
@@ -29,7 +28,9 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="auto", help='a name from `perfguard gpus`, "auto" or "cpu" (default: auto)')
     parser.add_argument("--max-memory", metavar="38GiB|0.9", help="peak memory, or a share of the device's (default: all of it)")
     parser.add_argument("--max-step-time", metavar="250ms", help="time of one step, or of one batch of inference")
-    parser.add_argument("--max-trial-time", metavar="2h", help="time of all steps; needs --steps or Workload(steps=...)")
+    parser.add_argument(
+        "--max-trial-time", metavar="2h", help="time of all steps; needs --steps, Workload(steps=...) or a script"
+    )
     parser.add_argument("--max-cost", metavar="$2", help="cost of all steps; needs their number and --price-per-hour")
     parser.add_argument("--price-per-hour", metavar="2.50", help="price of an hour on the device, for --max-cost")
     parser.add_argument(
@@ -58,9 +59,10 @@ def check(arguments: argparse.Namespace) -> int:
     budget.check_device(device)
     document: dict[str, Any] = {}
     try:
-        verdict, notes = _judged(arguments, device, budget, risk)
+        verdict, known = _judged(arguments, device, budget, risk)
         result, reason = _result_of(verdict, risk)
-        document = {"gpu": device.id, "notes": alias_notes(arguments.gpu, device) + notes} | _numbers_of(verdict)
+        document = {"gpu": device.id} | known | _numbers_of(verdict)
+        document["notes"] = [*alias_notes(arguments.gpu, device), *known.get("notes", ())]
     except ConfigurationError:
         raise
     except Exception as error:  # Python's own exit status would be 1, which means that it does not fit
@@ -75,32 +77,36 @@ def check(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, list[str]]:
-    """The guard's verdict, without a log and without a risk budget, and notes on what was judged."""
+def _judged(arguments: argparse.Namespace, device: Device, budget: Budget, risk: float) -> tuple[Verdict, dict[str, Any]]:
+    """The guard's verdict, without a log and without a risk budget, and what is known of what was judged."""
     from perfguard.guard import Guard
     from perfguard.physics import LeastMemory
 
     guard = Guard(device, risk=risk, log=False)
     guard.budget = budget
-    subject: Subject | None = None
-    graph: OpGraph | LeastMemory
     try:
-        subject = subject_of(arguments)
-        limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
-        if limit is not None and subject.steps is None:
-            raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
-        graph = subject.graph_on(device)
+        work = subject_of(arguments).work_on(device)
     except TooLargeError as error:  # a workload that is too large to be built is a verdict, too
-        graph = LeastMemory.behind(error, device)
-    steps = None if subject is None else subject.steps
-    verdict = guard.judge(graph, lambda prediction: budget.limits(prediction, device), threshold=risk, steps=steps)
-    return verdict, [] if subject is None else subject.notes()
+        least = LeastMemory.behind(error, device)
+        return guard.judge(least, lambda prediction: budget.limits(prediction, device), threshold=risk), {}
+    limit = "--max-trial-time" if budget.trial_time_s is not None else "--max-cost" if budget.cost is not None else None
+    if limit is not None and work.steps is None:
+        raise ConfigurationError(f"{limit} needs the number of steps of a trial. Give --steps, or Workload(..., steps=...).")
+    verdict = guard.judge(
+        work.graph,
+        lambda prediction: budget.limits(prediction, device),
+        threshold=risk,
+        steps=work.steps,
+        phases=work.phases,
+    )
+    return verdict, {"notes": work.notes, "steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
 
 
 def _result_of(verdict: Verdict, risk: float) -> tuple[Result, str]:
     """The result, and why."""
     if verdict.action == "launch":
-        return "fits", "; ".join(limit.sentence for limit in verdict.limits)
+        phase = [f"most memory is needed by {verdict.phase}"] if verdict.phase else []
+        return "fits", "; ".join([limit.sentence for limit in verdict.limits] + phase)
     if verdict.bound or verdict.p_violation >= 1 - risk:
         return "does not fit", verdict.reason
     return "cannot tell", verdict.reason
@@ -116,6 +122,7 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any]:
         for limit in verdict.limits
     ]
     return {
+        "phase": verdict.phase,
         "p_exceeded": max((limit.p_violation for limit in verdict.limits), default=None),
         "limits": limits,
         "predictor": None if prediction is None else prediction.predictor,

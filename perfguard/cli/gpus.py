@@ -18,7 +18,7 @@ from perfguard.quantities import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from perfguard.graph import OpGraph
+    from perfguard.cli.subject import Work
     from perfguard.graph.kernels import Target
 
 
@@ -74,13 +74,13 @@ def rank(arguments: argparse.Namespace) -> None:
 
     devices = _devices(arguments.gpus)
     subject, predictor = subject_of(arguments), load_predictor()
-    graphs: dict[Target, OpGraph] = {}
+    works: dict[Target, Work] = {}
     ranked: list[tuple[Device, Prediction]] = []
     for device in devices:
         target = target_of(device)  # cards of one kind run the same operators
-        if target not in graphs:
-            graphs[target] = subject.graph_on(device)
-        ranked.append((device, predictor.predict(graphs[target], device, steps=subject.steps)))
+        if target not in works:
+            works[target] = subject.work_on(device)
+        ranked.append((device, works[target].predict(predictor, device)[0]))
     rows = [_row(device, prediction, arguments.batch_size or 1) for device, prediction in ranked]
     rows.sort(key=lambda row: (not row["fits"], row["step_time_s"]["median"]))
     if arguments.json:

@@ -1,4 +1,4 @@
-"""``perfguard predict``: what one workload costs on a device, with an account of its memory and time."""
+"""``perfguard predict`` and ``dry-run``: what a workload or a script costs on a device, with an account of memory and time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    """Build or read, predict and print."""
+    """Build, read or dry-run, predict and print."""
     check_subject(arguments)
     budget = budget_of(memory=arguments.max_memory, step_time=arguments.max_step_time)
     price = None if arguments.price_per_hour is None else parse_dollars(arguments.price_per_hour, what="--price-per-hour")
@@ -51,29 +51,36 @@ def predict(arguments: argparse.Namespace) -> None:
     whole = resolve_device(arguments.gpu)
     device = _part_of(whole, arguments)
     budget.check_device(device)
-    subject, predictor = subject_of(arguments), load_predictor()
-    graph = subject.graph_on(device)
-    prediction = predictor.predict(graph, device, steps=subject.steps)
+    work, predictor = subject_of(arguments).work_on(device), load_predictor()
+    graph = work.graph
+    prediction, phases = work.predict(predictor, device)
     limits = [limit for limit in budget.limits(prediction, device) if getattr(arguments, f"max_{limit.quantity}") is not None]
     op_time_s = operator_times_s(predictor, prediction, graph, device)
 
     document = _as_json(prediction, device, graph, arguments.batch_size, price)
-    document["notes"] = alias_notes(arguments.gpu, whole) + subject.notes()
+    document |= {"steps": work.steps, "steps_per_epoch": work.steps_per_epoch}
+    if work.phases:
+        document["peak_memory_by_phase_bytes"] = {name: estimate_as_json(peak) for name, peak in phases.items()}
+    document["notes"] = [*alias_notes(arguments.gpu, whole), *work.notes]
     if arguments.mig == "auto":
         document["mig"] = _smallest_instance(whole, graph, prediction, predictor)
     if limits:
         document["limits"] = [
             {"quantity": limit.quantity, "limit": limit.limit, "p_exceeded": limit.p_violation} for limit in limits
         ]
+    peak_graph = work.phases.get(next(iter(phases)), graph)
     if arguments.explain:
-        document["explain"] = explanation(prediction, op_time_s, graph, device)
+        document["explain"] = explanation(prediction, op_time_s, graph, peak_graph, device)
     if arguments.json:
         print(json.dumps(document, indent=2))
     else:
-        _print(document, prediction, device, graph, limits)
+        _print(document, prediction, device, graph, peak_graph, limits)
     if arguments.plot:
         draw_timeline(arguments.plot, graph, device, prediction, op_time_s, limits)
         print(f"memory over the step: {arguments.plot}", file=sys.stderr)
+
+
+add_dry_run_arguments, dry_run = add_predict_arguments, predict  # by the name that a script suggests
 
 
 def budget_of(*, memory: str | None, **others: str | None) -> Budget:
@@ -170,7 +177,14 @@ def _as_json(
     }
 
 
-def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, graph: OpGraph, limits: list[Limit]) -> None:
+def _print(
+    document: Mapping[str, Any],
+    prediction: Prediction,
+    device: Device,
+    graph: OpGraph,
+    peak_graph: OpGraph,
+    limits: list[Limit],
+) -> None:
     """Print ``document`` for people: what it predicts, then where the memory and the time are."""
     from rich.console import Console
     from rich.table import Table
@@ -181,8 +195,13 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     console = Console()
     table = Table(title=f"{device.name} ({device.id}), {format_bytes(device.memory_bytes)}", show_header=False)
     table.add_row("peak memory", words(document["peak_memory_bytes"], format_bytes))
+    for rank, (phase, peak) in enumerate(document.get("peak_memory_by_phase_bytes", {}).items()):
+        table.add_row(f"  {phase}", format_bytes(peak["median"]) + ("" if rank else ", which decides"))
     table.add_row("P(out of memory)", f"{document['p_oom']:.1%}")
     table.add_row("step time" if graph.mode == "train" else "latency", words(document["step_time_s"], format_seconds))
+    for name in ("steps_per_epoch", "steps"):
+        if document[name]:
+            table.add_row(name.replace("_", " "), f"{document[name]:,}")
     if document["total_time_s"]:
         table.add_row("trial time", format_seconds(document["total_time_s"]["median"]))
     if document["cost"]:
@@ -222,7 +241,7 @@ def _print(document: Mapping[str, Any], prediction: Prediction, device: Device, 
     for note in notes:
         console.print(note, style="yellow", markup=False, highlight=False)
     if "explain" in document:
-        _print_explanation(console, document["explain"], graph, device)
+        _print_explanation(console, document["explain"], peak_graph, device)
 
 
 def _mig_in_words(mig: Mapping[str, Any]) -> str:
@@ -280,7 +299,9 @@ def operator_times_s(predictor: Predictor, prediction: Prediction, graph: OpGrap
     return shares * prediction.step_time.median
 
 
-def explanation(prediction: Prediction, op_time_s: OperatorSeconds, graph: OpGraph, device: Device) -> dict[str, Any]:
+def explanation(
+    prediction: Prediction, op_time_s: OperatorSeconds, graph: OpGraph, peak_graph: OpGraph, device: Device
+) -> dict[str, Any]:
     """Return the peak memory by module and the step time by operator. Each adds up to the prediction.
 
     ``least_seconds`` of an operator is its time at the device's peak rates. An operator far above it is slow in the prediction's
@@ -288,7 +309,7 @@ def explanation(prediction: Prediction, op_time_s: OperatorSeconds, graph: OpGra
     """
     from perfguard.graph import bytes_by_module, cost_by_operator
 
-    by_module: dict[str, float] = {path or "(outside any module)": size for path, size in bytes_by_module(graph).items()}
+    by_module: dict[str, float] = {path or "(outside any module)": size for path, size in bytes_by_module(peak_graph).items()}
     by_module["(beside tensors: cache, context, correction)"] = prediction.peak_memory.median - sum(by_module.values())
     least_s = {cost.name: cost.seconds for cost in cost_by_operator(graph, device)}
     operators = [

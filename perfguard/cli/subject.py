@@ -1,4 +1,4 @@
-"""The subject of a command: an ONNX file, or the workload that a function of the user's file builds from hyperparameters.
+"""The subject of a command: a training script, an ONNX file, or the workload that a function of the user's file builds.
 
 The words are checked before anything is imported that takes long, so that a slip is answered at once.
 """
@@ -12,21 +12,29 @@ import difflib
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from perfguard.cli.script import Script
 from perfguard.exceptions import BuildError, ConfigurationError, WorkloadError
 from perfguard.workload import Build, Mode, Precision, Tf32, Workload, build_workload, is_missing_parameter
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
     from perfguard.graph import OpGraph
+    from perfguard.predictor import Estimate, Prediction, Predictor
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words that name a network and how it is run."""
-    parser.add_argument("source", metavar="FILE.py:BUILD|FILE.onnx", help="function build(params) -> Workload, or an ONNX file")
+    parser.epilog = f"A script's own words follow --: {parser.prog} train.py -- --batch-size 64"
+    parser.add_argument(
+        "source",
+        metavar="FILE.py|FILE.py:BUILD|FILE.onnx",
+        help="training script, function build(params) -> Workload, or an ONNX file",
+    )
     parser.add_argument(
         "--batch-size", type=whole_number, metavar="N", help="batch of an ONNX file; build gets it as params['batch_size']"
     )
@@ -98,9 +106,22 @@ def is_onnx(arguments: argparse.Namespace) -> bool:
     return bool(arguments.source.lower().endswith(".onnx"))
 
 
+def _is_script(arguments: argparse.Namespace) -> bool:
+    return bool(Path(arguments.source).suffix == ".py")
+
+
 def check_subject(arguments: argparse.Namespace) -> None:
     """Check the words of :func:`add_subject_arguments` together, without importing torch."""
-    if is_onnx(arguments):
+    if _is_script(arguments):
+        path = arguments.source
+        for name in ("batch_size", "set", "dim", "mode", "precision", "tf32"):
+            if getattr(arguments, name):
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')} is not for scripts. The script's own words follow --: {path} -- --batch-size 64."
+                )
+    elif arguments.words:
+        raise ConfigurationError(f"-- is for a script, such as train.py, but got {arguments.source!r}.")
+    elif is_onnx(arguments):
         path = arguments.source
         if arguments.set:
             raise ConfigurationError("--set is for FILE.py:BUILD; an ONNX file takes --batch-size and --dim.")
@@ -112,37 +133,70 @@ def check_subject(arguments: argparse.Namespace) -> None:
             raise ConfigurationError("--dim is for ONNX files; give hyperparameters with --set.")
         if not separator or Path(path).suffix != ".py":
             raise ConfigurationError(
-                f"Expected FILE.py:BUILD, for instance examples/models.py:resnet, or FILE.onnx, but got {arguments.source!r}."
+                "Expected FILE.py:BUILD, for instance examples/models.py:resnet, a script FILE.py, or FILE.onnx, but got "
+                f"{arguments.source!r}."
             )
     if not Path(path).is_file():
         raise ConfigurationError(f"There is no file {path!r}.")
 
 
-class Subject(NamedTuple):
-    """An ONNX file, or the workload that the user's function builds."""
+STEP = "a training step"
+"""The phase that a trial has always."""
 
-    network: str | Workload
+
+class Work(NamedTuple):
+    """What a subject runs on one device."""
+
+    graph: OpGraph
+    """One step of training, or one batch of inference."""
     steps: int | None
     """Steps of the whole trial. None: unknown."""
+    notes: Sequence[str] = ()
+    """What the prediction takes for granted, a sentence each."""
+    steps_per_epoch: int | None = None
+    """None: unknown."""
+    phases: Mapping[str, OpGraph] = MappingProxyType({})
+    """Other phases, of which only the memory counts: those of a :class:`perfguard.workload.CapturedTrial`."""
+
+    def predict(self, predictor: Predictor, device: Device) -> tuple[Prediction, dict[str, Estimate]]:
+        """Return the prediction, and the peak memory of each phase, largest first."""
+        step = predictor.predict(self.graph, device, steps=self.steps)
+        found = {STEP: step} | {name: predictor.predict(phase, device) for name, phase in self.phases.items()}
+        order = sorted(found, key=lambda name: -found[name].peak_memory.median)
+        return step.with_memory_of(found[order[0]]), {name: found[name].peak_memory for name in order}
+
+
+class Subject(NamedTuple):
+    """A script, an ONNX file, or the workload that the user's function builds."""
+
+    network: Script | str | Workload
+    steps: int | None
+    """Steps of the whole trial, as stated. None: they are not."""
     options: dict[str, Any]
-    """How an ONNX file is read. A workload has none."""
+    """How an ONNX file is read. The others have none."""
     params: ReadParams
 
-    def graph_on(self, device: Device) -> OpGraph:
-        """Return the operators of the network as ``device`` runs them."""
+    def work_on(self, device: Device) -> Work:
+        """Return what the subject runs on ``device``."""
         from perfguard.predictor import graph_of
 
+        if isinstance(self.network, Script):
+            seen = self.network.capture(device)
+            notes = [f"The dry run did not come to the script's end: {seen.unseen}."] if seen.unseen else []
+            steps = self.steps or seen.steps
+            notes += ["The number of steps is unknown, so there is no time of the trial. Give --steps."] if steps is None else []
+            return Work(seen.graph, steps, notes, seen.steps_per_epoch, seen.phases)
         graph = graph_of(self.network, device, **self.options)
         self.params.refuse_unread()
-        return graph
+        if isinstance(self.network, str):
+            return Work(graph, self.steps)
+        return Work(graph, self.steps, self._notes(self.network), self.network.steps_per_epoch)
 
-    def notes(self) -> list[str]:
-        """Return what the prediction takes for granted, a sentence each."""
+    @staticmethod
+    def _notes(workload: Workload) -> list[str]:
         from torch import nn
 
-        workload, notes = self.network, []
-        if not isinstance(workload, Workload):
-            return []
+        notes = []
         if workload.mode == "train" and workload.optimizer is None and workload.step is None:
             notes.append(
                 "The workload names no optimizer. Plain SGD is assumed, which keeps no state; AdamW keeps twice the parameters."
@@ -153,7 +207,9 @@ class Subject(NamedTuple):
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the network or workload that a command's words name. Call :func:`check_subject` before."""
+    """Return the network, script or workload that a command's words name. Call :func:`check_subject` before."""
+    if _is_script(arguments):
+        return Subject(Script(arguments.source, arguments.words), arguments.steps, {}, ReadParams())
     if is_onnx(arguments):
         options = {name: getattr(arguments, name) for name in ("mode", "precision", "tf32", "batch_size")}
         return Subject(arguments.source, arguments.steps, options | {"dims": dict(arguments.dim)}, ReadParams())

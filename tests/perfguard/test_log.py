@@ -447,7 +447,7 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         for trial in range(200, 200 + num_after):
             record(store, trial)
         path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True, action="always") as caught:
             record(store, 1)
         # An older copy may be a log in which the pages of the last rows have their places. Then nothing is damaged.
         expected = r"is damaged .* Rows wait in files beside it|was moved or removed"

@@ -145,7 +145,7 @@ def test_set_reads_literals_and_leaves_words_alone(capsys: pytest.CaptureFixture
     [
         (["{script}:build", "--gpu", "a1000"], "Did you mean 'a100'"),
         (["{folder}/missing.py:build"], "There is no file '{folder}/missing.py'"),
-        (["{script}"], "Expected FILE.py:BUILD"),
+        (["{script}"], "{script} made no step of a torch optimizer. Describe what it runs: {script}:BUILD"),
         (["{script}:build", "--plot", "timeline.png"], "--plot writes a page, so its name ends in .html"),
         (["model.onnx:build"], "Expected FILE.py:BUILD"),
         (
@@ -167,7 +167,7 @@ def test_an_error_is_explained_on_stderr(
     broken.write_text("def build(:")
     names = {"script": script, "folder": tmp_path, "broken": broken}
     given = [argument.format(**names) for argument in arguments]
-    of_the_file = ("raised", "must return", "cannot be imported")  # what is in it is no wrong usage
+    of_the_file = ("raised", "must return", "cannot be imported", "made no step")  # what is in it is no wrong usage
     status = 1 if any(words in message for words in of_the_file) else 2
     assert main(["predict", *given, *([] if "--gpu" in given else ["--gpu", "a100"])]) == status
     captured = capsys.readouterr()

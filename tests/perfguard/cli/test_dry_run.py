@@ -1,0 +1,253 @@
+"""`perfguard dry-run train.py -- --batch-size 64`, and the same script in the other commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from perfguard import Workload, resolve_device, trace
+from perfguard.cli import main
+from perfguard.cli import script as module
+
+GPU = ("--gpu", "a100-pcie-40gb")
+TRAINING = """
+import argparse, csv, pathlib, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from size_of_data import NUM_ROWS  # beside the script
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=32)
+parser.add_argument("--evaluate", type=int, default=0)
+words = parser.parse_args()
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = TensorDataset(torch.randn(NUM_ROWS, 256), torch.randint(0, 10, (NUM_ROWS,)))
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(rows, words.batch_size, shuffle=True)
+    for epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for x, _ in DataLoader(rows, words.evaluate) if words.evaluate else ():
+                model(x.to(device))
+        print("epoch", epoch)
+    torch.save(model.state_dict(), "model.pt")
+    pathlib.Path("results").mkdir()
+    csv.writer(open("results/log.csv", "w")).writerow(["done"])
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a script in a folder of its own, where the command runs too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "size_of_data.py").write_text("NUM_ROWS = 6400\n")
+
+    def written(text: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        return "train.py"
+
+    return written
+
+
+Write = Callable[[str], str]
+
+
+def described(batch_size: int) -> Any:
+    """The step of TRAINING, as a workload says it."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    inputs, targets = (batch_size, 256), torch.empty(batch_size, dtype=torch.long, device="meta")
+    workload = Workload(model, inputs, targets=targets, loss=nn.functional.cross_entropy, optimizer=torch.optim.AdamW)
+    return trace(workload, target=resolve_device("a100"))
+
+
+def test_script_is_predicted_as_the_workload_that_describes_it(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.argv[:], sys.path[:], sys.modules["__main__"]
+    assert main(["dry-run", write(TRAINING), *GPU, "--json", "--", "--batch-size", "64"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["flops"] == described(64).flops
+    assert (document["steps_per_epoch"], document["steps"]) == (100, 300)
+    assert document["total_time_s"]["median"] == pytest.approx(300 * document["step_time_s"]["median"], rel=0.01)
+    assert "peak_memory_by_phase_bytes" not in document  # it has no evaluation
+    assert document["notes"] == []
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+
+
+def test_larger_evaluation_decides_the_memory(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(TRAINING)
+    for rows, phases in (("6400", ["the evaluation", "a training step"]), ("8", ["a training step", "the evaluation"])):
+        assert main(["dry-run", script, *GPU, "--json", "--explain", "--", "--evaluate", rows]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert list(document["peak_memory_by_phase_bytes"]) == phases
+        assert document["peak_memory_by_phase_bytes"][phases[0]] == document["peak_memory_bytes"]
+        by_module = document["explain"]["memory_by_module_bytes"]
+        assert sum(by_module.values()) == pytest.approx(document["peak_memory_bytes"]["median"], rel=1e-9)
+        assert min(by_module.values()) >= 0  # of the phase that decides
+
+
+def test_people_read_steps_and_the_phase_that_decides(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", write(TRAINING), *GPU, "--", "--evaluate", "6400"]) == 0
+    printed = capsys.readouterr()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.out.splitlines() if line.startswith("│")]
+    table = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert (table["steps per epoch"], table["steps"]) == ("200", "600")
+    assert table["the evaluation"].endswith(", which decides")
+    assert not table["a training step"].endswith("decides")
+    assert "trial time" in table
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "line"),
+    [
+        ([], 0, "fits: NVIDIA A100 PCIe 40 GB: needs "),
+        (["--max-memory", "440MiB"], 3, "cannot tell: "),
+        (["--max-step-time", "1us"], 1, "does not fit: "),
+        (["--max-trial-time", "1h"], 0, "the budget is 1.00 h"),  # the dry run has counted the steps
+        (["--max-trial-time", "1ms"], 1, "does not fit: "),
+        (["--max-cost", "$1"], 2, ""),
+        (["--batch-size", "64"], 2, ""),
+        (["--tf32", "on"], 2, ""),
+    ],
+)
+def test_check_of_a_script_has_the_exit_statuses_of_check(
+    write: Write, capsys: pytest.CaptureFixture[str], words: list[str], status: int, line: str
+) -> None:
+    assert main(["check", write(TRAINING), *GPU, *words, "--", "--batch-size", "64", "--evaluate", "6400"]) == status
+    out, err = capsys.readouterr()
+    assert out.count("\n") == (status != 2)
+    assert line in out
+    assert ("most memory is needed by the evaluation" in out) == (status != 2)
+    assert bool(err) == (status == 2)
+
+
+ONE_STEP = "import torch\nw = torch.nn.Parameter(torch.ones(8))\noptimizer = torch.optim.SGD([w])\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('no training')", "train.py made no step of a torch optimizer. Describe what it runs: train.py:BUILD"),
+        ("import sys\nsys.exit(0)", "train.py made no step of a torch optimizer"),
+        ("def f():\n    return 1 / 0\nf()", "at train.py:2 with ZeroDivisionError: division by zero"),
+        ("x = (", "SyntaxError: '(' was never closed (train.py, line 1)"),
+        ("import sys\nsys.stdin = open('/dev/null')\nname = input('name? ')", "at train.py:3 with EOFError"),
+        ("import sys\n\nsys.exit('no data here')", "at train.py:3 with ExitError: status 1: no data here"),
+        (
+            "import argparse\nargparse.ArgumentParser().parse_args()",
+            "status 2: train.py: error: unrecognized arguments: --epochs 3",
+        ),
+        ("import os\nos.kill(os.getpid(), 9)", "the dry run of train.py was ended by signal 9"),
+        ("import time\nwhile True:\n    time.sleep(9)", "at train.py:3 with TimeoutError: it has not ended after 0.5 s"),
+    ],
+)
+def test_script_that_cannot_be_judged_says_so_in_a_line_that_names_its_own(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.5)
+    assert main(["check", write(text), *GPU, "--", "--epochs", "3"]) == 3
+    out, err = capsys.readouterr()
+    assert message in out
+    assert (out.count("\n"), err) == (1, "")
+
+
+def test_dry_run_of_a_script_that_fails_ends_with_1(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", write("open('missing.csv')"), *GPU]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("perfguard: the dry run of train.py ends at train.py:1 with FileNotFoundError: ")
+    assert err.count("\n") == 1
+
+
+def test_script_that_fails_after_its_training_is_judged_by_its_step(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(TRAINING.replace("sys.exit(0)", "sys.exit(1)"))
+    assert main(["dry-run", script, *GPU, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["steps_per_epoch"], document["steps"]) == (200, None)
+    assert document["notes"][0].startswith("The dry run did not come to the script's end: ExitError: status 1")
+    assert "Give --steps" in document["notes"][1]
+    assert main(["check", script, *GPU, "--max-trial-time", "1h"]) == 2
+    assert "Give --steps" in capsys.readouterr().err
+    assert main(["check", script, *GPU, "--max-trial-time", "1h", "--steps", "600"]) == 0
+
+
+def test_rank_takes_a_script_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", write(TRAINING), "--gpus", "t4,cpu", "--json"]) == 0
+    assert {row["gpu"] for row in json.loads(capsys.readouterr().out) if row["total_time_s"]} == {"t4", "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dry-run", "missing.py"], "There is no file 'missing.py'"),
+        (["dry-run", "train.py", "--gpu", "a1000"], "Did you mean 'a100'"),
+        (["dry-run", "train.py", "--batch-size", "3"], "The script's own words follow --: train.py -- --batch-size 64"),
+        (["check", "train.py", "--set", "width=3"], "--set is not for scripts. The script's own words follow --: train.py -- "),
+        (
+            ["check", "train.py:build", "--", "--batch-size", "3"],
+            "-- is for a script, such as train.py, but got 'train.py:build'",
+        ),
+    ],
+)
+def test_wrong_usage_is_explained(write: Write, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    write(TRAINING)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "perfguard.cli", *words]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    stdin, stdout, stderr = (subprocess.PIPE,) * 3
+    return subprocess.Popen(
+        command, env=environment, text=True, start_new_session=True, stdin=stdin, stdout=stdout, stderr=stderr
+    )
+
+
+@pytest.mark.slow
+def test_dry_run_writes_no_file_and_prints_nothing_of_the_script(write: Write, tmp_path: Path) -> None:
+    script = write("print('hello', flush=True)\n" + TRAINING)
+    with start("dry-run", script, *GPU, "--json", "--", "--evaluate", "64") as process:
+        out, err = process.communicate(input="an answer\n", timeout=120)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert json.loads(out)["steps"] == 600
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["size_of_data.py", "train.py"]
+
+
+@pytest.mark.slow
+def test_interrupted_dry_run_leaves_no_process(write: Write) -> None:
+    with start("dry-run", write("import time\ntime.sleep(600)"), *GPU) as process:
+        ends_at, children = time.monotonic() + 60, list[psutil.Process]()
+        while len(children) < 2 and time.monotonic() < ends_at:  # the server, and the script
+            time.sleep(0.05)
+            children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert len(children) == 2
+    assert psutil.wait_procs(children, timeout=10)[1] == []
