@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import pickle
-import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -425,8 +424,11 @@ def test_a_log_that_is_deleted_under_way_is_made_again(path: Path, graph: OpGrap
         assert len(store.observations("toy")) == 1
 
 
-@pytest.mark.parametrize("other", ["garbage", "another log", "an older copy", "nothing"])
-@pytest.mark.parametrize("num_after", [1, 60])
+@pytest.mark.parametrize(
+    ("other", "num_after"),
+    # An older copy is noticed by the pages that do not fit, which one row after it need not touch.
+    [*itertools.product(["garbage", "another log", "nothing"], [1, 60]), ("an older copy", 60)],
+)
 def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
     path: Path, tmp_path: Path, other: str, num_after: int
 ) -> None:
@@ -447,14 +449,9 @@ def test_log_overwritten_in_the_middle_of_a_run_warns_and_keeps_rows(
         for trial in range(200, 200 + num_after):
             record(store, trial)
         path.write_bytes({"garbage": b"mode,step\n" * 5000, "nothing": b""}.get(other, copy.read_bytes()))
-        with warnings.catch_warnings(record=True, action="always") as caught:
+        with pytest.warns(LogWarning, match=r"is damaged .* Rows wait in files beside it|was moved or removed") as caught:
             record(store, 1)
-        # An older copy may be a log in which the pages of the last rows have their places. Then nothing is damaged.
-        expected = r"is damaged .* Rows wait in files beside it|was moved or removed"
-        assert [bool(re.search(expected, str(warning.message))) for warning in caught] in (
-            [True],
-            [] if "copy" in other else [True],
-        )
+        assert len(caught) == 1
         record(store, 2)
         store.records()
     if beside(path):
