@@ -596,7 +596,8 @@ class Guard:
             if misfit.observation.decision_id not in known:
                 message = (
                     f"PerfGuard's predictor does not fit the runs on {self.device.name}: {misfit.reason}. Verdicts use its "
-                    "shipped prediction again (shown once). Check that `build` describes the step that the trials run."
+                    "shipped prediction again (shown once). Check that the trials run the step that is judged: another branch, "
+                    "other lengths, or a `build` that describes another step."
                 )
                 self.warn_once(DriftWarning, message, about="misfit")
         silent = {misfit.reason for misfit in after.misfits}
@@ -606,8 +607,8 @@ class Guard:
                 continue  # an honest run reads too little where it reuses what the process holds: nothing to mend
             if doubt.observation.decision_id not in doubted and doubt.reason not in silent:
                 message = (
-                    f"PerfGuard does not learn from an implausible reading (shown once): {doubt.reason}. Check that `build` "
-                    "describes the step that the trials run. `perfguard log quarantine` lists such readings."
+                    f"PerfGuard does not learn from an implausible reading (shown once): {doubt.reason}. Check that the "
+                    "trials run the step that is judged. `perfguard log quarantine` lists such readings."
                 )
                 self.warn_once(MeasurementWarning, message)
 

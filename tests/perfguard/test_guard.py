@@ -17,19 +17,20 @@ from torch import nn
 
 from perfguard.devices import Device
 from perfguard.exceptions import (
+    BudgetWarning,
     ConfigurationError,
     MeasurementWarning,
     TraceError,
     UnguardedTrialWarning,
     UntrainedDeviceWarning,
 )
-from perfguard.graph import OpGraph
+from perfguard.graph import OpGraph, trace
 from perfguard.guard import Guard
 from perfguard.log import MeasurementStore
 from perfguard.measure import Measurement
 from perfguard.predictor import Estimate, Observation, Prediction, Predictor
 from perfguard.verdict import Verdict
-from perfguard.workload import Workload
+from perfguard.workload import CapturedTrial, Workload
 
 GIB = 2**30
 DEVICE = Device(
@@ -325,6 +326,27 @@ def test_guard_learn_feeds_log_to_predictor(own_log: MeasurementStore) -> None:
     (observation, _) = oracle.taught[-1]
     assert observation.graph.content_hash == guard.trace(WORKLOAD).content_hash
     assert (observation.device, observation.measurement) == (DEVICE, MEASUREMENT)
+
+
+def test_largest_phase_of_a_captured_trial_decides_its_memory(own_log: MeasurementStore) -> None:
+    """A guard of the training step launched trials that died in their first evaluation, and the log has that step's graph."""
+    graph, larger = (trace(replace(WORKLOAD, inputs=(size, 8))) for size in (2, 4))
+    captured = CapturedTrial(graph, {"the evaluation": larger}, steps=100)
+
+    class ByBatch(Oracle):
+        def predict(self, graph: OpGraph, device: Device, *, steps: int | None = None) -> Prediction:
+            self.memory = (20 if graph is larger else 5) * GIB
+            return super().predict(graph, device, steps=steps)
+
+    guard = Guard(DEVICE, memory_budget="10GiB", predictor=ByBatch(), log=own_log, on_violation="warn")
+    with pytest.warns(BudgetWarning, match="needs 20.0 GiB .*; most memory is needed by the evaluation"):
+        decision = guard.decide(lambda: captured, study="s")
+    assert decision.verdict.source == "captured"
+    assert decision.verdict.predicted["time"].median == pytest.approx(50.0)  # that of training
+    guard.learn(decision, MEASUREMENT)
+    record = own_log.records()[0]
+    assert record.verdict is not None
+    assert (record.verdict.phase, record.measured.keys()) == ("the evaluation", {"time", "step_time"})
 
 
 def test_guard_does_not_learn_from_another_device(own_log: MeasurementStore) -> None:
