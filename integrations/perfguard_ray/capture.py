@@ -82,7 +82,7 @@ class TrainableBuild(DryRuns):
             ray.cancel(task, force=True)
             return CaptureError(f"the dry run of the objective did not end within {most_s:.0f} s")
         except ray.exceptions.RayError as error:  # it took too much memory, or the process has ended
-            return CaptureError(f"the process of the dry run has ended: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return CaptureError(f"the process of the dry run has ended ({type(error).__name__})")
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         return result
 

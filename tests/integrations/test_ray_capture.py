@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,17 @@ def test_a_function_that_starts_tasks_of_ray_is_not_dry_run() -> None:
         TrainableBuild(train_elsewhere, BARE_A100)({})
 
 
-def test_a_dry_run_that_hangs_costs_its_limit() -> None:
-    def hang(config: dict[str, Any]) -> None:
-        while True:
+def test_a_dry_run_that_hangs_or_dies_is_a_cause() -> None:
+    def end_badly(config: dict[str, Any]) -> None:
+        while config["hangs"]:
             pass
+        os._exit(1)
 
+    build = TrainableBuild(end_badly, BARE_A100, most_seconds=8)
     with pytest.raises(CaptureError, match="did not end within 8 s"):
-        TrainableBuild(hang, BARE_A100, most_seconds=8)({})
+        build({"hangs": True})
+    with pytest.raises(CaptureError, match="the process of the dry run has ended"):
+        build({"hangs": False})
 
 
 def test_parameters_belong_inside(tmp_path: Path) -> None:
