@@ -362,7 +362,7 @@ def ledger_of(search: Any, *, who: str) -> Ledger:
             return ledger
         search = getattr(search, "searcher", None) or getattr(search, "perfguard", None)
     raise ConfigurationError(
-        f"{who} takes the guarded training function of the run, its PerfGuardSearcher or its PerfGuardVariantGenerator, "
+        f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its guarded training function, "
         f"but got {given!r}."
     )
 
