@@ -14,6 +14,7 @@ if tuple(int(part) for part in _ray.__version__.split(".")[:2]) < (2, 43):  # tu
     )
 
 from perfguard_ray.callback import PerfGuardCallback, measure, measured, summarize
+from perfguard_ray.capture import guarded
 from perfguard_ray.ledger import repair_of
 from perfguard_ray.resources import resources
 from perfguard_ray.search import PerfGuardPopulationBasedTraining, PerfGuardSearcher, PerfGuardVariantGenerator
@@ -23,6 +24,7 @@ __all__ = [
     "PerfGuardPopulationBasedTraining",
     "PerfGuardSearcher",
     "PerfGuardVariantGenerator",
+    "guarded",
     "measure",
     "measured",
     "repair_of",

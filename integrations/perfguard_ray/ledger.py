@@ -22,7 +22,7 @@ from perfguard.measure import Measurement, Status
 from perfguard.pace import Pace
 from perfguard.repair import AS_PROPOSED, Repair
 from perfguard.verdict import Decision, Verdict
-from perfguard.workload import Build, Workload, build_workload
+from perfguard.workload import AnyBuild, AnyWorkload, CapturedTrial, CapturingBuild, build_workload
 
 if TYPE_CHECKING:
     from perfguard.devices import Device
@@ -101,7 +101,7 @@ class Ledger:
             something. The default is that of Optuna's plugin.
     """
 
-    def __init__(self, guard: Guard, build: Build, study: str, *, patience: int = 30) -> None:
+    def __init__(self, guard: Guard, build: AnyBuild, study: str, *, patience: int = 30) -> None:
         if not callable(build):
             raise ConfigurationError(f"build must be a function of the trial's configuration, but got {build!r}.")
         self.guard = guard
@@ -178,7 +178,7 @@ class Ledger:
 
     def _decide(
         self,
-        make_workload: functools._lru_cache_wrapper[Workload],
+        make_workload: functools._lru_cache_wrapper[AnyWorkload],
         config: Mapping[str, Any],
         trial: int | None,
         trial_id: str | None,
@@ -202,19 +202,20 @@ class Ledger:
             self.num_launched += 1
             self.num_in_vain, self._least_doubtful = 0, 1.0
 
-    def workload(self, config: Mapping[str, Any]) -> Workload:
+    def workload(self, config: Mapping[str, Any]) -> AnyWorkload:
         """Build what the trial of ``config`` would run.
 
         Raises:
             ConfigurationError: if Tune does not show a value to the search.
             BuildError: if ``build`` fails.
+            CaptureError: if the dry run of the training function does not show it.
         """
         hidden = why_hidden(config)
         if hidden:
             raise ConfigurationError(hidden)
-        return build_workload(self.build, config)
+        return self.build(config) if isinstance(self.build, CapturingBuild) else build_workload(self.build, config)
 
-    def _trace_key(self, digest: str, make_workload: functools._lru_cache_wrapper[Workload]) -> Hashable:
+    def _trace_key(self, digest: str, make_workload: functools._lru_cache_wrapper[AnyWorkload]) -> Hashable:
         """Key of a configuration in the guard's memory: everything that its verdict depends on.
 
         Two configurations with the same workload, such as two learning rates, have the same key. A workload that cannot be
@@ -223,6 +224,8 @@ class Ledger:
         try:
             workload = make_workload()
             traced = self.guard.trace(workload).content_hash
+            if isinstance(workload, CapturedTrial):
+                traced += "".join(phase.content_hash for phase in workload.phases.values())
         except Exception:  # the verdict says why
             return self.study, digest
         # The study is part of it, because several runs may share a guard, and each logs its own rejections.
@@ -338,7 +341,7 @@ class Ledger:
         self.__dict__.update(state)
 
 
-def make_ledger(build: Build, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:
+def make_ledger(build: AnyBuild, guard: Guard | None, gpu: str | Device, study: str | None, settings: GuardSettings) -> Ledger:
     """The ledger for a search's arguments."""
     if guard is not None and (settings or gpu != "auto"):
         raise ConfigurationError("Give either guard= or the arguments of a guard (gpu, memory_budget and so on), not both.")
@@ -357,8 +360,11 @@ def ledger_of(search: Any, *, who: str) -> Ledger:
         ledger = getattr(search, "ledger", None)
         if isinstance(ledger, Ledger):
             return ledger
-        search = getattr(search, "searcher", None)
-    raise ConfigurationError(f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, but got {given!r}.")
+        search = getattr(search, "searcher", None) or getattr(search, "perfguard", None)
+    raise ConfigurationError(
+        f"{who} takes the PerfGuardSearcher or PerfGuardVariantGenerator of the run, or its guarded training function, "
+        f"but got {given!r}."
+    )
 
 
 def number_of(trial: Trial) -> int | None:

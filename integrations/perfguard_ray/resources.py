@@ -98,7 +98,7 @@ class TrialResources:
             if entry.config == config:
                 return entry.decision.verdict.prediction
         try:
-            return ledger.guard.check(ledger.workload(config)).prediction
+            return ledger.guard.preview(ledger.workload(config), study=ledger.study).prediction
         except Exception as error:
             ledger.warn_once(
                 "resources",

@@ -20,7 +20,7 @@ from ray.tune.utils.util import _atomic_save, _load_newest_checkpoint
 
 from perfguard.exceptions import ConfigurationError, NothingFeasibleWarning, UnguardedTrialWarning
 from perfguard.guard import Guard
-from perfguard.workload import Build
+from perfguard.workload import AnyBuild
 from perfguard_ray.ledger import REPAIR_KEY, Entry, ledger_of, make_ledger, number_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PerfGuardSearcher(Searcher):
         searcher: Searcher,
         gpu: str | Device = "auto",
         *,
-        build: Build,
+        build: AnyBuild,
         guard: Guard | None = None,
         study: str | None = None,
         max_proposals: int = 100,
@@ -263,7 +263,7 @@ class PerfGuardVariantGenerator(SearchAlgorithm):
         generator: BasicVariantGenerator | None = None,
         gpu: str | Device = "auto",
         *,
-        build: Build,
+        build: AnyBuild,
         guard: Guard | None = None,
         study: str | None = None,
         max_proposals: int = 100,

@@ -154,7 +154,7 @@ class DryRuns:
     def _remember(self, answers: Mapping[str, Answer], found: CapturedTrial | Exception) -> None:
         names = tuple(answers)
         self._continuous.setdefault(names, [name for name, known in answers.items() if known.other is not None])
-        self._num_failed = 0 if not isinstance(found, Exception) else self._num_failed + 1
+        self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
         if self._num_failed == self._most_failed:  # it fails whatever the parameters are
             self._continuous[()], self._known[()] = [], found
         if not isinstance(found, Exception) and names not in self._by_value:
@@ -298,24 +298,30 @@ def _dry_run(pipe: Connection, objective: Callable[[Ask], object], device: Devic
             os._exit(0)
         return value
 
-    answer: tuple[str, Any]
+    found = seen(lambda: objective(ask), device)
+    answer = "failed" if isinstance(found, Exception) else "captured", found
+    try:
+        pipe.send(answer)
+    except Exception as error:
+        pipe.send(("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}")))
+    os._exit(0)
+
+
+def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception:
+    """Return what a dry run of the objective ``run`` shows, or why it shows nothing. The process of it is to be thrown away."""
     try:
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the system ends this process first
         _write_nothing()
         from perfguard.capture.trial import capture
 
-        answer = "captured", capture(lambda: objective(ask), device)
+        return capture(run, device)
     except (CaptureError, TooLargeError) as error:
-        answer = "failed", error
+        return error
     except BaseException as error:
-        place = _line_of_user(error)
-        answer = "failed", CaptureError(f"the dry run of the objective ends{place} with {type(error).__name__}: {_short(error)}")
-    try:
-        pipe.send(answer)
-    except Exception as error:
-        pipe.send(("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}")))
-    os._exit(0)
+        return CaptureError(
+            f"the dry run of the objective ends{_line_of_user(error)} with {type(error).__name__}: {_short(error)}"
+        )
 
 
 def _short(error: BaseException) -> str:

@@ -1,0 +1,236 @@
+"""guarded: a training function whose trials are judged by a dry run of the function itself, before Tune starts an actor."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import tune
+from ray.tune.search import BasicVariantGenerator, create_searcher
+from ray.tune.utils import flatten_dict
+
+from perfguard.capture import Answer, DryRuns, seen
+from perfguard.exceptions import CaptureError, ConfigurationError
+from perfguard.guard import Guard
+from perfguard_ray.callback import PerfGuardCallback, measure, measured
+from perfguard_ray.ledger import Ledger, make_ledger
+from perfguard_ray.search import PerfGuardSearcher, PerfGuardVariantGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from perfguard.devices import Device
+    from perfguard.guard import GuardSettings
+    from perfguard.workload import CapturedTrial
+
+
+class TrainableBuild(DryRuns):
+    """``build(config)``, by dry runs of the training function. Each is a task of Ray without a GPU, in a process of its own.
+
+    Args:
+        trainable: the training function, or the class.
+        device: the guarded device.
+        most_seconds: how long a dry run may take, its process included.
+    """
+
+    captures: bool = True
+
+    def __init__(self, trainable: Any, device: Device, *, most_seconds: float = 120.0) -> None:
+        super().__init__(trainable, device, most_seconds=most_seconds)
+
+    def __reduce__(self) -> Any:  # what was seen stays here
+        return type(self), (self._objective, self._device)
+
+    def start(self) -> None:
+        """Ray starts the processes."""
+
+    def __call__(self, params: Mapping[str, Any]) -> CapturedTrial:
+        """Return what a trial with the configuration ``params`` would run.
+
+        Raises:
+            CaptureError: if the dry run does not show it.
+            TooLargeError: if a tensor of it does not fit into any memory.
+        """
+        self._config = params
+        answers = iter([_answer(name, value) for name, value in flatten_dict(dict(params)).items()])
+        return self.capture(lambda: next(answers))
+
+    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception:
+        config = copy.deepcopy(dict(self._config))
+        with suppress(StopIteration):
+            while True:
+                found = answer()
+                answers[found.name] = found
+                _put(config, found)
+        known = self._known.get(self._key(answers)) or self._known.get(())
+        if known is not None:
+            return known
+        began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
+        task = _dry_run.remote(self._objective, config, self._device)
+        try:
+            result: CapturedTrial | Exception = ray.get(task, timeout=most_s)
+        except ray.exceptions.GetTimeoutError:
+            ray.cancel(task, force=True)
+            return CaptureError(f"the dry run of the objective did not end within {most_s:.0f} s")
+        except ray.exceptions.RayError as error:  # it took too much memory, or the process has ended
+            return CaptureError(f"the process of the dry run has ended ({type(error).__name__})")
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return result
+
+
+def _answer(name: str, value: Any) -> Answer:
+    """A float may be a learning rate, which does not change the step. Half of it shows whether it is."""
+    return Answer(name, value, value / 2 if isinstance(value, float) and value else None)
+
+
+def _put(config: dict[str, Any], found: Answer) -> None:
+    """Change the value of a parameter, by its name in the flat configuration."""
+    *groups, last = found.name.split("/")
+    if found.name in config:
+        config[found.name] = found.value
+    else:
+        functools.reduce(dict.__getitem__, groups, config)[last] = found.value
+
+
+@ray.remote(num_cpus=0, num_gpus=0, max_calls=1, max_retries=0)  # the trials that run may have all processors
+def _dry_run(trainable: Any, config: dict[str, Any], device: Device) -> CapturedTrial | Exception:
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+    torch.set_num_threads(1)
+    _pretend_session()
+    return seen(lambda: _play(trainable, config), device)
+
+
+def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
+    trial = trainable(config)
+    if not inspect.isclass(trainable):
+        return
+    for _ in range(3):
+        trial.step()
+    raise CaptureError("a Trainable class does not say when it ends")
+
+
+def _pretend_session() -> None:
+    """What ``tune.report`` and the context talk to in a dry run. It reports nothing. A session is private (Ray 2.7 to 2.60)."""
+    from ray import actor, remote_function
+    from ray.train._internal import session
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("The training function starts other processes of Ray, which a dry run does not see. Use build=...")
+
+    hooked: Any = (actor, "_actor_launch_hook"), (remote_function, "_task_launch_hook")
+    for module, name in hooked:
+        setattr(module, name, refuse)
+    folder = str(Path.cwd())
+    session._session = SimpleNamespace(  # type: ignore[assignment]
+        report=lambda *_, **__: None, loaded_checkpoint=None, world_size=1, world_rank=None, local_rank=0, local_world_size=1,
+        node_rank=0, experiment_name="dry-run", trial_name="dry-run", trial_id="dry-run", run_id="dry-run", trial_dir=folder,
+        trial_resources=None, storage=SimpleNamespace(trial_fs_path=folder, trial_dir_name="dry-run"), accelerator=None,
+    )  # fmt: skip
+
+
+def guarded(trainable: Any, gpu: str | Device = "auto", **settings: Unpack[GuardSettings]) -> Any:
+    """Return ``trainable`` for ``tune.Tuner``, guarded: what would run out of memory or time never becomes a trial.
+
+    Before each trial, the training function runs in a task without a GPU where nothing is computed, and shows what the trial
+    would run. The search of the ``tune_config`` is wrapped in a :class:`PerfGuardSearcher` or a
+    :class:`PerfGuardVariantGenerator`, and the trials are measured.
+
+    Example:
+        >>> tune.Tuner(perfguard_ray.guarded(train, gpu="a100"), param_space=space).fit()           # doctest: +SKIP
+
+    Whatever takes the search of a run takes the guarded function too: :func:`summarize`, :func:`resources` and
+    :class:`PerfGuardPopulationBasedTraining`.
+
+    Args:
+        trainable: the training function, or the Trainable class. ``tune.with_parameters`` belongs inside.
+        gpu: as for :class:`perfguard.Guard`. A catalog name such as "a100", "auto" or "cpu".
+        settings: further arguments of :class:`perfguard.Guard`: memory_budget, time_budget, risk, log and so on.
+
+    Raises:
+        ConfigurationError: for something that is not a trainable, an unknown GPU, or a budget that cannot be right.
+    """
+    if not callable(trainable):
+        raise ConfigurationError(f"guarded takes a training function or a Trainable class, but got {trainable!r}.")
+    guard = Guard(gpu, **settings)
+    ledger = make_ledger(TrainableBuild(trainable, guard.device), guard, "auto", None, {})
+
+    def measuring(config: dict[str, Any]) -> Any:
+        with measure():
+            return trainable(config)
+
+    given: Any = measured(trainable) if isinstance(trainable, type) else functools.wraps(trainable)(measuring)
+    given.perfguard = _InThisProcess(ledger)
+    _let_tuner_wire()
+    return given
+
+
+class _InThisProcess:
+    """Holds the ledger beside a trainable. It does not travel to the workers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+@functools.cache
+def _let_tuner_wire() -> None:
+    """Let ``tune.Tuner`` give a guarded trainable its search and its callback, to which a trainable has no way of its own."""
+    plain = tune.Tuner.__init__
+
+    @functools.wraps(plain)
+    def __init__(tuner: tune.Tuner, trainable: Any = None, **options: Any) -> None:
+        if isinstance(getattr(trainable, "perfguard", None), _InThisProcess):
+            options = _wired(trainable.perfguard.ledger, options)
+        elif any(_is_guarded(cell) for cell in getattr(trainable, "__closure__", None) or ()):
+            raise ConfigurationError(
+                "A guarded function is wrapped, so nothing would guard it. Write guarded(tune.with_parameters(train, ...))."
+            )
+        plain(tuner, trainable, **options)
+
+    tune.Tuner.__init__ = __init__  # type: ignore[assignment, method-assign]
+
+
+def _is_guarded(cell: Any) -> bool:
+    with suppress(ValueError):  # the cell is empty
+        return isinstance(getattr(cell.cell_contents, "perfguard", None), _InThisProcess)
+    return False
+
+
+def _wired(ledger: Ledger, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a Tuner, with the guarded search in the place of its own, and the callback before the loggers."""
+    tune_config = copy.copy(options.get("tune_config")) or tune.TuneConfig()
+    run_config = copy.copy(options.get("run_config")) or tune.RunConfig()
+    given: Any = tune_config.search_alg
+    search: Any
+    if isinstance(given, PerfGuardSearcher | PerfGuardVariantGenerator):
+        raise ConfigurationError("Both the training function and the search are guarded. Give one of them as it was.")
+    if isinstance(given, str):
+        given = create_searcher(given)
+    if given is None or isinstance(given, BasicVariantGenerator):
+        given = given or BasicVariantGenerator(max_concurrent=tune_config.max_concurrent_trials or 0)
+        tune_config.max_concurrent_trials = None  # the generator's own
+        search = PerfGuardVariantGenerator(given, guard=ledger.guard, build=ledger.build)
+    else:
+        search = PerfGuardSearcher(given, guard=ledger.guard, build=ledger.build)
+    search.ledger = ledger
+    tune_config.search_alg = search
+    run_config.callbacks = [PerfGuardCallback(search), *(run_config.callbacks or [])]
+    return options | {"tune_config": tune_config, "run_config": run_config}

@@ -1,0 +1,184 @@
+"""A training function that nobody described: Tune runs what fits of it, because a dry run of it shows what a trial would run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import tune
+from ray.tune.search.optuna import OptunaSearch
+from torch import nn
+
+import perfguard_ray
+from perfguard.exceptions import (
+    CaptureError,
+    ConfigurationError,
+    NothingFeasibleWarning,
+    UnguardedTrialError,
+    UnguardedTrialWarning,
+)
+from perfguard_ray import PerfGuardPopulationBasedTraining, PerfGuardSearcher
+from perfguard_ray.capture import TrainableBuild
+from tests.doubles import BARE_A100, ReplayPredictor
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.filterwarnings("ignore:.*the trial ran on:perfguard.exceptions.MeasurementWarning"),  # no A100 here
+]
+
+SMALL, LARGE = 8, 4096
+"""Widths that need about 17 KiB and 2.5 MiB."""
+OPTIONS: dict[str, Any] = {"gpu": BARE_A100, "memory_budget": "1MiB", "log": False, "predictor": ReplayPredictor()}
+
+
+def train(config: dict[str, Any]) -> dict[str, float]:
+    """Leaves a file where it really runs, and asks Tune what a training function may ask."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (Path(config["folder"]) / f"ran-{config['width']}").write_text(device)
+    assert tune.get_checkpoint() is None
+    (Path(tune.get_context().get_trial_dir()) / str(tune.get_context().get_trial_id())).touch()
+    model = nn.Linear(64, config["width"]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(32, 64, device=device)).mean()
+        loss.backward()
+        optimizer.step()
+        tune.report({"loss": 1 / config["width"]})
+    return {"loss": 1 / config["width"]}
+
+
+def train_without_steps(config: dict[str, Any]) -> dict[str, float]:
+    (Path(config["folder"]) / "ran").touch()
+    return {"loss": 1 / len(config["missing"]) if "missing" in config else 1.0}
+
+
+class Train(tune.Trainable):
+    def setup(self, config: dict[str, Any]) -> None:
+        self.model = nn.Linear(64, config["width"])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> dict[str, Any]:
+        self.model(torch.ones(32, 64)).mean().backward()
+        self.optimizer.step()
+        return {"loss": 1.0, "done": self.iteration >= 2}
+
+
+@ray.remote
+def elsewhere() -> None: ...
+
+
+def train_elsewhere(config: dict[str, Any]) -> None:
+    ray.get(elsewhere.remote())
+
+
+def fit(trainable: Any, folder: Path, space: Mapping[str, Any], **options: Any) -> list[Any]:
+    options = {"metric": "loss", "mode": "min", **options}
+    tuner = tune.Tuner(
+        trainable,
+        param_space={**space, "folder": str(folder)},
+        tune_config=tune.TuneConfig(**options),
+        run_config=tune.RunConfig(storage_path=str(folder / "tune"), name="run", verbose=0),
+    )
+    results = tuner.fit()
+    return [results[number] for number in range(len(results))]
+
+
+def test_a_trial_that_fits_runs_and_one_that_does_not_never_starts(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train, **OPTIONS)
+    space = {"width": tune.grid_search([SMALL, LARGE, 16])}
+    with pytest.warns(NothingFeasibleWarning, match="1 of 3 points were left out"):
+        results = fit(guarded, tmp_path, space)
+    assert sorted(file.name for file in tmp_path.glob("ran-*")) == ["ran-16", f"ran-{SMALL}"]
+    assert ["no " + BARE_A100.name in result.metrics["perfguard/not_measured"] for result in results] == [True, True]
+    summary = perfguard_ray.summarize(guarded)
+    assert (summary.num_launched, summary.num_pruned) == (2, 1)
+    (rejected,) = [record for record in guarded.perfguard.ledger.records() if record.in_words == "pruned"]
+    assert "the budget is 1.00 MiB" in rejected.verdict.reason
+
+
+def test_a_searcher_is_guarded_and_its_resources_come_from_predictions(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train, **OPTIONS | {"gpu": "cpu"})
+    trainable = tune.with_resources(guarded, perfguard_ray.resources(guarded))
+    space = {"width": tune.choice([SMALL, LARGE]), "lr": tune.loguniform(1e-4, 1e-1)}
+    results = fit(trainable, tmp_path, space, num_samples=3, search_alg=OptunaSearch(seed=1))
+    assert [result.config["width"] for result in results] == [SMALL] * 3
+    assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
+    assert all(result.metrics["perfguard/peak_memory_bytes"] > 0 for result in results)
+    assert perfguard_ray.summarize(guarded).num_measured == 3
+
+
+def test_what_cannot_be_dry_run_is_launched_with_the_cause(tmp_path: Path) -> None:
+    with pytest.warns(UnguardedTrialWarning, match="made no step of a torch optimizer") as caught:
+        results = fit(perfguard_ray.guarded(train_without_steps, **OPTIONS), tmp_path, {"x": tune.grid_search([1, 2])})
+    assert (tmp_path / "ran").exists()
+    assert len(results) == 2
+    assert len([one for one in caught if issubclass(one.category, UnguardedTrialWarning)]) == 1
+
+
+def test_a_strict_guard_launches_nothing_that_it_cannot_dry_run(tmp_path: Path) -> None:
+    with pytest.raises(UnguardedTrialError, match=r"test_ray_capture.py:\d+ with TypeError"):
+        fit(perfguard_ray.guarded(train_without_steps, strict=True, **OPTIONS), tmp_path, {"missing": 3})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_only_values_that_change_the_step_are_dry_run_again(tmp_path: Path) -> None:
+    def train_share(config: dict[str, Any]) -> None:
+        train({"width": int(64 * config["net"]["share"]), "folder": str(tmp_path)})
+
+    build = TrainableBuild(train, BARE_A100)
+    first = build({"width": SMALL, "lr": 0.1, "folder": str(tmp_path)})
+    assert build({"width": SMALL, "lr": 0.02, "folder": str(tmp_path)}) is first
+    assert not list(tmp_path.iterdir())
+    build = TrainableBuild(train_share, BARE_A100)
+    half, whole = build({"net": {"share": 0.5}}), build({"net": {"share": 1.0}})
+    assert whole.graph.content_hash != half.graph.content_hash
+
+
+def test_a_class_is_dry_run_and_measured(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(Train, **OPTIONS | {"gpu": "cpu"})
+    with pytest.warns(NothingFeasibleWarning, match="1 of 2 points"):
+        results = fit(guarded, tmp_path, {"width": tune.grid_search([SMALL, LARGE])})
+    assert [(result.config["width"], result.metrics["perfguard/num_steps"]) for result in results] == [(SMALL, 3)]
+
+
+def test_a_function_that_starts_tasks_of_ray_is_not_dry_run() -> None:
+    with pytest.raises(CaptureError, match="starts other processes of Ray"):
+        TrainableBuild(train_elsewhere, BARE_A100)({})
+
+
+def test_a_dry_run_that_hangs_or_dies_is_a_cause() -> None:
+    def end_badly(config: dict[str, Any]) -> None:
+        while config["hangs"]:
+            pass
+        os._exit(1)
+
+    build = TrainableBuild(end_badly, BARE_A100, most_seconds=8)
+    with pytest.raises(CaptureError, match="did not end within 8 s"):
+        build({"hangs": True})
+    with pytest.raises(CaptureError, match="the process of the dry run has ended"):
+        build({"hangs": False})
+
+
+def test_parameters_belong_inside(tmp_path: Path) -> None:
+    def train_data(config: dict[str, Any], data: int) -> None:
+        train(config | {"width": data})
+
+    with pytest.raises(ConfigurationError, match="Write guarded"):
+        fit(tune.with_parameters(perfguard_ray.guarded(train_data, **OPTIONS), data=SMALL), tmp_path, {})
+    fit(perfguard_ray.guarded(tune.with_parameters(train_data, data=SMALL), **OPTIONS), tmp_path, {})
+    assert [file.name for file in tmp_path.glob("ran-*")] == [f"ran-{SMALL}"]
+
+
+def test_a_guarded_search_for_a_guarded_function_is_refused(tmp_path: Path) -> None:
+    guarded = perfguard_ray.guarded(train, **OPTIONS)
+    search = PerfGuardSearcher(OptunaSearch(), build=lambda config: None, **OPTIONS)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigurationError, match="Both"):
+        fit(guarded, tmp_path, {}, search_alg=search)
+    assert PerfGuardPopulationBasedTraining(guarded, hyperparam_mutations={"width": [SMALL]}).ledger.guard.device is BARE_A100
