@@ -18,7 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from perfguard.devices import Device
 
 META = torch.device("meta")
+LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
 
 
@@ -60,11 +61,13 @@ class HostTensors(TorchDispatchMode):
     """Stands between the user's code and the recorder where tensors of the host meet those of the device.
 
     Args:
+        device: the guarded device.
         recorder: gets the twins of what is copied to the device, as inputs of the step.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cpu = device.kind == "cpu"
         self._recorder = recorder
         self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
         """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
@@ -81,7 +84,8 @@ class HostTensors(TorchDispatchMode):
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
-            return func(*args, **kwargs)
+            if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
+                return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func is aten._local_scalar_dense.default:
             return _placeholder(args[0].dtype)
         if func is aten.equal.default:
@@ -237,13 +241,13 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaded: Callable[[Any, bool], None]) -> Iterator[None]:
+def staged(device: Device, loaded: Callable[[Any, LoaderEvent], None]) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
         device: the guarded device.
-        loaded: is called as ``loaded(loader, False)`` before each batch of a DataLoader, and may raise StopIteration; and as
-            ``loaded(loader, True)`` when the loader begins.
+        loaded: is called as ``loaded(loader, event)`` when a DataLoader begins, is asked for a batch, gave it, or has ended. It
+            may raise StopIteration when the loader is asked.
     """
     with ExitStack() as stack:
 
@@ -300,11 +304,11 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
-def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
+def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], None]) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
     def _get_iterator(self: Any) -> Any:
-        loaded(self, True)
+        loaded(self, "begins")
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
         try:
@@ -321,11 +325,18 @@ def _single_process_iterator(loaded: Callable[[Any, bool], None]) -> Any:
     return _get_iterator
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, bool], None]) -> Any:
+def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], None]) -> Any:
     def __next__(self: Any) -> Any:
-        loaded(getattr(self, "_loader", None), False)
-        with _disable_current_modes():
-            return own(self)
+        loader = getattr(self, "_loader", None)
+        loaded(loader, "asked")
+        try:
+            with _disable_current_modes():
+                batch = own(self)
+        except StopIteration:
+            loaded(loader, "ended")
+            raise
+        loaded(loader, "gave")
+        return batch
 
     return __next__
 

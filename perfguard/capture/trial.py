@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
+from perfguard.capture.stage import HostTensors, LoaderEvent, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -78,6 +80,19 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     return watch.captured(unseen)
 
 
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One pass over a loader."""
+
+    begins_at: int = 0
+    """Number of operators before it."""
+    num_batches: int = 0
+    num_used: int = 0
+    """Batches that the steps so far have used."""
+    feeds: bool = False
+    """Whether a step was made with its batches."""
+
+
 class _Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
@@ -86,7 +101,7 @@ class _Watch:
         self._paths = paths
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
-        self._host = HostTensors(self._recorder)
+        self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
@@ -94,8 +109,8 @@ class _Watch:
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
-        self._fetched: list[int] = []
-        """Number of batches of the training loader, likewise."""
+        self._used: list[int] = []
+        """Batches that each step has used."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers."""
         self._stepped: dict[int, int] = {}
@@ -104,14 +119,14 @@ class _Watch:
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
         self._depth = 0
-        self._num_batches: dict[int, int] = {}
-        """Batches fetched from each loader, by its id, since it began."""
-        self._total_batches: dict[int, int] = {}
-        self._current: Any = None
-        """The loader that was asked last."""
+        self._passes: dict[int, _Pass] = {}
+        """The latest pass over each loader, by its id."""
+        self._giving: list[Any] = []
+        """Loaders that have given a batch since the last step, and have not ended."""
         self._trainer: Any = None
         """The loader that feeds the steps."""
         self._epochs = 0
+        """Passes that have fed a step."""
         self._evaluation: list[int] = []
         """First and last operator of the evaluation after the first epoch."""
         self._evaluates = False
@@ -159,7 +174,7 @@ class _Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
         self._evaluates = not torch.is_grad_enabled()
-        if id(module) not in self._roots:
+        if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)
             self._parts += compiled_parts(module)
@@ -225,7 +240,7 @@ class _Watch:
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         if id(optimizer) not in self._stepped:
-            self.marks, self._copies, self._fetched = [], [], []
+            self.marks, self._copies, self._used = [], [], []
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
@@ -233,8 +248,7 @@ class _Watch:
         gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
-        self._trainer = self._trainer or self._current
-        self._fetched.append(self._total_batches.get(id(self._trainer), 0))
+        self._note_batches()
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 and self._trainer is None:
@@ -247,37 +261,54 @@ class _Watch:
 
     # --- Loaders ----------------------------------------------------------------------------------------------------------------
 
-    def load(self, loader: Any, begins: bool) -> None:
-        """Called when a loader begins, and before each of its batches. Cuts short what shows nothing new."""
-        key, is_trainer = id(loader), loader is not None and loader is self._trainer
-        if begins:
-            self._num_batches[key] = 0
+    def load(self, loader: Any, event: LoaderEvent) -> None:
+        """Follow a loader that begins, is asked for a batch, has given it, or has ended. Cut short what shows nothing new."""
+        if event == "begins":
+            self._passes[id(loader)] = _Pass(len(self._recorder.ops))
             self._evaluates = False
-            if is_trainer:
-                self._note_evaluation_ends()
-                self._epochs += 1
-            return
-        number = self._num_batches.get(key, 0)
-        if is_trainer and len(self.marks) >= 3:
-            in_first_epoch = self._epochs == 0
-            if in_first_epoch or number >= self._batches_per_step:
-                if in_first_epoch and not self._evaluation:
-                    self._evaluation = [len(self._recorder.ops)]
+        latest = self._passes.setdefault(id(loader), _Pass())
+        if event == "gave":
+            latest.num_batches += 1
+            if loader not in self._giving:
+                self._giving.append(loader)
+        elif event != "asked" or self._shows_nothing_new(latest):
+            self._giving = [other for other in self._giving if other is not loader]
+            if event == "asked":
                 raise StopIteration
-        elif number >= 2 and self._evaluates and not is_trainer:
-            raise StopIteration
-        self._current = loader
-        self._num_batches[key] = number + 1
-        self._total_batches[key] = self._total_batches.get(key, 0) + 1
+
+    def _shows_nothing_new(self, latest: _Pass) -> bool:
+        if not latest.feeds:
+            return self._evaluates and latest.num_batches >= 2
+        in_first_epoch = self._epochs == 1
+        if len(self.marks) < 3 or not (in_first_epoch or latest.num_batches >= self._batches_per_step):
+            return False
+        if in_first_epoch and not self._evaluation:
+            self._evaluation = [len(self._recorder.ops)]
+        return True
+
+    def _note_batches(self) -> None:
+        """A step has ended. Of several loaders, the one that was asked first feeds it: it is that of the loop."""
+        feeding = [loader for loader in self._giving if self._passes[id(loader)].feeds] or self._giving
+        loader = feeding[0] if feeding else self._trainer
+        self._giving.clear()
+        self._trainer = self._trainer or loader
+        if loader is None:
+            return
+        latest = self._passes[id(loader)]
+        self._used.append(latest.num_batches - latest.num_used)
+        latest.num_used = latest.num_batches
+        if not latest.feeds:
+            latest.feeds = True
+            self._epochs += 1
+            self._note_evaluation_ends(latest.begins_at)
 
     @property
     def _batches_per_step(self) -> int:
-        first, last = self._fetched[-2:] if len(self._fetched) < 3 else (self._fetched[0], self._fetched[2])
-        return max(1, round((last - first) / (1 if len(self._fetched) < 3 else 2)))
+        return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
 
-    def _note_evaluation_ends(self) -> None:
+    def _note_evaluation_ends(self, at: int) -> None:
         if len(self._evaluation) == 1:
-            self._evaluation.append(len(self._recorder.ops))
+            self._evaluation.append(at)
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
@@ -293,14 +324,14 @@ class _Watch:
         after = self.marks[2] if len(self.marks) > 2 else None
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        self._note_evaluation_ends()
+        self._note_evaluation_ends(len(self._recorder.ops))
         evaluation = None
         if self._evaluation and self._evaluation[0] < self._evaluation[1]:
             evaluation = self._graph("infer", *self._evaluation)
         per_epoch = self._steps_per_epoch()
         steps = None
         if not unseen:
-            epochs = 1 if self._trainer is None else self._epochs + 1
+            epochs = max(1, self._epochs)
             steps = len(self.marks) if len(self.marks) < 3 else per_epoch * epochs if per_epoch is not None else None
         return CapturedTrial(training, evaluation, per_epoch, steps, unseen)
 
