@@ -261,7 +261,8 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], None]) -> Iterat
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
-        replace(DataLoader, "_get_iterator", lambda _: _single_process_iterator(loaded))
+        replace(nn.Module, "_apply", _staying_on_meta)
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
@@ -304,10 +305,23 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
+def _staying_on_meta(own: Any) -> Any:
+    """A model that is moved to the host at the end of training has no values there, either."""
+
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            return tensor.to(found.dtype) if tensor.is_meta and not found.is_meta else found
+
+        return own(self, moved, *args, **kwargs)
+
+    return _apply
+
+
 def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], None]) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
-    def _get_iterator(self: Any) -> Any:
+    def __iter__(self: Any) -> Any:
         loaded(self, "begins")
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
@@ -322,12 +336,16 @@ def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], None]) -> Any:
         iterator._loader = self  # type: ignore[attr-defined]
         return iterator
 
-    return _get_iterator
+    return __iter__
 
 
 def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], None]) -> Any:
     def __next__(self: Any) -> Any:
         loader = getattr(self, "_loader", None)
+        if loader is None:
+            raise CaptureError(
+                "The objective reads from a DataLoader that was begun before the trial. Begin it in the objective."
+            )
         loaded(loader, "asked")
         try:
             with _disable_current_modes():

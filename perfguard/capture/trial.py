@@ -6,22 +6,28 @@ the recording of all of it, the second step is cut out. Its graph is that of the
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
+import inspect
 import math
 import statistics
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 
+from perfguard.capture import stage
 from perfguard.capture.stage import HostTensors, LoaderEvent, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+_OF_LOADERS = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -64,20 +71,19 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     """
     target = target_of(device)
     watch = _Watch(device, DevicePaths(target), most_seconds)
-    unseen = ""
     with ExitStack() as stack:
         stack.enter_context(tracing(target, makes_on=None))
         stack.enter_context(staged(device, watch.load))
         watch.enter(stack)
         try:
             run()
-        except _Enough as enough:
-            unseen = str(enough)
+        except _Enough:
+            pass
         except Exception as error:
             if len(watch.marks) < 2:
                 raise
-            unseen = f"{type(error).__name__}: {error}"
-    return watch.captured(unseen)
+            watch.unseen = watch.unseen or f"{type(error).__name__}: {error}"
+    return watch.captured()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +97,21 @@ class _Pass:
     """Batches that the steps so far have used."""
     feeds: bool = False
     """Whether a step was made with its batches."""
+    evaluates: bool = False
+    """Whether a model has read its batches without gradients."""
+
+
+def _gives_without_end() -> bool:
+    """Whether a loader begins again because it ended, in `except StopIteration`, or in a loop of a generator."""
+    if isinstance(sys.exc_info()[1], StopIteration):
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename) in _OF_LOADERS:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    jumps = (item for item in dis.get_instructions(frame.f_code) if item.opname.startswith("JUMP_BACKWARD"))
+    return any(jump.argval <= frame.f_lasti < jump.offset for jump in jumps)
 
 
 class _Watch:
@@ -105,6 +126,8 @@ class _Watch:
         self._placement = Placement(device, self._recorder)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
+        self.unseen = ""
+        """Why the objective's end was not seen."""
         self.marks: list[int] = []
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
@@ -127,6 +150,10 @@ class _Watch:
         """The loader that feeds the steps."""
         self._epochs = 0
         """Passes that have fed a step."""
+        self._num_unfed = 0
+        """Steps since a loader has given a batch."""
+        self._counts_steps = False
+        """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
         self._evaluation: list[int] = []
         """First and last operator of the evaluation after the first epoch."""
         self._evaluates = False
@@ -174,6 +201,9 @@ class _Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
         self._evaluates = not torch.is_grad_enabled()
+        if self._evaluates:
+            for loader in self._giving:
+                self._passes[id(loader)].evaluates = True
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)
@@ -252,18 +282,21 @@ class _Watch:
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 and self._trainer is None:
-            raise _Enough("its batches do not come from a DataLoader, so its steps are not counted")
-        self._check_time()
-
-    def _check_time(self) -> None:
+            self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
-            raise _Enough(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+            self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    def _end(self, why: str) -> None:
+        self.unseen = why  # the objective may catch what ends it
+        raise _Enough(why)
 
     # --- Loaders ----------------------------------------------------------------------------------------------------------------
 
     def load(self, loader: Any, event: LoaderEvent) -> None:
         """Follow a loader that begins, is asked for a batch, has given it, or has ended. Cut short what shows nothing new."""
         if event == "begins":
+            before = self._passes.get(id(loader))
+            self._counts_steps |= before is not None and before.feeds and _gives_without_end()
             self._passes[id(loader)] = _Pass(len(self._recorder.ops))
             self._evaluates = False
         latest = self._passes.setdefault(id(loader), _Pass())
@@ -288,14 +321,17 @@ class _Watch:
 
     def _note_batches(self) -> None:
         """A step has ended. Of several loaders, the one that was asked first feeds it: it is that of the loop."""
-        feeding = [loader for loader in self._giving if self._passes[id(loader)].feeds] or self._giving
-        loader = feeding[0] if feeding else self._trainer
+        likely = sorted(self._giving, key=lambda loader: (not self._passes[id(loader)].feeds, self._passes[id(loader)].evaluates))
+        loader = likely[0] if likely else self._trainer
         self._giving.clear()
-        self._trainer = self._trainer or loader
+        self._num_unfed = 0 if likely else self._num_unfed + 1
+        self._trainer = loader if self._trainer is None else self._trainer
         if loader is None:
             return
         latest = self._passes[id(loader)]
         self._used.append(latest.num_batches - latest.num_used)
+        # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
+        self._counts_steps |= self._num_unfed > 5 and 0 not in self._used[:3]
         latest.num_used = latest.num_batches
         if not latest.feeds:
             latest.feeds = True
@@ -312,8 +348,8 @@ class _Watch:
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
-    def captured(self, unseen: str) -> CapturedTrial:
-        """Return what was seen. ``unseen`` says why the objective's end was not.
+    def captured(self) -> CapturedTrial:
+        """Return what was seen.
 
         Raises:
             CaptureError: if there was no step.
@@ -330,12 +366,15 @@ class _Watch:
             evaluation = self._graph("infer", *self._evaluation)
         per_epoch = self._steps_per_epoch()
         steps = None
-        if not unseen:
-            epochs = max(1, self._epochs)
-            steps = len(self.marks) if len(self.marks) < 3 else per_epoch * epochs if per_epoch is not None else None
-        return CapturedTrial(training, evaluation, per_epoch, steps, unseen)
+        if not self.unseen:
+            steps = len(self.marks)
+            if steps >= 3 and not self._counts_steps:
+                steps = None if per_epoch is None else per_epoch * self._epochs
+        return CapturedTrial(training, evaluation, per_epoch, steps, self.unseen)
 
     def _steps_per_epoch(self) -> int | None:
+        if 0 in self._used[:3]:  # several steps for a batch
+            return None
         try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):  # there is no loader, or it streams

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # it changes torch as it is imported
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -259,7 +260,7 @@ def test_a_step_on_the_cpu_is_the_step_that_a_workload_describes(optimizer: Any)
 def test_networks_of_others_are_captured_as_they_are_described(make: str) -> None:
     package, _, name = make.partition(" ")
     library = pytest.importorskip(package)
-    build = {"torchvision": lambda: library.models.get_model(name), "timm": lambda: library.create_model(name)}[package]
+    build: Any = {"torchvision": lambda: library.models.get_model(name), "timm": lambda: library.create_model(name)}[package]
 
     def objective() -> None:
         model = build().to("cuda")
@@ -476,6 +477,48 @@ def test_masks_select_rows(on_host: bool) -> None:
         assert "half" in " ".join(graph.unmodelled)
 
 
+def test_a_trained_model_may_go_to_the_host() -> None:
+    def objective() -> None:
+        model = convolutional().cuda()
+        fit(model, images(), torch.optim.AdamW(model.parameters()))
+        model.cpu().double()
+        assert model(torch.randn(2, 3, 8, 8).double()).detach().numpy().shape == (2, 10)
+        assert model.to("cpu").state_dict()["0.weight"].cpu().numpy().sum() == 0
+
+    captured = capture(objective, A100)
+    assert (captured.unseen, captured.steps) == ("", 20)
+
+
+def test_an_evaluation_that_was_broken_off_before_training_feeds_no_step() -> None:
+    def objective() -> None:
+        model, validation = nn.Linear(20, 3).cuda(), rows(6400)
+        with torch.no_grad():
+            for x, _ in validation:
+                model(x.cuda())
+                break
+        fit(model, rows(320), torch.optim.SGD(model.parameters(), lr=0.1), epochs=3)
+
+    assert counted(objective) == (10, 30)
+
+
+def test_batches_that_are_fetched_ahead_make_no_steps_more() -> None:
+    def ahead(loader: Any) -> Iterator[Any]:
+        batches = iter(loader)
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows(320)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            fit(model, ahead(loader), optimizer, epochs=1)
+
+    assert counted(objective) == (10, 80)
+
+
 # --- Loaders, steps and epochs --------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +595,62 @@ def test_of_several_loaders_the_one_that_feeds_the_steps_is_counted() -> None:
                 optimizer.step()
 
     assert counted(objective) == (10, 30)
+
+
+class Batches:
+    """Without an end, as helpers of steps are written."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.iterator = loader, iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield next(self.iterator)
+            except StopIteration:
+                self.iterator = iter(self.loader)
+
+    def from_generator(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+@pytest.mark.parametrize("kind", ["iter", "generator", "cycle"])
+def test_steps_that_the_objective_counts_itself_are_counted(kind: str) -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows()
+        without_end: dict[str, Any] = {
+            "iter": Batches,
+            "generator": lambda loader: Batches(loader).from_generator(),
+            "cycle": itertools.cycle,
+        }
+        batches = without_end[kind](loader)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fit(model, itertools.islice(batches, 35), optimizer, epochs=1)
+
+    assert counted(objective) == (10, 35)
+
+
+def test_several_steps_of_a_batch_make_no_known_number_of_steps() -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for batch in loader:
+                fit(model, [batch] * 4, optimizer, epochs=1)
+
+    assert counted(objective) == (None, None)
+
+
+def test_an_objective_that_catches_everything_is_not_seen_to_its_end() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        with contextlib.suppress(BaseException):
+            fit(model, rows(64), torch.optim.SGD(model.parameters(), lr=0.1), epochs=10**9)
+
+    captured = capture(objective, A100, most_seconds=0.1)
+    assert "more than 0.1 s" in captured.unseen
+    assert captured.steps is None
 
 
 class Stream(IterableDataset[Any]):
