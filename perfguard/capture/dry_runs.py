@@ -4,17 +4,20 @@
     the server      forked before the first trial, so before this process has touched a GPU; forks a child for each dry run
     a child         runs the objective on the stage, sends what it saw, and ends without a trace
 
+Messages to the server and the child are (word, content); those from them are (number of the dry run, word, content).
+
 A child that hangs, dies or takes too much memory costs its limit, and its trial runs unguarded, with the cause.
 """
 
 from __future__ import annotations
 
 import builtins
+import faulthandler
 import gc
 import io
+import logging
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
@@ -43,6 +46,9 @@ class Answer(NamedTuple):
     other: Any = None
     """Another value that the search may propose, of a parameter that is continuous. None: it is not."""
 
+
+_HAS_SENT = 86
+"""Exit status of a child that has sent what it saw. Any other: the objective has ended its process."""
 
 Ask = Callable[..., Any]
 """``ask(*question)`` returns the value of a parameter. The question is the tuner's own, and can be pickled."""
@@ -78,6 +84,7 @@ class DryRuns:
         self._server = 0
         self._most_failed = most_failed
         self._num_failed = 0
+        self._num_runs = 0
         self._known: dict[Any, CapturedTrial | Exception] = {}
         """What was seen, by the parameters that change it."""
         self._continuous: dict[tuple[str, ...], list[str]] = {}
@@ -101,14 +108,18 @@ class DryRuns:
             self._server = os.fork()
         if not self._server:
             here.close()
-            _serve(there, self._objective, self._device, self._most_bytes)
+            _serve(there, self._objective, self._device, self._most_bytes, os.getppid())
         there.close()
         self._pipe = here
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and the dry run that it may be in."""
         if self._pipe is not None:
             self._pipe.close()
+            with suppress(ProcessLookupError):
+                os.kill(self._server, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may not have made its group yet
+                os.killpg(self._server, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(self._server, 0)
             self._pipe, self._server = None, 0
@@ -129,7 +140,7 @@ class DryRuns:
         """
         with self._lock:
             answers: dict[str, Answer] = {}
-            found = None if params is None else self._recall(params)
+            found = self._known.get(()) if params is None else self._recall(params)
             if found is None:
                 self.start()
                 found = self._run(answer, answers)
@@ -157,6 +168,8 @@ class DryRuns:
         self._num_failed = self._num_failed + 1 if isinstance(found, CaptureError) else 0
         if self._num_failed == self._most_failed:  # it fails whatever the parameters are
             self._continuous[()], self._known[()] = [], found
+        if isinstance(found, CaptureError) and not answers:  # it did not come to what tells trials apart
+            return
         if not isinstance(found, Exception) and names not in self._by_value:
             self._by_value[names] = self._depends_on_values(answers, found)
         self._known[self._key(answers)] = found
@@ -188,89 +201,95 @@ class DryRuns:
         """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
         pipe = self._pipe
         assert pipe is not None
+        self._num_runs += 1
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
         try:
-            pipe.send(("run", most_s))
+            pipe.send(("run", (self._num_runs, most_s)))
             while True:
-                kind, content = pipe.recv()
-                if kind != "ask":
+                number, word, content = pipe.recv()
+                if number != self._num_runs:  # the last word of a dry run before
+                    continue
+                if word != "ask":
                     self._longest_s = max(self._longest_s, time.monotonic() - began)
-                    seen: CapturedTrial | Exception = content
-                    return seen
+                    shown: CapturedTrial | Exception = content
+                    return shown
                 try:
                     found = answer(*content)
                 except BaseException:
-                    self._cancel(pipe)
+                    pipe.send(("cancel", None))
                     raise
                 answers[found.name] = found
                 known = self._known.get(self._key(answers))
                 if known is not None:
-                    self._cancel(pipe)
+                    pipe.send(("cancel", None))
                     return known
                 pipe.send(("answer", found.value))
         except (EOFError, OSError) as error:
-            self._pipe, self._server = None, 0
+            self.close()
             return CaptureError(f"the process for dry runs has ended ({type(error).__name__})")
-        except KeyboardInterrupt:  # what the child says from now on is the answer to nothing
-            pipe.close()
-            self._pipe, self._server = None, 0
+        except KeyboardInterrupt:
+            self.close()
             raise
-
-    @staticmethod
-    def _cancel(pipe: Connection) -> None:
-        pipe.send(("cancel", None))
-        while pipe.recv()[0] not in ("cancelled", "failed"):  # it may have ended by itself
-            pass
 
     def __getstate__(self) -> dict[str, Any]:
         raise pickle.PicklingError("DryRuns belong to one process.")
 
 
-def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int) -> NoReturn:
-    """Fork a child for each request, until the other end closes."""
+def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device, most_bytes: int, parent: int) -> NoReturn:
+    """Fork a child for each request, until the process before ends or closes the pipe."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that the user sees
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setpgid(0, 0)  # Ctrl-C is for the process that the user sees
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
+        sys.stdout = sys.stderr = open(null, "w", closefd=False)  # a notebook's, or a test suite's, are others  # noqa: SIM115
+        logging.disable()
+        faulthandler.disable()
         warnings.simplefilter("ignore")
         import torch
+        import torch._dynamo
 
         import perfguard.capture.trial  # noqa: F401 - the children find it imported
 
         torch.set_num_threads(1)  # the threads of the process before have not come along
         gc.freeze()
-        while True:
-            request, most_s = pipe.recv()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while os.getppid() == parent:
+            if not pipe.poll(1.0):  # other processes may hold the other end open
+                continue
+            request, content = pipe.recv()
             if request != "run":  # for a child that has ended by itself
                 continue
+            number, most_s = content
             child = os.fork()
             if not child:
-                _dry_run(pipe, objective, device)
-            if problem := _await(child, pipe, most_s, most_bytes):
-                pipe.send(("failed", CaptureError(problem)))
+                _dry_run(pipe, number, objective, device)
+            problem = _await(child, most_s, most_bytes, parent)
+            os.killpg(0, signal.SIGTERM)  # processes that the objective has started
+            if problem:
+                pipe.send((number, "failed", CaptureError(problem)))
     except BaseException:  # the other end is closed
         pass
     finally:
         os._exit(0)
 
 
-def _await(child: int, pipe: Connection, most_s: float, most_bytes: int) -> str:
-    """Wait for a child, and return why it did not end by itself. Empty: it did."""
-    other_end = select.poll()
-    other_end.register(pipe, 0)  # tells of nothing but its end
+def _await(child: int, most_s: float, most_bytes: int, parent: int) -> str:
+    """Wait for a child, and return why it has not sent what it saw. Empty: it has."""
     began, pause, before = time.monotonic(), 0.001, _resident_bytes(os.getpid())
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
+        if ended and os.WIFSIGNALED(status):
+            return f"the dry run of the objective was ended by signal {os.WTERMSIG(status)}"
         if ended:
-            return "" if status == 0 else f"the dry run of the objective was ended by signal {status & 127}"
-        if other_end.poll(0):  # Ctrl-C there
-            problem = "nobody waits for the dry run"
-        elif time.monotonic() - began > most_s:
-            problem = f"the dry run of the objective did not end within {most_s:.0f} s"
+            code = os.WEXITSTATUS(status)
+            return "" if code == _HAS_SENT else f"the objective has ended the process of its dry run (exit status {code})"
+        if time.monotonic() - began > most_s:
+            problem = f"the dry run of the objective did not end within {most_s:g} s"
         elif _resident_bytes(child) - before > most_bytes:
-            problem = f"the dry run of the objective took more than {most_bytes / 2**30:.0f} GiB of host memory"
+            problem = f"the dry run of the objective took more than {most_bytes / 2**30:.3g} GiB of host memory"
+        elif os.getppid() != parent:
+            problem = "nobody waits for it"
         else:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -287,28 +306,33 @@ def _resident_bytes(process: int) -> int:
         return 0
 
 
-def _dry_run(pipe: Connection, objective: Callable[[Ask], object], device: Device) -> NoReturn:
+def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], device: Device) -> NoReturn:
     """Run in the child: capture the objective, and send what it shows."""
+    process = os.getpid()
+
+    def send(word: str, content: Any) -> None:
+        if os.getpid() != process:  # the objective has forked
+            os._exit(0)
+        pipe.send((number, word, content))
 
     def ask(*question: Any) -> Any:
-        pipe.send(("ask", question))
-        kind, value = pipe.recv()
-        if kind == "cancel":
-            pipe.send(("cancelled", None))
-            os._exit(0)
+        send("ask", question)
+        word, value = pipe.recv()
+        if word == "cancel":
+            os._exit(_HAS_SENT)
         return value
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     found = seen(lambda: objective(ask), device)
-    answer = "failed" if isinstance(found, Exception) else "captured", found
     try:
-        pipe.send(answer)
+        send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:
-        pipe.send(("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}")))
-    os._exit(0)
+        send("failed", CaptureError(f"what the dry run saw cannot be sent: {_short(error)}"))
+    os._exit(_HAS_SENT)
 
 
 def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception:
-    """Return what a dry run of the objective ``run`` shows, or why it shows nothing. The process of it is to be thrown away."""
+    """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
     try:
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the system ends this process first
@@ -319,9 +343,8 @@ def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception
     except (CaptureError, TooLargeError) as error:
         return error
     except BaseException as error:
-        return CaptureError(
-            f"the dry run of the objective ends{_line_of_user(error)} with {type(error).__name__}: {_short(error)}"
-        )
+        place = _line_of_user(error)
+        return CaptureError(f"the dry run of the objective ends{place} with {type(error).__name__}: {_short(error)}")
 
 
 def _short(error: BaseException) -> str:
@@ -339,6 +362,12 @@ def _line_of_user(error: BaseException) -> str:
 
 def _write_nothing() -> None:
     """Keep this process from changing any file: what it opens for writing is the null device. Trackers are switched off."""
+    import resource
+    import shutil
+
+    import torch
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
     os.environ |= {
         "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
         "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -352,13 +381,27 @@ def _write_nothing() -> None:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         return really_open_descriptor(os.devnull, os.O_RDWR) if writes else really_open_descriptor(path, flags, *args, **kwargs)
 
+    def nothing(*_: Any, **__: Any) -> None: ...
+
     builtins.open = io.open = open_to_read
     os.open = open_descriptor
     for name in ("mkdir", "makedirs", "remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate", "chmod"):
-        setattr(os, name, lambda *_, **__: None)
-    import shutil
-
+        setattr(os, name, nothing)
     for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"):
-        setattr(shutil, name, lambda *_, **__: None)
-    torch: Any = sys.modules["torch"]
-    torch.save = lambda *_, **__: None
+        setattr(shutil, name, nothing)
+    # Files that are open already, and libraries that write by themselves: logs, databases.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    _MultiProcessingDataLoaderIter._shutdown_workers = nothing  # type: ignore[method-assign] # they work for the process before
+
+    saved: dict[str, Any] = {}
+    really_load = torch.load
+
+    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        if isinstance(f, (str, os.PathLike)):
+            saved[str(Path(f).absolute())] = obj
+
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        path = str(Path(f).absolute()) if isinstance(f, (str, os.PathLike)) else ""
+        return saved[path] if path in saved else really_load(f, *args, **kwargs)
+
+    torch.save, torch.load = save, load

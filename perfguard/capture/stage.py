@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 META = torch.device("meta")
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]
 """``replace(owner, name, make)`` puts ``make(original)`` in the place of an attribute."""
+LoaderEvent = Literal["begins", "asked", "gave", "ended"]
 aten = torch.ops.aten
 
 
@@ -66,11 +67,13 @@ class HostTensors(TorchDispatchMode):
     """Stands between the user's code and the recorder where tensors of the host meet those of the device.
 
     Args:
+        device: the guarded device.
         recorder: gets the twins of what is copied to the device, as inputs of the step.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cpu = device.kind == "cpu"
         self._recorder = recorder
         self._twins: weakref.WeakKeyDictionary[Any, dict[Any, torch.Tensor]] = weakref.WeakKeyDictionary()
         """Of tensors of the host that operators of the device have read: by their storage, and by their place in it."""
@@ -87,7 +90,8 @@ class HostTensors(TorchDispatchMode):
         if not any(tensor.is_meta for tensor in given):
             if func is aten._to_copy.default and _is_meta_device(kwargs.get("device")):
                 return self._copied(args[0], kwargs)
-            return func(*args, **kwargs)
+            if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
+                return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func is aten._local_scalar_dense.default:
             return _placeholder(args[0].dtype)
         if func is aten.equal.default:
@@ -162,22 +166,8 @@ class Placement(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._is_cpu = device.kind == "cpu"
-        self._keeps = self._is_cpu
-        """Whether what is on meta stays there when it is moved to the CPU."""
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
-
-    def keeping(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``Module._apply``, so that a model keeps its tensors when it is moved to the CPU, as Lightning does."""
-
-        def _apply(*args: Any, **kwargs: Any) -> Any:
-            before, self._keeps = self._keeps, True
-            try:
-                return apply(*args, **kwargs)
-            finally:
-                self._keeps = before
-
-        return _apply
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -194,7 +184,7 @@ class Placement(TorchFunctionMode):
             args = (_host_values(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             return source.to(META)
-        elif (func is torch.Tensor.cpu and on_meta and self._keeps) or func is torch.Tensor.pin_memory:
+        elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
             return source
         elif on_meta and getattr(func, "__self__", None) is _IS_CUDA:
             return not self._is_cpu
@@ -220,7 +210,7 @@ class Placement(TorchFunctionMode):
         return META if kind is str and (value == "cuda" or value.startswith("cuda:")) else value
 
     def _place_of_source(self, value: Any) -> Any:
-        if self._keeps and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
+        if self._is_cpu and (value == "cpu" if type(value) is str else type(value) is torch.device and value.type == "cpu"):
             return META
         return self._place(value)
 
@@ -257,13 +247,13 @@ def replace_by_meta(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def staged(device: Device, loaded: Callable[[Any, bool], Any]) -> Iterator[None]:
+def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterator[None]:
     """Replace, for a dry run, what PyTorch would do on the host or ask of the device. In a process of its own: it is global.
 
     Args:
         device: the guarded device.
-        loaded: is called as ``loaded(loader, False)`` before each batch of a DataLoader. It may raise StopIteration, or return
-            another batch. It is called as ``loaded(loader, True)`` when the loader begins.
+        loaded: is called as ``loaded(loader, event)`` when a DataLoader begins, is asked for a batch, gave it, or has ended. When
+            the loader is asked, it may raise StopIteration, or return another batch.
     """
     with ExitStack() as stack:
 
@@ -277,7 +267,8 @@ def staged(device: Device, loaded: Callable[[Any, bool], Any]) -> Iterator[None]
         for lazy in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
             replace(lazy, "__new__", _making_lazy_on_meta)
         replace(nn.Module, "register_buffer", _registering_on_meta)
-        replace(DataLoader, "_get_iterator", lambda _: _single_process_iterator(loaded, replace))
+        replace(nn.Module, "_apply", _staying_on_meta)
+        replace(DataLoader, "__iter__", lambda _: _single_process_iterator(loaded, replace))
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
@@ -320,6 +311,19 @@ def _registering_on_meta(own: Any) -> Any:
     return register_buffer
 
 
+def _staying_on_meta(own: Any) -> Any:
+    """A model that is moved to the host at the end of training has no values there, either."""
+
+    def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            return tensor.to(found.dtype) if tensor.is_meta and not found.is_meta else found
+
+        return own(self, moved, *args, **kwargs)
+
+    return _apply
+
+
 def _validate_after_cut_epochs(replace: Replace) -> None:
     """Let Lightning validate after an epoch that was cut short: it counts batches to know when (Lightning 2.6)."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
@@ -341,12 +345,12 @@ def _running_validation(own: Any) -> Any:
     return run
 
 
-def _single_process_iterator(loaded: Callable[[Any, bool], Any], replace: Replace) -> Any:
+def _single_process_iterator(loaded: Callable[[Any, LoaderEvent], Any], replace: Replace) -> Any:
     """A dry run reads few batches, so no worker is started for them."""
 
-    def _get_iterator(self: Any) -> Any:
+    def __iter__(self: Any) -> Any:
         _validate_after_cut_epochs(replace)
-        loaded(self, True)
+        loaded(self, "begins")
         changed = {"num_workers": 0, "timeout": 0, "pin_memory": False}
         before = {name: getattr(self, name) for name in changed}
         try:
@@ -360,14 +364,25 @@ def _single_process_iterator(loaded: Callable[[Any, bool], Any], replace: Replac
         iterator._loader = self  # type: ignore[attr-defined]
         return iterator
 
-    return _get_iterator
+    return __iter__
 
 
-def _reading_really(own: Any, loaded: Callable[[Any, bool], Any]) -> Any:
+def _reading_really(own: Any, loaded: Callable[[Any, LoaderEvent], Any]) -> Any:
     def __next__(self: Any) -> Any:
-        instead = loaded(self._loader, False) if hasattr(self, "_loader") else None
-        with _disable_current_modes():
-            return own(self) if instead is None else instead
+        loader = getattr(self, "_loader", None)
+        if loader is None:
+            raise CaptureError(
+                "The objective reads from a DataLoader that was begun before the trial. Begin it in the objective."
+            )
+        instead = loaded(loader, "asked")
+        try:
+            with _disable_current_modes():
+                batch = own(self) if instead is None else instead
+        except StopIteration:
+            loaded(loader, "ended")
+            raise
+        loaded(loader, "gave")
+        return batch
 
     return __next__
 

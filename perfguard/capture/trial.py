@@ -6,22 +6,29 @@ the recording of all of it, the second step is cut out. Its graph is that of the
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
+import inspect
 import math
+import statistics
+import sys
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
 
-from perfguard.capture.stage import HostTensors, Placement, longest_batch, put_on_meta, replace_by_meta, staged
+from perfguard.capture import stage
+from perfguard.capture.stage import HostTensors, LoaderEvent, Placement, longest_batch, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+_OF_LOADERS = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -63,39 +71,47 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     """
     target = target_of(device)
     watch = _Watch(device, DevicePaths(target), most_seconds)
-    unseen = ""
     with ExitStack() as stack:
         stack.enter_context(tracing(target, makes_on=None))
         stack.enter_context(staged(device, watch.load))
         watch.enter(stack)
         try:
             run()
-        except _Enough as enough:
-            unseen = str(enough)
+        except _Enough:
+            pass
         except Exception as error:
             if len(watch.marks) < 2:
                 raise
-            unseen = f"{type(error).__name__}: {error}"
-    return watch.captured(unseen)
+            watch.unseen = watch.unseen or f"{type(error).__name__}: {error}"
+    return watch.captured()
 
 
-class Kind(NamedTuple):
-    """What tells loaders apart. An objective may make the same one anew for each epoch."""
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One pass over a loader."""
 
-    data: type
-    num_samples: int | None
-    batch_size: int | None
-    num_batches: int | None
+    begins_at: int = 0
+    """Number of operators before it."""
+    num_batches: int = 0
+    num_used: int = 0
+    """Batches that the steps so far have used."""
+    feeds: bool = False
+    """Whether a step was made with its batches."""
+    evaluates: bool = False
+    """Whether a model has read its batches without gradients."""
 
 
-def _kind_of(loader: Any) -> Kind:
-    def length(of: Any) -> int | None:
-        try:
-            return len(of)
-        except (TypeError, NotImplementedError):  # it streams
-            return None
-
-    return Kind(type(loader.dataset), length(loader.dataset), loader.batch_size, length(loader))
+def _gives_without_end() -> bool:
+    """Whether a loader begins again because it ended, in `except StopIteration`, or in a loop of a generator."""
+    if isinstance(sys.exc_info()[1], StopIteration):
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename) in _OF_LOADERS:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    jumps = (item for item in dis.get_instructions(frame.f_code) if item.opname.startswith("JUMP_BACKWARD"))
+    return any(jump.argval <= frame.f_lasti < jump.offset for jump in jumps)
 
 
 class _Watch:
@@ -106,16 +122,18 @@ class _Watch:
         self._paths = paths
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
-        self._host = HostTensors(self._recorder)
+        self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
+        self.unseen = ""
+        """Why the objective's end was not seen."""
         self.marks: list[int] = []
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
-        self._fetched: list[int] = []
-        """Number of batches of the training loader, likewise."""
+        self._used: list[int] = []
+        """Batches that each step has used."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers."""
         self._stepped: dict[int, int] = {}
@@ -124,23 +142,20 @@ class _Watch:
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
         self._depth = 0
-        self._since_begin: Counter[Kind] = Counter()
-        """Batches that each kind of loader has given since one began."""
-        self._given: Counter[Kind] = Counter()
-        """Batches that it has given in all."""
-        self._begun: set[Kind] = set()
-        """Kinds that have begun since the last step."""
-        self._current: Kind | None = None
-        """The kind of the loader that gave the last batch."""
-        self._trainer: Kind | None = None
-        """The kind of the loader that feeds the steps."""
+        self._passes: dict[int, _Pass] = {}
+        """The latest pass over each loader, by its id."""
+        self._giving: list[Any] = []
+        """Loaders that have given a batch since the last step, and have not ended."""
+        self._trainer: Any = None
+        """The loader that feeds the steps."""
         self._epochs = 0
-        self._cut_at: int | None = None
-        """Number of operators where the first epoch was cut short, so that the evaluation came."""
-        self._epoch_at = 0
-        """Number of operators where the training loader began last."""
-        self._evaluated_at: int | None = None
-        """Number of operators where the evaluation had ended."""
+        """Passes that have fed a step."""
+        self._num_unfed = 0
+        """Steps since a loader has given a batch."""
+        self._counts_steps = False
+        """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
+        self._evaluation: list[int] = []
+        """First and last operator of the evaluation after the first epoch."""
         self._evaluates = False
         self._longest = ""
         """Name of the longest batch. Empty: all are alike, as far as one can see."""
@@ -161,7 +176,6 @@ class _Watch:
             (torch.optim.Optimizer, "zero_grad", self._as_optimizer),
             (nn.Module, "zero_grad", self._as_optimizer),
             (torch.optim.Optimizer, "__init__", self._noting_optimizers),
-            (nn.Module, "_apply", self._placement.keeping),
         ):
             own = getattr(owner, name)
             stack.callback(setattr, owner, name, own)
@@ -191,7 +205,10 @@ class _Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
         self._evaluates = not torch.is_grad_enabled()
-        if id(module) not in self._roots:
+        if self._evaluates:
+            for loader in self._giving:
+                self._passes[id(loader)].evaluates = True
+        if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)
             self._parts += compiled_parts(module)
@@ -257,7 +274,7 @@ class _Watch:
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         if id(optimizer) not in self._stepped:
-            self.marks, self._copies, self._fetched = [], [], []
+            self.marks, self._copies, self._used = [], [], []
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
@@ -265,52 +282,42 @@ class _Watch:
         gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
-        self._trainer = self._trainer or self._current
-        if self._trainer in self._begun:  # it was no evaluation with the same data
-            self._epochs += 1
-            if self._cut_at is not None and self._evaluated_at is None:
-                self._evaluated_at = self._epoch_at
-        self._begun.clear()
-        self._fetched.append(0 if self._trainer is None else self._given[self._trainer])
+        self._note_batches()
         if len(self.marks) == 3:
             self._ends_at = time.monotonic() + self._most_seconds
         if len(self.marks) >= 3 and self._trainer is None:
-            raise _Enough("its batches do not come from a DataLoader, so its steps are not counted")
-        self._check_time()
-
-    def _check_time(self) -> None:
+            self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
-            raise _Enough(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+            self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
+
+    def _end(self, why: str) -> None:
+        self.unseen = why  # the objective may catch what ends it
+        raise _Enough(why)
 
     # --- Loaders ----------------------------------------------------------------------------------------------------------------
 
-    def load(self, loader: Any, begins: bool) -> Any:
-        """Called when a loader begins, and before each of its batches. Cuts short what shows nothing new.
+    def load(self, loader: Any, event: LoaderEvent) -> Any:
+        """Follow a loader that begins, is asked for a batch, has given it, or has ended. Cut short what shows nothing new.
 
         Returns:
             A batch in the place of the loader's own. None: it gives its own.
         """
-        kind = _kind_of(loader)
-        if begins:
-            self._since_begin[kind] = 0
-            self._begun.add(kind)
+        if event == "begins":
+            before = self._passes.get(id(loader))
+            self._counts_steps |= before is not None and before.feeds and _gives_without_end()
+            self._passes[id(loader)] = _Pass(len(self._recorder.ops))
             self._evaluates = False
-            if kind == self._trainer:
-                self._epoch_at = len(self._recorder.ops)
-            return None
-        if kind == self._trainer and len(self.marks) >= 3:
-            if self._cut_at is None:
-                if (longest := self._longest_batch(loader)) is not None:
-                    return longest
-                self._cut_at = len(self._recorder.ops)
+        latest = self._passes.setdefault(id(loader), _Pass())
+        if event == "gave":
+            latest.num_batches += 1
+            if loader not in self._giving:
+                self._giving.append(loader)
+        elif event == "asked" and latest.feeds and self._epochs == 1 and (batch := self._longest_batch(loader)) is not None:
+            return batch
+        elif event != "asked" or self._shows_nothing_new(latest):
+            self._giving = [other for other in self._giving if other is not loader]
+            if event == "asked":
                 raise StopIteration
-            if self._since_begin[kind] >= self._batches_per_step:
-                raise StopIteration
-        elif self._since_begin[kind] >= 2 and self._evaluates:
-            raise StopIteration
-        self._current = kind
-        self._since_begin[kind] += 1
-        self._given[kind] += 1
         return None
 
     def _longest_batch(self, loader: Any) -> Any:
@@ -318,19 +325,49 @@ class _Watch:
         if len(self.marks) == 3 and not self._longest_batches:
             self._longest, batch = longest_batch(loader)
             self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
-            if batch is None:
-                return None
         return self._longest_batches.pop() if self._longest_batches and len(self.marks) == 3 else None
+
+    def _shows_nothing_new(self, latest: _Pass) -> bool:
+        if not latest.feeds:
+            return self._evaluates and latest.num_batches >= 2
+        in_first_epoch = self._epochs == 1
+        if len(self.marks) < 3 or not (in_first_epoch or latest.num_batches >= self._batches_per_step):
+            return False
+        if in_first_epoch and not self._evaluation:
+            self._evaluation = [len(self._recorder.ops)]
+        return True
+
+    def _note_batches(self) -> None:
+        """A step has ended. Of several loaders, the one that was asked first feeds it: it is that of the loop."""
+        likely = sorted(self._giving, key=lambda loader: (not self._passes[id(loader)].feeds, self._passes[id(loader)].evaluates))
+        loader = likely[0] if likely else self._trainer
+        self._giving.clear()
+        self._num_unfed = 0 if likely else self._num_unfed + 1
+        self._trainer = loader if self._trainer is None else self._trainer
+        if loader is None:
+            return
+        latest = self._passes[id(loader)]
+        self._used.append(latest.num_batches - latest.num_used)
+        # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
+        self._counts_steps |= self._num_unfed > 5 and 0 not in self._used[:3]
+        latest.num_used = latest.num_batches
+        if not latest.feeds:
+            latest.feeds = True
+            self._epochs += 1
+            self._note_evaluation_ends(latest.begins_at)
 
     @property
     def _batches_per_step(self) -> int:
-        first, last = self._fetched[-2:] if len(self._fetched) < 3 else (self._fetched[0], self._fetched[2])
-        return max(1, round((last - first) / (1 if len(self._fetched) < 3 else 2)))
+        return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
+
+    def _note_evaluation_ends(self, at: int) -> None:
+        if len(self._evaluation) == 1:
+            self._evaluation.append(at)
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
-    def captured(self, unseen: str) -> CapturedTrial:
-        """Return what was seen. ``unseen`` says why the objective's end was not.
+    def captured(self) -> CapturedTrial:
+        """Return what was seen.
 
         Raises:
             CaptureError: if there was no step.
@@ -341,21 +378,27 @@ class _Watch:
         after = self.marks[2] if len(self.marks) > 2 else None
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
+        self._note_evaluation_ends(len(self._recorder.ops))
         phases: dict[str, OpGraph] = {}
-        evaluated_at = len(self._recorder.ops) if self._evaluated_at is None else self._evaluated_at
-        if self._cut_at is not None and self._cut_at < evaluated_at:
-            phases["the evaluation"] = self._graph("infer", self._cut_at, evaluated_at)
+        if self._evaluation and self._evaluation[0] < self._evaluation[1]:
+            phases["the evaluation"] = self._graph("infer", *self._evaluation)
         if self._longest and len(self.marks) > 3:
             phases[self._longest] = self._graph("train", self.marks[2], self.marks[3])
         per_epoch = self._steps_per_epoch()
         steps = None
-        if not unseen:
-            steps = len(self.marks) if len(self.marks) < 3 else per_epoch * self._epochs if per_epoch is not None else None
-        return CapturedTrial(training, phases, per_epoch, steps, unseen)
+        if not self.unseen:
+            steps = len(self.marks)
+            if steps >= 3 and not self._counts_steps:
+                steps = None if per_epoch is None else per_epoch * self._epochs
+        return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
 
     def _steps_per_epoch(self) -> int | None:
-        length = None if self._trainer is None else self._trainer.num_batches
-        return None if length is None else max(1, math.ceil(length / self._batches_per_step))
+        if 0 in self._used[:3]:  # several steps for a batch
+            return None
+        try:
+            return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
+        except (TypeError, NotImplementedError):  # there is no loader, or it streams
+            return None
 
     def _first_forward(self) -> int:
         found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)

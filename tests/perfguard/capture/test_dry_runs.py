@@ -1,0 +1,579 @@
+"""Dry runs change nothing of the user's, and whatever an objective does in one, the process that asks goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from perfguard.capture import Answer, Ask, DryRuns
+from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError, TooLargeError
+from perfguard.workload import CapturedTrial
+
+A100 = resolve_device("a100")
+Objective = Callable[[Ask], object]
+
+
+def train(width: int = 8, *, batch: int = 32, rate: float = 0.1, epochs: int = 2, model: Any = None, data: Any = None) -> Any:
+    model = nn.Sequential(nn.Linear(20, width), nn.Linear(width, 3)) if model is None else model
+    model.to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    data = TensorDataset(torch.randn(320, 20), torch.randint(0, 3, (320,))) if data is None else data
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+    return model
+
+
+def answering(params: dict[str, Any], **others: float) -> Callable[..., Answer]:
+    """Of the parameters that ``others`` has, it gives another value."""
+
+    def answer(name: str) -> Answer:
+        return Answer(name, params[name], others.get(name))
+
+    return answer
+
+
+def no_params(*question: Any) -> Answer:
+    raise AssertionError(question)
+
+
+@pytest.fixture
+def dry() -> Iterator[Callable[..., DryRuns]]:
+    made: list[DryRuns] = []
+
+    def make(objective: Objective, **settings: Any) -> DryRuns:
+        made.append(DryRuns(objective, A100, **settings))
+        return made[-1]
+
+    yield make
+    for runs in made:
+        runs.close()
+
+
+class Bell:
+    """A pipe that dry runs write a byte to. It is no file, so they may."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+
+    def ring(self, text: bytes = b".") -> None:
+        os.write(self._write, text)
+
+    def heard(self) -> bytes:
+        try:
+            return os.read(self._read, 10_000)
+        except BlockingIOError:
+            return b""
+
+
+@pytest.fixture
+def bell() -> Bell:
+    return Bell()
+
+
+def is_alive(process: int) -> bool:
+    """A process that nobody has waited for yet has ended, too."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(process: int, within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while is_alive(process) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(process)
+
+
+# --- Nothing of the user's changes ----------------------------------------------------------------------------------------------
+
+
+def test_weights_gradients_and_random_numbers_stay_as_they_are(dry: Callable[..., DryRuns]) -> None:
+    model = nn.Linear(20, 3)
+    model(torch.randn(4, 20)).sum().backward()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+
+    def objective(ask: Ask) -> None:
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        train(model=model)
+
+    captured = dry(objective).capture(no_params)
+    assert captured.steps == 20
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(found, gradients, strict=True))
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert states[0] == random.getstate()
+    assert states[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert torch.equal(states[2], torch.get_rng_state())
+    assert not torch.cuda.is_initialized()
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def test_files_stay_as_they_are(dry: Callable[..., DryRuns], tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "weights.pt").write_bytes(b"weights")
+    (tmp_path / "notes.txt").write_text("notes")
+    database = sqlite3.connect(tmp_path / "own.db")
+    database.execute("CREATE TABLE found (value)")
+    database.commit()
+    log = (tmp_path / "run.log").open("a")
+    handler = logging.FileHandler(tmp_path / "handler.log")
+    before = _contents(tmp_path)
+
+    def objective(ask: Ask) -> None:
+        import shutil
+
+        folder = tmp_path / "runs" / "0"
+        folder.mkdir(parents=True)
+        os.makedirs(tmp_path / "more")  # noqa: PTH103
+        model = train()
+        torch.save(model.state_dict(), folder / "best.pt")
+        model.load_state_dict(torch.load(folder / "best.pt"))  # what was saved is there for this objective
+        torch.save(model.state_dict(), tmp_path / "notes.txt")
+        np.save(tmp_path / "loss.npy", np.zeros(3))
+        (tmp_path / "notes.txt").write_text("other")
+        with open(tmp_path / "notes.txt", "a") as notes:  # noqa: PTH123
+            notes.write("more")
+        (tmp_path / "old" / "weights.pt").unlink()
+        (tmp_path / "notes.txt").rename(tmp_path / "renamed.txt")
+        shutil.rmtree(tmp_path / "old")
+        os.remove(tmp_path / "notes.txt")  # noqa: PTH107
+        try:
+            handler.emit(logging.LogRecord("user", logging.INFO, "", 1, "dry", (), None))
+            log.write("dry")
+            log.flush()
+        except OSError:
+            pass
+        try:
+            database.execute("INSERT INTO found VALUES (1)")
+            database.commit()
+        except sqlite3.OperationalError:
+            pass
+        assert (tmp_path / "old" / "weights.pt").read_bytes() == b"weights"
+
+    captured = dry(objective).capture(no_params)
+    assert (captured.unseen, captured.steps) == ("", 20)
+    assert _contents(tmp_path) == before
+    log.write("real")
+    log.close()
+    handler.close()
+    assert (tmp_path / "run.log").read_text() == "real"
+    assert database.execute("SELECT * FROM found").fetchall() == []
+    database.close()
+
+
+def test_a_dry_run_prints_nothing(dry: Callable[..., DryRuns], capfd: pytest.CaptureFixture[str]) -> None:
+    def objective(ask: Ask) -> None:
+        print("hello")
+        sys.stderr.write("hello")
+        os.write(1, b"hello")
+        subprocess.run(["echo", "hello"], check=True)
+        train()
+
+    print("before", end="")  # in a buffer as the server is forked
+    assert dry(objective).capture(no_params).unseen == ""
+    assert capfd.readouterr() == ("before", "")
+
+
+def test_a_loader_of_before_keeps_its_workers(dry: Callable[..., DryRuns]) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(40.0)), 4, num_workers=1, persistent_workers=True)
+    running = [iter(loader)]
+    assert next(running[0])[0].tolist() == [0, 1, 2, 3]
+
+    def objective(ask: Ask) -> None:
+        for (x,) in loader:  # its own pass, in a process of its own
+            assert x.tolist() == [0, 1, 2, 3]
+            break
+        running.clear()
+        train()
+
+    runs = dry(objective)
+    assert runs.capture(no_params).unseen == ""
+    runs.close()  # beside workers that know the pipe of the server
+    assert [batch[0][0].item() for batch in running[0]] == [4, 8, 12, 16, 20, 24, 28, 32, 36]
+    running.clear()
+
+
+def test_an_iterator_of_before_is_not_read_on(dry: Callable[..., DryRuns]) -> None:
+    iterator = iter(DataLoader(TensorDataset(torch.arange(4.0))))
+    with pytest.raises(CaptureError, match="begun before the trial"):
+        dry(lambda ask: next(iterator)).capture(no_params)
+    assert len([*iterator]) == 4
+
+
+# --- Whatever the objective does ------------------------------------------------------------------------------------------------
+
+
+def hang(ask: Ask) -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def hang_in_c(ask: Ask) -> None:
+    time.sleep(1000)
+
+
+def hang_without_end(ask: Ask) -> None:
+    while True:
+        try:
+            train()
+            time.sleep(1000)
+        except BaseException:
+            continue
+
+
+def hang_against_sigterm(ask: Ask) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang_in_c(ask)
+
+
+def crash(ask: Ask) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def eat(ask: Ask) -> None:
+    kept = []
+    while True:
+        kept.append(np.ones(2**21))
+
+
+def leave(ask: Ask) -> None:
+    sys.exit("that was it")
+
+
+def leave_at_once(ask: Ask) -> None:
+    os._exit(0)
+
+
+def leave_with_a_status(ask: Ask) -> None:
+    os._exit(3)
+
+
+def step_never(ask: Ask) -> None:
+    for _ in DataLoader(TensorDataset(torch.randn(8, 20))):
+        pass
+
+
+def train_nothing(ask: Ask) -> None:
+    train(model=nn.Linear(20, 3).requires_grad_(False))
+
+
+def train_on_nothing(ask: Ask) -> None:
+    train(data=TensorDataset(torch.randn(0, 20), torch.randint(0, 3, (0,))))
+
+
+def have_a_bug(ask: Ask) -> None:
+    nn.Linear(20, 3).cuda()(torch.randn(4, 21).cuda())
+
+
+def return_what_cannot_be_asked(ask: Ask) -> None:
+    ask(lambda: None)
+
+
+TROUBLES: list[tuple[Objective, str]] = [
+    (hang, r"did not end within 0\.3 s"),
+    (hang_in_c, r"did not end within 0\.3 s"),
+    (hang_without_end, r"did not end within 0\.3 s"),
+    (hang_against_sigterm, r"did not end within 0\.3 s"),
+    (crash, "ended by signal 11"),
+    (eat, r"more than 0\.125 GiB of host memory"),
+    (leave, r"test_dry_runs\.py:\d+ with SystemExit: that was it"),
+    (leave_at_once, r"exit status 0"),
+    (leave_with_a_status, r"exit status 3"),
+    (step_never, "no step of a torch optimizer"),
+    (train_nothing, r"test_dry_runs\.py:\d+ with RuntimeError: element 0 of tensors does not require grad"),
+    (train_on_nothing, "no step of a torch optimizer"),
+    (have_a_bug, rf"test_dry_runs\.py:{have_a_bug.__code__.co_firstlineno + 1} with RuntimeError: .*4, 21"),
+    (return_what_cannot_be_asked, r"test_dry_runs\.py:\d+ with \w+: .*pickle"),
+]
+
+
+@pytest.mark.parametrize(("trouble", "message"), TROUBLES, ids=[trouble.__name__ for trouble, _ in TROUBLES])
+def test_a_dry_run_in_trouble_says_so_and_the_next_one_runs(
+    dry: Callable[..., DryRuns], trouble: Objective, message: str
+) -> None:
+    def objective(ask: Ask) -> None:
+        trouble(ask) if ask("troubles") else train()
+
+    runs = dry(objective, most_seconds=0.3 if "hang" in trouble.__name__ else 20, most_bytes=2**27)
+    runs.start()
+    with pytest.raises(CaptureError, match=message):
+        runs.capture(answering({"troubles": True}))
+    runs._most_seconds = 20
+    assert runs.capture(answering({"troubles": False})).steps == 20
+    with pytest.raises(CaptureError, match=message):  # remembered
+        runs.capture(answering({"troubles": True}), {"troubles": True})
+
+
+def test_an_objective_that_forks_is_heard_once(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        child = os.fork()
+        assert ask("width") == 8
+        train()
+        if child:
+            os.waitpid(child, 0)
+
+    runs = dry(objective)
+    assert runs.capture(answering({"width": 8})).steps == 20
+    with pytest.raises(CaptureError, match="AssertionError"):
+        runs.capture(answering({"width": 9}))
+
+
+def test_processes_that_the_objective_starts_end_with_its_dry_run(dry: Callable[..., DryRuns], bell: Bell) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring(b"%d" % subprocess.Popen(["sleep", "1000"]).pid)
+        train()
+
+    assert dry(objective).capture(no_params).unseen == ""
+    assert ends(int(bell.heard()))
+
+
+def test_a_slow_loader_gives_few_batches(dry: Callable[..., DryRuns]) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.001)
+            return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+    data = Slow(torch.randn(100_000, 20), torch.randint(0, 3, (100_000,)))
+    captured = dry(lambda ask: train(data=data, batch=8, epochs=3)).capture(no_params)
+    assert (captured.steps_per_epoch, captured.steps) == (12_500, 37_500)
+
+
+def test_a_stream_without_an_end_is_cut(dry: Callable[..., DryRuns]) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield torch.randn(20), 1
+
+    captured = dry(lambda ask: train(data=Stream())).capture(no_params)
+    assert (captured.steps_per_epoch, captured.steps, captured.unseen) == (None, None, "")
+
+
+def test_what_answers_may_raise(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        try:
+            ask("width")
+        finally:
+            train()
+
+    runs = dry(objective)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            runs.capture(lambda name: Answer(name, 1 / 0))
+    assert runs.capture(answering({"width": 8})).steps == 20
+
+
+# --- What is remembered ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_learning_rate_makes_no_dry_run(dry: Callable[..., DryRuns], bell: Bell) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring()
+        train(ask("width"), rate=ask("rate"))
+
+    runs = dry(objective)
+    first = runs.capture(answering({"width": 8, "rate": 0.1}, rate=0.3))
+    assert bell.heard() == b".."  # the second one tries another rate
+    for rate in (0.2, 0.4, 1.0):
+        params = {"width": 8, "rate": rate}
+        assert runs.capture(answering(params, rate=0.7), params) is first
+    assert bell.heard() == b""
+    params = {"width": 16, "rate": 0.1}
+    assert runs.capture(answering(params, rate=0.3), params) is not first
+    assert bell.heard() == b"."
+
+
+def test_a_float_that_changes_the_step_is_noticed(dry: Callable[..., DryRuns], bell: Bell) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring()
+        train(int(100 * ask("share")))
+
+    runs = dry(objective)
+    peaks = []
+    for share in (0.1, 0.5, 0.9):
+        params = {"share": share}
+        peaks.append(runs.capture(answering(params, share=0.3), params).graph.peak_live_bytes)
+    assert peaks == sorted(set(peaks))
+    assert bell.heard() == b"...."
+    runs.capture(answering({"share": 0.5}, share=0.3), {"share": 0.5})
+    assert bell.heard() == b""
+
+
+def test_a_rate_of_zero_is_another_step(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        share = ask("share")
+        train(model=nn.Sequential(nn.Linear(20, 3), *([nn.Dropout(share)] if share else [])))
+
+    runs = dry(objective)
+    some, more, none = (runs.capture(answering({"share": value}, share=0.5), {"share": value}) for value in (0.1, 0.2, 0.0))
+    assert some is more
+    assert none.graph.content_hash != some.graph.content_hash
+
+
+def test_parameters_may_be_drawn_after_training_began(dry: Callable[..., DryRuns], bell: Bell) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring()
+        model = train(ask("width"))
+        train(model=model, batch=ask("batch"))
+
+    runs = dry(objective)
+    params = {"width": 8, "batch": 64}
+    captured = runs.capture(answering(params), params)
+    assert runs.capture(answering(params), params) is captured
+    assert bell.heard() == b"."
+    with pytest.raises(KeyError, match="batch"):
+        runs.capture(answering({"width": 8}), {"width": 8})
+
+
+def test_what_is_asked_decides_which_parameters_are_needed(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        train(ask("width") if ask("kind") == "wide" else 4)
+
+    runs = dry(objective)
+    narrow = runs.capture(answering({"kind": "narrow"}), {"kind": "narrow"})
+    wide = {"kind": "wide", "width": 64}
+    assert runs.capture(answering(wide), wide).graph.peak_live_bytes > narrow.graph.peak_live_bytes
+    assert runs.capture(answering({"kind": "narrow"})) is narrow
+    wider = {"kind": "wide", "width": 128}
+    assert runs.capture(answering(wider), wider).graph.peak_live_bytes > runs.capture(answering(wide)).graph.peak_live_bytes
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_an_objective_that_always_fails_is_tried_three_times(dry: Callable[..., DryRuns], bell: Bell, known_before: bool) -> None:
+    def objective(ask: Ask) -> None:
+        bell.ring()
+        raise ValueError(f"width {ask('width')}")
+
+    runs = dry(objective)
+    for width in range(6):
+        params = {"width": width}
+        with pytest.raises(CaptureError, match=f"ValueError: width {min(width, 2)}"):
+            runs.capture(answering(params), params if known_before else None)
+    assert bell.heard() == b"..."
+
+
+def test_trials_that_are_too_large_do_not_end_the_dry_runs(dry: Callable[..., DryRuns]) -> None:
+    def objective(ask: Ask) -> None:
+        train(2 ** ask("width"))
+
+    runs = dry(objective)
+    for width in (60, 61, 62, 59):
+        params = {"width": width}
+        with pytest.raises(TooLargeError):
+            runs.capture(answering(params), params)
+    assert runs.capture(answering({"width": 3}), {"width": 3}).steps == 20
+
+
+# --- Processes and threads ------------------------------------------------------------------------------------------------------
+
+
+def test_threads_may_ask_at_once(dry: Callable[..., DryRuns]) -> None:
+    runs = dry(lambda ask: train(ask("width")))
+    runs.start()
+    found: dict[int, CapturedTrial] = {}
+
+    def search(first: int) -> None:
+        for width in range(first, first + 3):
+            found[width] = runs.capture(answering({"width": width}), {"width": width})
+
+    threads = [threading.Thread(target=search, args=(first,)) for first in (1, 4, 7, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    peaks = [found[width].graph.peak_live_bytes for width in range(1, 13)]
+    assert peaks == sorted(set(peaks))
+
+
+def test_a_server_that_was_killed_is_started_again(dry: Callable[..., DryRuns]) -> None:
+    runs = dry(lambda ask: train(ask("width")))
+    runs.start()
+    os.kill(runs._server, signal.SIGKILL)
+    with pytest.raises(CaptureError, match="process for dry runs has ended"):
+        runs.capture(answering({"width": 8}))
+    assert runs.capture(answering({"width": 9})).steps == 20
+
+
+def test_closing_ends_the_server_and_may_be_done_twice(dry: Callable[..., DryRuns]) -> None:
+    runs = dry(lambda ask: train())
+    runs.start()
+    server = runs._server
+    assert is_alive(server)
+    runs.close()
+    assert not is_alive(server)
+    runs.close()
+    assert runs.capture(no_params).steps == 20  # it begins again
+
+
+PARENT = """
+import os, sys, time
+sys.path[:0] = {paths}
+from perfguard.capture import Answer, DryRuns
+from perfguard.devices import resolve_device
+
+def objective(ask):
+    os.write(1 if len(sys.argv) < 2 else int(sys.argv[1]), b"%d\\n" % os.getpid())
+    time.sleep(1000)
+
+runs = DryRuns(objective, resolve_device("a100"))
+runs.start()
+print(runs._server, flush=True)
+try:
+    runs.capture(lambda: None)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
+def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.replace("{paths}", repr(sys.path)))
+    read, write = os.pipe()
+    parent = subprocess.Popen(
+        [sys.executable, script, str(write)], pass_fds=[write], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    os.close(write)
+    assert parent.stdout is not None
+    server, child = int(parent.stdout.readline()), int(os.read(read, 100))
+    os.close(read)
+    assert is_alive(server)
+    assert is_alive(child)
+    if how == "ctrl-c":
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.read() == "interrupted\n"
+        assert parent.wait(10) == 0
+    else:
+        parent.kill()
+        parent.wait()
+    parent.stdout.close()
+    assert ends(child)
+    assert ends(server)

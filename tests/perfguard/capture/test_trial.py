@@ -1,0 +1,889 @@
+"""A dry run of an objective shows the step that a description of it would: operators, storages, and their lifetimes."""
+# ruff: noqa: PLW2901 - as users write `x = x.cuda()`
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import random
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # it changes torch as it is imported
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from perfguard.capture.trial import capture
+from perfguard.devices import resolve_device
+from perfguard.exceptions import CaptureError, TooLargeError
+from perfguard.graph import Phase, StorageKind, trace
+from perfguard.graph.recorder import tensors_in
+from perfguard.workload import CapturedTrial, TensorSpec, Workload
+
+A100, CPU = resolve_device("a100"), resolve_device("cpu")
+BATCH = 16
+
+
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect() -> Iterator[None]:
+    """A capture collects garbage after each step. The process of a dry run has frozen what was there before, as this does."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def convolutional() -> nn.Module:
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 10))
+
+
+def images(number: int = 160, size: int = 32, batch: int = BATCH, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(number, 3, size, size), torch.randint(0, 10, (number,))), batch, **options)
+
+
+def rows(number: int = 320, batch: int = 32, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(number, 20), torch.randint(0, 3, (number,))), batch, **options)
+
+
+def fit(model: Any, loader: Any, optimizer: Any, *, loss: Any = F.cross_entropy, device: str = "cuda", epochs: int = 2) -> None:
+    for _ in range(epochs):
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            optimizer.zero_grad()
+            output = model(x)
+            value = loss(output, y)
+            value.backward()
+            optimizer.step()
+
+
+def classifies(make: Callable[[], Any] = convolutional, size: int = 32, **settings: Any) -> Workload:
+    """The described step of :func:`fit` with :func:`images`."""
+    settings = {"optimizer": torch.optim.AdamW} | settings
+    labels = TensorSpec((BATCH,), "int64")
+    return Workload(make(), inputs=(BATCH, 3, size, size), targets=labels, loss=F.cross_entropy, **settings)
+
+
+Case = tuple[Callable[[], object], Callable[[], Workload]]
+CASES: dict[str, Case] = {}
+
+
+def described_by(describe: Callable[[], Workload]) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    def note(objective: Callable[[], object]) -> Callable[[], object]:
+        CASES[objective.__name__] = objective, describe
+        return objective
+
+    return note
+
+
+@described_by(partial(classifies, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9)))
+def momentum() -> None:
+    model = convolutional().cuda()
+    fit(model, images(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss=nn.CrossEntropyLoss())
+
+
+@described_by(classifies)
+def workers_that_pin() -> None:
+    model = convolutional().to("cuda:0")
+    fit(model, images(num_workers=2, pin_memory=True, persistent_workers=True), torch.optim.AdamW(model.parameters()))
+
+
+@described_by(classifies)
+def device_as_tutorials_ask_for_it() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
+        model = convolutional()
+    fit(model, images(), torch.optim.AdamW(model.parameters()), device=device)  # type: ignore[arg-type]
+
+
+outer_model = convolutional()
+
+
+@described_by(classifies)
+def model_of_before() -> None:
+    fit(outer_model.cuda(), images(), torch.optim.AdamW(outer_model.parameters()))
+
+
+@described_by(partial(classifies, accumulation=4))
+def accumulation() -> None:
+    model = convolutional().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, (x, y) in enumerate(images(320), 1):
+        output = model(x.cuda())
+        loss = F.cross_entropy(output, y.cuda())
+        loss.backward()
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@described_by(lambda: classifies(lambda: torch.compile(convolutional())))
+def compiled() -> None:
+    model: Any = torch.compile(convolutional().cuda())
+    fit(model, images(), torch.optim.AdamW(model.parameters()))
+
+
+@described_by(partial(classifies, layout="nhwc"))
+def channels_last() -> None:
+    model = convolutional().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    loader = ((x.to(memory_format=torch.channels_last), y) for x, y in images())
+    fit(model, loader, torch.optim.AdamW(model.parameters()))
+
+
+@described_by(partial(classifies, precision="bf16"))
+def pure_bfloat16() -> None:
+    model = convolutional().to("cuda", torch.bfloat16)
+    fit(model, ((x.bfloat16(), y) for x, y in images()), torch.optim.AdamW(model.parameters()))
+
+
+@described_by(partial(classifies, precision="amp-bf16"))
+def autocast() -> None:
+    model = convolutional().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in images():
+        x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = model(x)
+            loss = F.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+
+
+@described_by(partial(classifies, zero_grad="before-backward"))
+def gradients_are_dropped_late() -> None:
+    model = convolutional().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in images():
+        x, y = x.cuda(), y.cuda()
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyConv2d(8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+
+
+@described_by(partial(classifies, lazy))
+def lazy_modules() -> None:
+    model, loader = lazy().cuda(), images()
+    model(next(iter(loader))[0].cuda())
+    fit(model, loader, torch.optim.AdamW(model.parameters()))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
+
+
+@described_by(lambda: Workload(encoder(), (8, 16, 64), (8, 16, 64), loss=F.mse_loss, optimizer=torch.optim.AdamW))
+def transformer() -> None:
+    model, data = encoder().cuda(), TensorDataset(torch.randn(64, 16, 64), torch.randn(64, 16, 64))
+    fit(model, DataLoader(data, 8), torch.optim.AdamW(model.parameters()), loss=F.mse_loss)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cells, self.head = nn.Embedding(100, 32), nn.LSTM(32, 64, 2, batch_first=True), nn.Linear(64, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        states, _ = self.cells(self.words(x))
+        return self.head(states[:, -1])
+
+
+INTEGERS = {"inputs": TensorSpec((8, 12), "int64"), "targets": TensorSpec((8,), "int64")}
+
+
+@described_by(lambda: Workload(Reader(), **INTEGERS, loss=F.cross_entropy, optimizer=torch.optim.Adam))  # type: ignore[arg-type]
+def recurrent() -> None:
+    model, data = Reader().cuda(), TensorDataset(torch.randint(0, 100, (64, 12)), torch.randint(0, 5, (64,)))
+    fit(model, DataLoader(data, 8), torch.optim.Adam(model.parameters()))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Conv2d(3, 8, 3), nn.Linear(8, 10), reentrant
+        self.block = nn.Sequential(nn.Conv2d(8, 32, 3), nn.GELU(), nn.Dropout(0.1), nn.Conv2d(32, 8, 3), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = checkpoint(self.block, self.stem(x), use_reentrant=self.reentrant)
+        return self.head(x.mean((2, 3)))
+
+
+def checkpointing(reentrant: bool) -> None:
+    model = Checkpointed(reentrant).cuda()
+    fit(model, images(), torch.optim.AdamW(model.parameters()))
+
+
+CASES["reentrant_checkpoints"] = partial(checkpointing, True), lambda: classifies(lambda: Checkpointed(True))
+CASES["checkpoints"] = partial(checkpointing, False), lambda: classifies(lambda: Checkpointed(False))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Using `torch.compile")  # of torch.compile
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_step_is_the_step_that_a_workload_describes(name: str) -> None:
+    objective, describe = CASES[name]
+    captured, described = capture(objective, A100).graph, trace(describe(), target=A100)
+    assert captured.ops == described.ops
+    assert captured.storages == described.storages
+    assert captured.content_hash == described.content_hash
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_a_step_on_the_cpu_is_the_step_that_a_workload_describes(optimizer: Any) -> None:
+    def objective() -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = convolutional().to(device)
+        fit(model, images(), optimizer(model.parameters()), device=device)
+
+    assert capture(objective, CPU).graph.content_hash == trace(classifies(optimizer=optimizer), target=CPU).content_hash
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["torchvision resnet50", "timm vit_base_patch16_224"])
+def test_networks_of_others_are_captured_as_they_are_described(make: str) -> None:
+    package, _, name = make.partition(" ")
+    library = pytest.importorskip(package)
+    build: Any = {"torchvision": lambda: library.models.get_model(name), "timm": lambda: library.create_model(name)}[package]
+
+    def objective() -> None:
+        model = build().to("cuda")
+        fit(model, images(64, 224), torch.optim.AdamW(model.parameters()))
+
+    assert capture(objective, A100).graph.content_hash == trace(classifies(build, 224), target=A100).content_hash
+
+
+# --- Where the objective runs a little more than can be described ---------------------------------------------------------------
+
+HEAVY = ("conv", "matmul", "norm", "attention", "fused_rnn")
+
+
+def heavy_ops(trial: Any) -> list[Any]:
+    graph = trial.graph if isinstance(trial, CapturedTrial) else trial
+    return [(op.name, op.phase, op.shape, op.dtype, op.flops) for op in graph.ops if op.kind in HEAVY]
+
+
+def test_counters_of_a_fused_optimizer_are_on_the_device() -> None:
+    fused = partial(torch.optim.AdamW, fused=True)
+
+    def objective() -> None:
+        model = convolutional().cuda()
+        fit(model, images(), fused(model.parameters()))
+
+    captured, described = capture(objective, A100).graph, trace(classifies(optimizer=fused), target=A100)
+    num_parameters = len([*convolutional().parameters()])
+    assert heavy_ops(captured) == heavy_ops(described)
+    assert captured.peak_live_bytes - described.peak_live_bytes == 4 * num_parameters
+
+
+def test_scaled_and_clipped_gradients_add_a_few_bytes() -> None:
+    def objective() -> None:
+        model = convolutional().cuda()
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+        for x, y in images():
+            x, y = x.cuda(), y.cuda()
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                output = model(x)
+                loss = F.cross_entropy(output, y)
+            if torch.isnan(loss):
+                raise ValueError
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert f"{loss:.3f}" == f"{loss.item():.3f}"
+
+    captured, described = capture(objective, A100).graph, trace(classifies(precision="amp-fp16"), target=A100)
+    assert heavy_ops(captured) == heavy_ops(described)
+    assert abs(captured.peak_live_bytes - described.peak_live_bytes) <= 64
+    names = [op.name for op in captured.ops]
+    assert "_amp_foreach_non_finite_check_and_unscale_" in names
+    assert any("norm" in op.name and op.phase is not Phase.FORWARD for op in captured.ops)
+
+
+# --- More than one model, or one optimizer --------------------------------------------------------------------------------------
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 20))
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize("num_critic_steps", [1, 3])
+def test_a_step_of_a_gan_is_that_of_both_optimizers(num_critic_steps: int) -> None:
+    def objective() -> None:
+        make, judge = generator().cuda(), critic().cuda()
+        of_judge, of_maker = torch.optim.Adam(judge.parameters()), torch.optim.Adam(make.parameters())
+        for _ in range(4):
+            for number, (x, _) in enumerate(rows(480), 1):
+                of_judge.zero_grad()
+                noise = torch.randn(32, 8, device="cuda")
+                (judge(make(noise).detach()).mean() - judge(x.cuda()).mean()).backward()
+                of_judge.step()
+                if number % num_critic_steps == 0:
+                    of_maker.zero_grad()
+                    (-judge(make(torch.randn(32, 8, device="cuda"))).mean()).backward()
+                    of_maker.step()
+
+    captured = capture(objective, A100)
+    updates = [op for op in captured.graph.ops if op.name == "_foreach_addcdiv_"]
+    assert len(updates) == num_critic_steps + 1
+    assert captured.steps_per_epoch == 15 // num_critic_steps
+    assert captured.steps == 4 * 15 // num_critic_steps
+    state = sum(s.num_bytes for s in captured.graph.storages if s.kind is StorageKind.OPTIMIZER_STATE)
+    assert state == 2 * 4 * sum(p.numel() for model in (generator(), critic()) for p in model.parameters())
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for() -> None:
+    def objective() -> None:
+        model, other = nn.Linear(20, 3).cuda(), nn.Linear(20, 3)
+        torch.optim.SGD(other.parameters(), lr=0.1)
+        spare = torch.optim.SGD(other.parameters(), lr=0.1)
+        fit(model, rows(3200), torch.optim.SGD(model.parameters(), lr=0.1), epochs=3)
+        del spare
+
+    captured = capture(objective, A100)
+    assert (captured.steps_per_epoch, captured.steps) == (100, 300)
+    assert len([op for op in captured.graph.ops if op.phase is Phase.OPTIMIZER]) == 1
+
+
+def test_lbfgs_evaluates_its_closure_within_a_step() -> None:
+    def objective() -> None:
+        model, x, y = nn.Linear(10, 1).cuda(), torch.randn(64, 10).cuda(), torch.randn(64, 1).cuda()
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            optimizer.step(closure)
+
+    captured = capture(objective, A100)
+    assert {op.phase for op in captured.graph.ops} == set(Phase)
+    assert next(op.shape for op in captured.graph.ops if op.kind == "matmul") == (64, 1)
+    assert (captured.steps, captured.steps_per_epoch) == (None, None)
+    assert "DataLoader" in captured.unseen
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "AveragedModel"])
+def test_an_average_of_the_weights_is_on_the_device(kind: str) -> None:
+    def objective(averages: bool) -> None:
+        model = convolutional().cuda()
+        average = (copy.deepcopy(model) if kind == "deepcopy" else AveragedModel(model)) if averages else None
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in images():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+            if isinstance(average, AveragedModel):
+                average.update_parameters(model)
+            elif average is not None:
+                with torch.no_grad():
+                    for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(weight, 0.01)
+
+    with_average, without = (capture(partial(objective, averages), A100).graph for averages in (True, False))
+    copied = sum(tensor.nbytes for tensor in convolutional().state_dict().values())
+    counter = 8 if kind == "AveragedModel" else 0
+    assert with_average.peak_live_bytes - without.peak_live_bytes == copied + counter
+    assert heavy_ops(with_average) == heavy_ops(without)
+
+
+# --- Values, masks and metrics --------------------------------------------------------------------------------------------------
+
+
+def test_metrics_in_numpy_and_lists_are_computed_on_the_host() -> None:
+    def objective() -> float:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        right = 0.0
+        for x, y in rows():
+            optimizer.zero_grad()
+            output = model(x.cuda())
+            F.cross_entropy(output, y.cuda()).backward()
+            optimizer.step()
+            right += np.mean(output.argmax(1).cpu().numpy() == y.numpy())
+            assert len(output.detach().cpu().tolist()) == 32
+            assert np.asarray(output.detach().cpu()).shape == (32, 3)
+            assert sum(value.item() for value in output[0]) == 0
+        return right
+
+    captured = capture(objective, A100)
+    assert captured.unseen == ""
+    assert (captured.steps_per_epoch, captured.steps) == (10, 10)
+
+
+def test_torchmetrics_counts_on_the_device() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def objective() -> float:
+        model = nn.Linear(20, 3).cuda()
+        accuracy = torchmetrics.Accuracy("multiclass", num_classes=3).to("cuda")
+        fit(model, rows(), torch.optim.SGD(model.parameters(), lr=0.1))
+        model.eval()
+        with torch.no_grad():
+            for x, y in rows():
+                accuracy.update(model(x.cuda()), y.cuda())
+        return float(accuracy.compute())
+
+    assert capture(objective, A100).unseen == ""
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_masks_select_rows(on_host: bool) -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in rows():
+            if not on_host:
+                x, y = x.cuda(), y.cuda()
+            keep = y >= 0
+            x, y = x[keep].cuda(), y[keep].cuda()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    graph = capture(objective, A100).graph
+    products = [op for op in graph.ops if op.kind == "matmul"]
+    if on_host:  # the values are there
+        assert products[0].shape == (32, 3)
+        assert graph.unmodelled == ()
+    else:
+        assert products[0].shape == (16, 3)
+        assert "half" in " ".join(graph.unmodelled)
+
+
+def test_a_trained_model_may_go_to_the_host() -> None:
+    def objective() -> None:
+        model = convolutional().cuda()
+        fit(model, images(), torch.optim.AdamW(model.parameters()))
+        model.cpu().double()
+        assert model(torch.randn(2, 3, 8, 8).double()).detach().numpy().shape == (2, 10)
+        assert model.to("cpu").state_dict()["0.weight"].cpu().numpy().sum() == 0
+
+    captured = capture(objective, A100)
+    assert (captured.unseen, captured.steps) == ("", 20)
+
+
+def test_an_evaluation_that_was_broken_off_before_training_feeds_no_step() -> None:
+    def objective() -> None:
+        model, validation = nn.Linear(20, 3).cuda(), rows(6400)
+        with torch.no_grad():
+            for x, _ in validation:
+                model(x.cuda())
+                break
+        fit(model, rows(320), torch.optim.SGD(model.parameters(), lr=0.1), epochs=3)
+
+    assert counted(objective) == (10, 30)
+
+
+def test_batches_that_are_fetched_ahead_make_no_steps_more() -> None:
+    def ahead(loader: Any) -> Iterator[Any]:
+        batches = iter(loader)
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows(320)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(8):
+            fit(model, ahead(loader), optimizer, epochs=1)
+
+    assert counted(objective) == (10, 80)
+
+
+# --- Loaders, steps and epochs --------------------------------------------------------------------------------------------------
+
+
+def counted(objective: Callable[[], object], *, device: Any = A100) -> tuple[int | None, int | None]:
+    captured = capture(objective, device)
+    return captured.steps_per_epoch, captured.steps
+
+
+@pytest.mark.parametrize(
+    ("number", "batch", "drop_last", "epochs", "per_epoch"),
+    [(320, 32, False, 7, 10), (330, 32, False, 3, 11), (330, 32, True, 3, 10), (32, 32, False, 9, 1), (64, 32, False, 1, 2)],
+)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_steps_are_batches_times_epochs(
+    number: int, batch: int, drop_last: bool, epochs: int, per_epoch: int, evaluates: bool
+) -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows(number, batch, drop_last=drop_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(epochs):
+            fit(model, loader, optimizer, epochs=1)
+            if evaluates:
+                evaluate(model, rows())
+
+    assert counted(objective) == (per_epoch, per_epoch * epochs)
+
+
+def evaluate(model: nn.Module, loader: Any) -> int:
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in loader:
+            right += int((model(x.cuda()).argmax(1) == y.cuda()).sum())
+    model.train()
+    return right
+
+
+def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches() -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows(320)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for number, (x, y) in enumerate(loader, 1):
+                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+                if number % 4 == 0 or number == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    assert counted(objective) == (3, 15)
+
+
+def test_training_data_that_are_evaluated_make_no_epoch() -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        evaluate(model, loader)
+        for _ in range(5):
+            fit(model, loader, optimizer, epochs=1)
+            evaluate(model, loader)
+            evaluate(model, rows())
+
+    assert counted(objective) == (10, 50)
+
+
+def test_of_several_loaders_the_one_that_feeds_the_steps_is_counted() -> None:
+    def objective() -> None:
+        model, labelled, others = nn.Linear(20, 3).cuda(), rows(320), rows(960)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        next(iter(others))
+        for _ in range(3):
+            for (x, y), (more, _) in zip(labelled, others, strict=False):
+                optimizer.zero_grad()
+                (F.cross_entropy(model(x.cuda()), y.cuda()) + model(more.cuda()).square().mean()).backward()
+                optimizer.step()
+
+    assert counted(objective) == (10, 30)
+
+
+class Batches:
+    """Without an end, as helpers of steps are written."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.iterator = loader, iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                yield next(self.iterator)
+            except StopIteration:
+                self.iterator = iter(self.loader)
+
+    def from_generator(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+
+@pytest.mark.parametrize("kind", ["iter", "generator", "cycle"])
+def test_steps_that_the_objective_counts_itself_are_counted(kind: str) -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows()
+        without_end: dict[str, Any] = {
+            "iter": Batches,
+            "generator": lambda loader: Batches(loader).from_generator(),
+            "cycle": itertools.cycle,
+        }
+        batches = without_end[kind](loader)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fit(model, itertools.islice(batches, 35), optimizer, epochs=1)
+
+    assert counted(objective) == (10, 35)
+
+
+def test_several_steps_of_a_batch_make_no_known_number_of_steps() -> None:
+    def objective() -> None:
+        model, loader = nn.Linear(20, 3).cuda(), rows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for batch in loader:
+                fit(model, [batch] * 4, optimizer, epochs=1)
+
+    assert counted(objective) == (None, None)
+
+
+def test_an_objective_that_catches_everything_is_not_seen_to_its_end() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        with contextlib.suppress(BaseException):
+            fit(model, rows(64), torch.optim.SGD(model.parameters(), lr=0.1), epochs=10**9)
+
+    captured = capture(objective, A100, most_seconds=0.1)
+    assert "more than 0.1 s" in captured.unseen
+    assert captured.steps is None
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.randn(20), random.randrange(3)
+
+
+def test_a_loader_without_an_end_has_no_epoch() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        loader = itertools.islice(DataLoader(Stream(), 32), 1000)
+        fit(model, loader, torch.optim.SGD(model.parameters(), lr=0.1), epochs=1)
+
+    assert counted(objective) == (None, None)
+
+
+def test_batches_that_are_on_the_device_are_indexed_there() -> None:
+    def objective() -> None:
+        x, y = torch.randn(1000, 20).cuda(), torch.randint(0, 3, (1000,)).cuda()
+        model = nn.Linear(20, 3).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            for chosen in torch.randperm(1000).split(50):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    assert "batch-on-device" in captured.graph.options
+    assert captured.graph.live_bytes_of(StorageKind.INPUT)[0] >= 1000 * 20 * 4
+    assert captured.steps is None
+
+
+class Sentences(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """500 samples of 10 to 99 tokens."""
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(10 + index * 7 % 90, dtype=torch.int64), index % 2
+
+
+def padded(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
+
+
+def test_the_longest_batch_is_a_phase_of_its_own() -> None:
+    """Where samples vary in length, the batch that the loader happens to give first says little of what memory must hold."""
+
+    def objective() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 2)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for tokens, labels in DataLoader(Sentences(), batch_size=4, shuffle=True, collate_fn=padded):
+                optimizer.zero_grad()
+                F.cross_entropy(model(tokens.cuda()).mean(1), labels.cuda()).backward()
+                optimizer.step()
+
+    captured = capture(objective, A100)
+    longest = captured.phases["the longest batch of 500 samples"]
+    assert next(op for op in longest.ops if op.name == "embedding").shape == (4, 99, 8)
+    assert captured.steps == 2 * 125
+
+
+# --- Evaluation -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_evaluation_with_a_larger_batch_has_its_own_peak(before: bool) -> None:
+    def objective() -> None:
+        model, validation = convolutional().cuda(), images(512, batch=256)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if before:
+            evaluate(model, validation)
+        for _ in range(3):
+            fit(model, images(), optimizer, epochs=1)
+            evaluate(model, validation)
+
+    captured = capture(objective, A100)
+    alone = trace(classifies(), target=A100)
+    assert captured.graph.content_hash == alone.content_hash  # the evaluation is not in the step
+    evaluation = captured.phases["the evaluation"]
+    assert evaluation.mode == "infer"
+    assert evaluation.peak_live_bytes > 256 * 16 * 30 * 30 * 4
+    assert evaluation.peak_live_bytes > captured.graph.peak_live_bytes
+    assert not any(op.phase is Phase.BACKWARD for op in evaluation.ops)
+    # The optimizer's state stays where it is meanwhile.
+    assert evaluation.live_bytes_of(StorageKind.OPTIMIZER_STATE).min() == 2 * 4 * sum(
+        parameter.numel() for parameter in convolutional().parameters()
+    )
+    assert captured.steps == 30
+
+
+# --- Beside a real run ----------------------------------------------------------------------------------------------------------
+
+
+class RealBytes(TorchDispatchMode):
+    """Sums the bytes of the storages that are alive after each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+        self.most = 0
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs or {}, out)):
+            storage = tensor.untyped_storage()
+            if storage not in self._numbers:
+                number = self._numbers[storage] = next(self._count)
+                self.alive[number] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, number)
+        self.most = max(self.most, sum(self.alive.values()))
+        return out
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 3))
+
+
+def squares(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (output - y).square().mean()  # mse_loss keeps more than its scalar, which PyTorch's meta kernel does not know
+
+
+@pytest.mark.parametrize("case", ["perceptron", "convolutional", "encoder"])
+def test_the_peak_of_live_bytes_is_that_of_the_real_step_to_the_byte(case: str) -> None:
+    cases: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, torch.Tensor, Any]] = {
+        "perceptron": (perceptron, torch.randn(512, 20), torch.randint(0, 3, (512,)), F.cross_entropy),
+        "convolutional": (convolutional, torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)), F.cross_entropy),
+        "encoder": (encoder, torch.randn(8, 16, 64), torch.randn(8, 16, 64), squares),
+    }
+    make, x, y, loss_of = cases[case]
+    real = RealBytes()
+
+    def objective(watch: Any = contextlib.nullcontext) -> None:
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            with watch() if step > 1 else contextlib.nullcontext():
+                optimizer.zero_grad()
+                output = model(x)
+                loss = loss_of(output, y)
+                loss.backward()
+                optimizer.step()
+
+    captured = capture(objective, CPU).graph
+    objective(lambda: real)
+    assert captured.peak_live_bytes == real.most
+
+
+# --- What a capture leaves behind -----------------------------------------------------------------------------------------------
+
+
+def _patchable() -> dict[Any, Any]:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    owners: list[Any] = [
+        torch, torch.cuda, nn.Module, nn.Parameter, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer,
+        DataLoader, _BaseDataLoaderIter, torch.optim.Optimizer, torch.amp.GradScaler, sys.modules["torch.optim.optimizer"],
+        sys.modules["torch.utils._foreach_utils"],
+    ]  # fmt: skip
+    return {(index, name): value for index, owner in enumerate(owners) for name, value in vars(owner).items() if callable(value)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("device", [A100, CPU], ids=["gpu", "cpu"])
+def test_after_a_capture_pytorch_is_as_it_was(device: Any, fails: bool) -> None:
+    def objective() -> None:
+        model = convolutional().to("cuda" if device is A100 else "cpu")
+        random.random(), np.random.rand(), torch.rand(1)
+        if fails:
+            raise RuntimeError("before the first step")
+        fit(model, images(), torch.optim.AdamW(model.parameters()), device="cuda" if device is A100 else "cpu")
+
+    before, states = _patchable(), (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="before the first step") if fails else contextlib.nullcontext():
+        capture(objective, device)
+    after = _patchable()
+    assert [key for key in {*before, *after} if before.get(key) is not after.get(key)] == []
+    assert states[0] == random.getstate()
+    assert torch.equal(states[1], torch.get_rng_state())
+    assert states[2] == np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert not torch.cuda.is_initialized()
+    assert sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks == {}
+    assert not nn.modules.module._has_any_global_hook()
+
+    model = convolutional()  # a real step
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    fit(model, images(32), torch.optim.AdamW(model.parameters()), device="cpu", epochs=1)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not any(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
+
+
+# --- What cannot be captured ----------------------------------------------------------------------------------------------------
+
+
+def test_an_objective_without_a_step_is_refused() -> None:
+    with pytest.raises(CaptureError, match="no step of a torch optimizer"):
+        capture(lambda: convolutional().cuda()(torch.randn(2, 3, 8, 8).cuda()), A100)
+
+
+def test_a_tensor_that_fits_into_no_memory_is_named() -> None:
+    def objective() -> None:
+        nn.Linear(2**40, 2**40, device="cuda")
+
+    with pytest.raises(TooLargeError):
+        capture(objective, A100)
+
+
+def test_an_error_after_the_second_step_says_why_the_end_is_unseen() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        fit(model, rows(64), torch.optim.SGD(model.parameters(), lr=0.1), epochs=1)
+        raise ValueError("no such file")
+
+    captured = capture(objective, A100)
+    assert captured.unseen == "ValueError: no such file"
+    assert (captured.steps_per_epoch, captured.steps) == (2, None)
+
+
+def test_a_long_trial_is_cut_off() -> None:
+    def objective() -> None:
+        model = nn.Linear(20, 3).cuda()
+        fit(model, rows(64), torch.optim.SGD(model.parameters(), lr=0.1), epochs=10**9)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = capture(objective, A100, most_seconds=0.1)
+    assert "more than 0.1 s" in captured.unseen
+    assert (captured.steps_per_epoch, captured.steps) == (2, None)
