@@ -292,7 +292,7 @@ def _await(child: int, most_s: float, most_bytes: int, parent: int) -> str:
             problem = "nobody waits for it"
         else:
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(2 * pause, 0.01)
             continue
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
