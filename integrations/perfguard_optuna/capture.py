@@ -68,6 +68,7 @@ class ObjectiveBuild:
         def answer(method: str, name: str, args: Any, kwargs: Any) -> Answer:
             return _answer(method, name, getattr(trial, method)(name, *args, **kwargs), args, kwargs)
 
+        _ = trial.relative_params  # a sampler dry-runs its proposals now, and not in this dry run
         return self._runs.capture(answer)
 
 
@@ -90,13 +91,12 @@ def _play(objective: Objective, directions: tuple[StudyDirection, ...], ask: Ask
 
 
 class DryTrial(optuna.Trial):
-    """The trial of a dry run. It suggests what the real one would, and reports nothing."""
+    """The trial of a dry run. It suggests what the real one would. What it reports goes into a study in memory."""
 
     def __init__(self, ask: Ask, directions: tuple[StudyDirection, ...]) -> None:
+        study = optuna.create_study(directions=directions, pruner=optuna.pruners.NopPruner(), study_name="dry-run")
+        super().__init__(study, study._storage.create_new_trial(study._study_id))
         self._ask = ask
-        self._params: dict[str, Any] = {}
-        self._attributes: dict[str, Any] = {}
-        self.study = _DryStudy(directions)  # type: ignore[assignment]
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
         return float(self._suggested("suggest_float", name, low, high, step=step, log=log))
@@ -108,52 +108,10 @@ class DryTrial(optuna.Trial):
         return self._suggested("suggest_categorical", name, choices)
 
     def _suggested(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name not in self._params:
-            self._params[name] = self._ask(method, name, args, kwargs)
-        return self._params[name]
-
-    def report(self, value: float, step: int) -> None:
-        """Report nothing."""
-
-    def should_prune(self) -> bool:
-        """A dry run goes on."""
-        return False
-
-    def set_user_attr(self, key: str, value: Any) -> None:
-        """Write nothing into the study."""
-        self._attributes[key] = value
-
-    def set_constraint(self, *args: Any, **kwargs: Any) -> None:
-        """Write nothing into the study."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """What it has suggested."""
-        return dict(self._params)
-
-    @property
-    def user_attrs(self) -> dict[str, Any]:
-        """What the objective has set."""
-        return dict(self._attributes)
-
-    @property
-    def number(self) -> int:
-        """Not that of a trial: a dry run may be of none."""
-        return 0
-
-
-class _DryStudy:
-    """What an objective may ask of the study of its trial."""
-
-    def __init__(self, directions: tuple[StudyDirection, ...]) -> None:
-        self.directions = list(directions)
-        self.direction = directions[0]
-        self.study_name = "dry-run"
-        self.user_attrs: dict[str, Any] = {}
-        self.trials: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        raise CaptureError(f"The objective reads trial.study.{name}, which a dry run does not have.")
+        known = self._cached_frozen_trial.params
+        if name not in known:
+            known[name] = self._ask(method, name, args, kwargs)
+        return known[name]
 
 
 def refuse_dry_trial(trial: object) -> None:

@@ -365,6 +365,7 @@ def _write_nothing() -> None:
     import resource
     import shutil
 
+    import safetensors.torch
     import torch
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -375,7 +376,11 @@ def _write_nothing() -> None:
     really_open, really_open_descriptor = builtins.open, os.open
 
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        return really_open(os.devnull if set(mode) & set("wax+") and not isinstance(file, int) else file, mode, *args, **kwargs)
+        writes = set(mode) & set("wax+") and not isinstance(file, int)
+        try:
+            return really_open(os.devnull if writes else file, mode, *args, **kwargs)
+        except FileNotFoundError:  # it may have been written in this dry run
+            return really_open(os.devnull, mode, *args, **kwargs)
 
     def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -389,6 +394,10 @@ def _write_nothing() -> None:
         setattr(os, name, nothing)
     for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"):
         setattr(shutil, name, nothing)
+    really_list: Callable[[Any], Any] = os.listdir
+    os.listdir = lambda path=".": really_list(path) if Path(path).exists() else []  # of a folder that was not made
+    for name in ("save_file", "serialize_file"):
+        setattr(safetensors.torch, name, nothing)
     # Files that are open already, and libraries that write by themselves: logs, databases.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     _MultiProcessingDataLoaderIter._shutdown_workers = nothing  # type: ignore[method-assign] # they work for the process before

@@ -5,8 +5,8 @@ What belongs on the device is on meta, and the rest of the program is real:
     parameters and buffers      on meta from their making on; those of a model made earlier, at its first forward pass
     `.to("cuda")`, `.cuda()`    on meta
     a batch from a loader       real, read by the process itself; a twin on meta stands for it where an operator meets it
-    `.cpu()`, `.numpy()`        zeros
-    `.item()`, `if loss > 0`    0.0, 0 or False
+    `.cpu()`, `.numpy()`        zeros; of what was copied to the device as it is, its values
+    `.item()`, `if loss > 0`    0.0, 0 or False, likewise
 
 So the same modes that trace a described workload (:class:`DevicePaths`, :class:`Recorder`) see the user's step.
 """
@@ -83,6 +83,24 @@ class HostTensors(TorchDispatchMode):
         """Whether a model computes. What it reads of a batch are the inputs."""
         self._unread: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Storages of a batch that no model has read yet."""
+        self._sources: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, torch.Tensor]] = weakref.WeakKeyDictionary()
+        """Of storages that were copied to the device: the tensor there, without its values, and that of the host."""
+
+    def remember(self, twin: torch.Tensor, source: torch.Tensor) -> None:
+        """Note that ``twin`` on the device has the values of ``source``."""
+        with _disable_current_modes():
+            self._sources[twin.untyped_storage()] = empty_twin(twin), source.detach()
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the host reads of a tensor on the device: labels and sizes are read back."""
+        with _disable_current_modes():
+            known = self._sources.get(tensor.untyped_storage())
+            is_changed = not tensor.is_inference() and tensor._version > 0
+            if known is None or tensor.dtype != known[0].dtype or is_changed:
+                return _host_values(tensor)
+            like, source = known
+            whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(source)
+            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,11 +111,11 @@ class HostTensors(TorchDispatchMode):
             if not (self._is_cpu and self.in_forward and any(x.dim() and x.is_floating_point() for x in given)):
                 return func(*args, **kwargs)  # else the host is the device, and what a model computes is its work
         if func is aten._local_scalar_dense.default:
-            return _placeholder(args[0].dtype)
+            return self.values_of(args[0]).item()
         if func is aten.equal.default:
             return False
         if func is aten._to_copy.default and args[0].is_meta and getattr(kwargs.get("device"), "type", "meta") != "meta":
-            return _host_values(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+            return self.values_of(args[0]).to(kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and not args[0].is_meta:
             return args[0]
         if func is aten.index.Tensor and any(_is_host_mask(index) for index in args[1]):
@@ -124,6 +142,7 @@ class HostTensors(TorchDispatchMode):
         self.num_copies += 1
         dtype, layout = kwargs.get("dtype") or source.dtype, kwargs.get("memory_format") or torch.preserve_format
         twin = torch.empty_like(source, dtype=dtype, device=META, memory_format=layout)
+        self.remember(twin, source)
         return self._arrived(twin)
 
     def _with_twins(self, value: Any) -> Any:
@@ -160,11 +179,13 @@ class Placement(TorchFunctionMode):
     Args:
         device: the guarded device.
         recorder: learns when a backward pass runs.
+        host: knows the values of what was copied to the device.
     """
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder, host: HostTensors) -> None:
         super().__init__()
         self._recorder = recorder
+        self._host = host
         self._is_cpu = device.kind == "cpu"
         self.in_forward = False
         """Whether a model computes. There, a tensor that is made on the CPU is on the guarded device, if that is the CPU."""
@@ -181,7 +202,7 @@ class Placement(TorchFunctionMode):
         source: Any = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_meta = source is not None and source.is_meta
         if func in _VALUES and on_meta:
-            args = (_host_values(source.detach()), *args[1:])
+            args = (self._host.values_of(source.detach()), *args[1:])
         elif func is torch.Tensor.cuda:
             return source.to(META)
         elif (func is torch.Tensor.cpu and on_meta and self._is_cpu) or func is torch.Tensor.pin_memory:
@@ -196,11 +217,15 @@ class Placement(TorchFunctionMode):
         args = tuple([place(item) for item in args])
         if "device" in kwargs:
             kwargs["device"] = place(kwargs["device"])
-        if self._is_cpu and self.in_forward and func in _device_constructors():
+        if self._is_cpu and self._recorder.phase is not Phase.OPTIMIZER and func in _device_constructors():
             device = kwargs.get("device")
-            if device is None or torch.device(device).type == "cpu":
+            if self.in_forward if device is None else torch.device(device).type == "cpu":
                 kwargs["device"] = META
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.tensor and out.is_meta and not tensors_in(args):  # sizes that several processes agree on
+            with _disable_current_modes():
+                self._host.remember(out, torch.tensor(*args, **{**kwargs, "device": "cpu"}))
+        return out
 
     @staticmethod
     def _place(value: Any) -> Any:
@@ -272,11 +297,11 @@ def staged(device: Device, loaded: Callable[[Any, LoaderEvent], Any]) -> Iterato
         replace(_BaseDataLoaderIter, "__next__", lambda own: _reading_really(own, loaded))
         replace(torch, "load", _loading_on_the_host)
         replace(torch.amp.GradScaler, "_maybe_opt_step", lambda _: _stepping_always)
+        for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as the device picks them
+            module = __import__(name, fromlist=[""])
+            for form in ("foreach", "fused") if device.kind == "cuda" else ("fused",):
+                replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
         if device.kind == "cuda":
-            for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):  # as CUDA picks them
-                module = __import__(name, fromlist=[""])
-                for form in ("foreach", "fused"):
-                    replace(module, f"_get_{form}_kernels_supported_devices", lambda own: lambda: [*own(), "meta"])
             _pretend_cuda(replace, device)
         yield
 
@@ -468,6 +493,7 @@ def _pretend_cuda(replace: Replace, device: Device) -> None:
 
     for name, answer in answers.items():
         replace(torch.cuda, name, answering(answer))
+        replace(torch.cuda.random, name, answering(answer))
     for name in ("Event", "Stream"):
         replace(torch.cuda, name, lambda _: _Nothing)
     for name in ("current_stream", "default_stream"):

@@ -36,7 +36,7 @@ from perfguard.graph.opgraph import OpGraph
 from perfguard.graph.recorder import Life, Recorder, kind_by_lifetime, tensors_in
 from perfguard.graph.selections import GROUPED_PRODUCTS
 from perfguard.graph.trace import tracing, unmodelled
-from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside
+from perfguard.pytorch import compiled_parts, is_compiled, module_inside, path_inside, random_numbers_kept
 from perfguard.workload import CapturedTrial, Mode, tf32_options, tf32_switches
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 _OF_LOADERS = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
+_MOST_SECONDS_SPARED = 1.0
+"""For how long batches that show nothing new are given all the same, before the first step, and after the third."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -72,6 +74,7 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     target = target_of(device)
     watch = _Watch(device, DevicePaths(target), most_seconds)
     with ExitStack() as stack:
+        stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(tracing(target, makes_on=None))
         stack.enter_context(staged(device, watch.load))
         watch.enter(stack)
@@ -123,7 +126,7 @@ class _Watch:
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
         self._host = HostTensors(device, self._recorder)
-        self._placement = Placement(device, self._recorder)
+        self._placement = Placement(device, self._recorder, self._host)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
         self.unseen = ""
@@ -154,7 +157,13 @@ class _Watch:
         """Steps since a loader has given a batch."""
         self._counts_steps = False
         """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
-        self._evaluation: list[int] = []
+        self._spared_until = math.inf
+        """Until when batches that show nothing new are given all the same."""
+        self._was_cut = False
+        """Whether the first epoch was cut short."""
+        self._steps_of_first: int | None = None
+        """Steps of the first epoch, if it came to its own end."""
+        self._evaluation: tuple[int, int] | None = None
         """First and last operator of the evaluation after the first epoch."""
         self._evaluates = False
         self._longest = ""
@@ -205,6 +214,8 @@ class _Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
         self._evaluates = not torch.is_grad_enabled()
+        if not self._roots:
+            self._spared_until = time.monotonic() + _MOST_SECONDS_SPARED
         if self._evaluates:
             for loader in self._giving:
                 self._passes[id(loader)].evaluates = True
@@ -279,13 +290,15 @@ class _Watch:
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
             return
-        gc.collect()
+        if len(self.marks) < 4:  # what is left behind later is in no step that is looked at
+            gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
         self._note_batches()
         if len(self.marks) == 3:
+            self._spared_until = time.monotonic() + _MOST_SECONDS_SPARED
             self._ends_at = time.monotonic() + self._most_seconds
-        if len(self.marks) >= 3 and self._trainer is None:
+        if self._trainer is None and time.monotonic() > self._spared_until:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
@@ -328,14 +341,14 @@ class _Watch:
         return self._longest_batches.pop() if self._longest_batches and len(self.marks) == 3 else None
 
     def _shows_nothing_new(self, latest: _Pass) -> bool:
-        if not latest.feeds:
-            return self._evaluates and latest.num_batches >= 2
-        in_first_epoch = self._epochs == 1
-        if len(self.marks) < 3 or not (in_first_epoch or latest.num_batches >= self._batches_per_step):
-            return False
-        if in_first_epoch and not self._evaluation:
-            self._evaluation = [len(self._recorder.ops)]
-        return True
+        """Whether the next batch of a pass is not needed. For a while all are given: a metric may ask for all outputs."""
+        if latest.feeds and self._epochs > 1:
+            return len(self.marks) >= 3 and latest.num_batches >= self._batches_per_step
+        if latest.feeds:
+            cuts = len(self.marks) >= 3 and time.monotonic() > self._spared_until
+            self._was_cut |= cuts
+            return cuts
+        return self._evaluates and latest.num_batches >= 2 and time.monotonic() > self._spared_until
 
     def _note_batches(self) -> None:
         """A step has ended. Of several loaders, the one that was asked first feeds it: it is that of the loop."""
@@ -353,16 +366,26 @@ class _Watch:
         latest.num_used = latest.num_batches
         if not latest.feeds:
             latest.feeds = True
+            if self._epochs == 1:
+                self._end_first_epoch(latest.begins_at, self._num_steps - 1)
             self._epochs += 1
-            self._note_evaluation_ends(latest.begins_at)
+
+    @property
+    def _num_steps(self) -> int:
+        """Steps so far, those among them that were not taken for whole ones."""
+        return next(reversed(self._stepped.values()), 0)
 
     @property
     def _batches_per_step(self) -> int:
         return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
 
-    def _note_evaluation_ends(self, at: int) -> None:
-        if len(self._evaluation) == 1:
-            self._evaluation.append(at)
+    def _end_first_epoch(self, at: int, num_steps: int) -> None:
+        """Note the steps of the first epoch, and what was computed after the last of them, up to the operator ``at``."""
+        self._steps_of_first = None if self._was_cut else num_steps - bool(self._longest)
+        ops = self._recorder.ops
+        begin = 1 + max((index for index, op in enumerate(ops[:at]) if op.phase is not Phase.FORWARD), default=-1)
+        if any(op.module for op in ops[begin:at]):
+            self._evaluation = begin, at
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
@@ -378,23 +401,27 @@ class _Watch:
         after = self.marks[2] if len(self.marks) > 2 else None
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        self._note_evaluation_ends(len(self._recorder.ops))
+        if self._epochs < 2:
+            self._was_cut |= bool(self.unseen)
+            self._end_first_epoch(len(self._recorder.ops), self._num_steps)
         phases: dict[str, OpGraph] = {}
-        if self._evaluation and self._evaluation[0] < self._evaluation[1]:
+        if self._evaluation is not None:
             phases["the evaluation"] = self._graph("infer", *self._evaluation)
         if self._longest and len(self.marks) > 3:
             phases[self._longest] = self._graph("train", self.marks[2], self.marks[3])
         per_epoch = self._steps_per_epoch()
         steps = None
         if not self.unseen:
-            steps = len(self.marks)
-            if steps >= 3 and not self._counts_steps:
+            steps = self._num_steps
+            if steps >= 3 and self._trainer is not None and not self._counts_steps:
                 steps = None if per_epoch is None else per_epoch * self._epochs
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
 
     def _steps_per_epoch(self) -> int | None:
         if 0 in self._used[:3]:  # several steps for a batch
             return None
+        if self._trainer is not None and self._steps_of_first and not self._counts_steps:
+            return self._steps_of_first
         try:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):  # there is no loader, or it streams

@@ -1,0 +1,532 @@
+"""Any ordinary objective runs guarded as it stands: scripts as in optuna-examples, trainers, models and trials of all kinds."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+from optuna.trial import FrozenTrial, TrialState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import perfguard_optuna
+from perfguard import Device, resolve_device
+from perfguard.exceptions import CaptureError, TooLargeError, UnguardedTrialError, UnguardedTrialWarning
+from perfguard.workload import CapturedTrial
+from perfguard_optuna import PerfGuardPruner, PerfGuardSampler, record_of
+from perfguard_optuna.capture import ObjectiveBuild
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its objectives really train where there is a GPU"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::perfguard.exceptions.MeasurementWarning"),
+]
+Objective = Callable[[optuna.Trial], Any]
+A100, CPU = resolve_device("a100"), resolve_device("cpu")
+
+
+def study_of(directions: Sequence[Any] = ("minimize",)) -> optuna.Study:
+    return optuna.create_study(directions=directions, sampler=optuna.samplers.RandomSampler(seed=0))
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_begins_anew() -> None:
+    """It keeps its device and its precision for the whole process."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def captured(objective: Objective, device: Device = A100, directions: Sequence[Any] = ("minimize",)) -> CapturedTrial:
+    """What the objective would run on ``device``. Nothing is run."""
+    study = study_of(directions)
+    build = ObjectiveBuild(objective, device, study.directions)
+    try:
+        return build.ask(study.ask())
+    finally:
+        build.close()
+
+
+def run_guarded(objective: Objective, directions: Sequence[Any] = ("minimize",), **settings: Any) -> list[FrozenTrial]:
+    study = study_of(directions)
+    study.optimize(perfguard_optuna.guarded(objective, gpu="cpu", log=False, **settings), n_trials=2)
+    return study.trials
+
+
+def assert_judged(trials: Sequence[FrozenTrial]) -> None:
+    """Each trial has run, after a verdict with a prediction."""
+    for trial in trials:
+        verdict = record_of(trial).verdict
+        assert verdict is not None
+        assert (trial.state, verdict.action, verdict.unjudged) == (TrialState.COMPLETE, "launch", "")
+        assert verdict.predicted["memory"].median > 0
+
+
+# --- Scripts as in optuna-examples ----------------------------------------------------------------------------------------------
+
+SCRIPTS: dict[str, tuple[str, int, int]] = {  # what it needs, steps of an epoch and of a trial
+    "pytorch_simple": ("torch", 30, 90),
+    "pytorch_checkpoint": ("torch", 10, 30),
+    "pytorch_lightning_simple": ("lightning", 45, 135),
+    "pytorch_ignite_simple": ("ignite", 20, 60),
+    "skorch_simple": ("skorch", 13, 39),
+    "transformers_simple": ("transformers", 20, 40),
+    "multi_objective_pytorch_simple": ("torch", 10, 30),
+}
+TRAINERS = [name for name, (needed, _, _) in SCRIPTS.items() if needed != "torch"]
+
+
+def script(name: str) -> ModuleType:
+    needed = SCRIPTS[name][0]
+    for package in {needed, *(("optuna_integration",) if needed in ("lightning", "ignite", "skorch") else ())}:
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "objectives" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def directions_of(name: str) -> Sequence[Any]:
+    return ("minimize", "maximize") if name.startswith("multi") else ("maximize",)
+
+
+parametrized = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAINERS else ()) for name in SCRIPTS]
+)
+
+
+@parametrized
+@pytest.mark.filterwarnings("ignore")
+def test_script_of_a_plain_study_runs_guarded_as_it_stands(name: str) -> None:
+    assert_judged(run_guarded(script(name).objective, directions_of(name)))
+
+
+@parametrized
+@pytest.mark.filterwarnings("ignore")
+def test_script_shows_its_whole_trial_to_a_machine_without_the_gpu(name: str) -> None:
+    found = captured(script(name).objective, A100, directions_of(name))
+    assert found.unseen == ""
+    assert (found.steps_per_epoch, found.steps) == SCRIPTS[name][1:]
+    assert found.graph.peak_live_bytes > 100_000
+    assert (found.phases.get("the evaluation") is None) == name.startswith(
+        "multi"
+    )  # whose only evaluation comes after the last epoch
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_script_of_a_guarded_study_runs_guarded_as_it_stands() -> None:
+    study = perfguard_optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(script("pytorch_simple").objective, n_trials=2, pruner=PerfGuardPruner(gpu="cpu", log=False))
+    assert_judged(study.trials)
+
+
+# --- Trainers -------------------------------------------------------------------------------------------------------------------
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 500, (32,))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def small_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=500, intermediate_size=128, **sizes))
+
+
+def train_text(model: nn.Module, batch_size: int, folder: Path, **arguments: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    quiet: dict[str, Any] = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    options = TrainingArguments(str(folder), per_device_train_batch_size=batch_size, num_train_epochs=2, **quiet, **arguments)
+    Trainer(model=model, args=options, train_dataset=Texts()).train()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_trainer_with_accumulation_checkpointing_and_bf16(tmp_path: Path) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        size = trial.suggest_categorical("batch_size", [4, 8])
+        options = {"gradient_accumulation_steps": 2, "bf16": True, "gradient_checkpointing": True}
+        train_text(small_llama(), size, tmp_path, **options)
+        return 0.0
+
+    found = captured(objective)
+    assert (found.graph.precision, found.unseen) == ("amp-bf16", "")
+    assert found.steps == 2 * found.steps_per_epoch  # type: ignore[operator]
+    assert found.steps_per_epoch in (4, 8)
+    assert_judged(run_guarded(objective))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerate_runs_guarded(mixed_precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def objective(trial: optuna.Trial) -> float:
+        accelerator = accelerate.Accelerator(mixed_precision=mixed_precision)
+        model = make_network(trial.suggest_int("width", 8, 64))
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), make_loader(10))
+        for _epoch in range(2):
+            for images, labels in loader:
+                optimizer.zero_grad()
+                accelerator.backward(F.cross_entropy(model(images), labels))
+                optimizer.step()
+        return 0.0
+
+    found = captured(objective)
+    assert (found.steps_per_epoch, found.steps, found.unseen) == (10, 20, "")
+    assert found.graph.precision == ("fp32" if mixed_precision == "no" else "amp-bf16")
+    assert_judged(run_guarded(objective))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lora_of_peft_has_gradients_of_its_adapters_only(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def objective(trial: optuna.Trial) -> float:
+        rank = trial.suggest_int("rank", 2, 8)
+        model = peft.get_peft_model(small_llama(), peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"]))
+        train_text(model, 4, tmp_path)
+        return 0.0
+
+    def whole(trial: optuna.Trial) -> float:
+        train_text(small_llama(), 4, tmp_path)
+        return 0.0
+
+    found = captured(objective)
+    assert (found.steps_per_epoch, found.steps, found.unseen) == (16, 32, "")
+    assert held_for_gradients(found) < 0.1 * held_for_gradients(captured(whole))
+    assert_judged(run_guarded(objective))
+
+
+def held_for_gradients(found: CapturedTrial) -> int:
+    return sum(storage.num_bytes for storage in found.graph.storages if storage.kind.name in ("GRADIENT", "OPTIMIZER_STATE"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_pretrained_model_is_read_from_its_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small_llama().save_pretrained(tmp_path / "model")
+
+    def objective(trial: optuna.Trial) -> float:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        train_text(model, trial.suggest_categorical("batch_size", [4, 8]), tmp_path)
+        return 0.0
+
+    def from_nothing(trial: optuna.Trial) -> float:
+        train_text(small_llama(), trial.suggest_categorical("batch_size", [4, 8]), tmp_path)
+        return 0.0
+
+    assert captured(objective).graph.peak_live_bytes == captured(from_nothing).graph.peak_live_bytes
+    assert_judged(run_guarded(objective))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_with_accumulation_validation_and_mixed_precision() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.network = make_network(width)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = F.cross_entropy(self.network(batch[0]), batch[1])
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", F.cross_entropy(self.network(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    def objective(trial: optuna.Trial) -> float:
+        off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(max_epochs=3, accumulate_grad_batches=2, precision="bf16-mixed", **off)
+        trainer.fit(Module(trial.suggest_int("width", 8, 64)), make_loader(10), make_loader(3))
+        return float(trainer.callback_metrics["val_loss"])
+
+    found = captured(objective)
+    assert (found.steps_per_epoch, found.steps, found.unseen) == (5, 15, "")
+    assert found.graph.precision == "amp-bf16"
+    assert found.phases.get("the evaluation") is not None
+    assert_judged(run_guarded(objective))
+
+
+# --- Objectives of all kinds ----------------------------------------------------------------------------------------------------
+
+
+def make_network(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+def make_loader(num_batches: int, batch_size: int = 4) -> DataLoader[Any]:
+    number = num_batches * batch_size
+    return DataLoader(TensorDataset(torch.randn(number, 3, 16, 16), torch.randint(0, 10, (number,))), batch_size)
+
+
+def train(model: nn.Module, loader: DataLoader[Any], epochs: int = 2) -> float:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _epoch in range(epochs):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+    return float(loss.detach())
+
+
+def plain(trial: optuna.Trial) -> float:
+    return train(make_network(trial.suggest_int("width", 8, 64)), make_loader(5))
+
+
+class Tuned:
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        return train(make_network(trial.suggest_int("width", 8, 64)), make_loader(5), self.epochs)
+
+
+@perfguard_optuna.guarded(gpu="cpu", log=False)  # type: ignore[untyped-decorator]
+def decorated(trial: optuna.Trial) -> float:
+    """Keeps its docstring."""
+    return plain(trial)
+
+
+OUTSIDE, OUTSIDE_LOADER = make_network(16), make_loader(5)
+
+
+def with_a_model_from_outside(trial: optuna.Trial) -> float:
+    trial.suggest_float("lr", 1e-4, 1e-2, log=True)
+    return train(OUTSIDE, OUTSIDE_LOADER)
+
+
+def with_a_conditional_space(trial: optuna.Trial) -> float:
+    if trial.suggest_categorical("kind", ["wide", "deep"]) == "wide":
+        return train(make_network(trial.suggest_int("width", 32, 64)), make_loader(5))
+    layers = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(trial.suggest_int("depth", 1, 3))]
+    return train(nn.Sequential(*layers, make_network(8)), make_loader(5))
+
+
+KINDS: dict[str, Objective] = {
+    "function": plain,
+    "lambda": lambda trial: train(make_network(trial.suggest_int("width", 8, 64)), make_loader(5)),
+    "object": Tuned(epochs=2),
+    "partial": functools.partial(lambda epochs, trial: Tuned(epochs)(trial), 2),
+    "model_from_outside": with_a_model_from_outside,
+    "conditional_space": with_a_conditional_space,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_objective_of_any_kind_runs_guarded(kind: str) -> None:
+    found = captured(KINDS[kind])
+    assert (found.steps_per_epoch, found.steps, found.unseen) == (5, 10, "")
+    assert_judged(run_guarded(KINDS[kind]))
+
+
+def test_model_from_outside_is_as_it_was_after_a_dry_run() -> None:
+    captured(with_a_model_from_outside)
+    assert all(not parameter.is_meta and parameter.isfinite().all() for parameter in OUTSIDE.parameters())
+
+
+def test_guarded_is_a_decorator() -> None:
+    assert (decorated.__name__, decorated.__doc__) == ("decorated", "Keeps its docstring.")
+    study = study_of()
+    study.optimize(decorated, n_trials=2)
+    assert_judged(study.trials)
+
+
+def test_trials_of_two_threads_are_all_judged() -> None:
+    study = study_of()
+    study.optimize(perfguard_optuna.guarded(plain, gpu="cpu", log=False), n_trials=4, n_jobs=2)
+    assert len(study.trials) == 4
+    assert_judged(study.trials)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_model_is_captured_as_compiled() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        return train(torch.compile(make_network(trial.suggest_int("width", 8, 64))), make_loader(5))  # type: ignore[arg-type]
+
+    found = captured(objective)
+    assert "compiled" in found.graph.options
+    assert (found.steps_per_epoch, found.steps) == (5, 10)
+
+
+# --- Verdicts -------------------------------------------------------------------------------------------------------------------
+
+
+def too_many(trial: optuna.Trial) -> float:
+    """A tensor of more bytes than PyTorch counts, or of 10 TiB."""
+    width = trial.suggest_categorical("width", [2**62, 10 * 2**40 // 16])
+    return train(nn.Sequential(nn.Flatten(), nn.Linear(4, width)), make_loader(5))
+
+
+def test_tensor_that_fits_into_no_memory_is_pruned_and_never_made() -> None:
+    launched: list[int] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        value = too_many(trial)
+        launched.append(trial.number)
+        return value
+
+    study = study_of()
+    for width in (2**62, 10 * 2**40 // 16):
+        study.enqueue_trial({"width": width})
+    study.optimize(perfguard_optuna.guarded(objective, gpu="cpu", log=False), n_trials=2)
+    assert [trial.state for trial in study.trials] == [TrialState.PRUNED] * 2
+    assert launched == []
+    assert [record_of(trial).verdict.action for trial in study.trials] == ["prune"] * 2  # type: ignore[union-attr]
+
+
+def test_sampler_captures_a_proposal_before_it_is_a_trial() -> None:
+    """After the first trial, what does not fit is recorded by the sampler, and each launched trial fits."""
+    widths: list[int] = []
+
+    def objective(trial: optuna.Trial) -> float:
+        width = trial.suggest_categorical("width", [8, 2**24])
+        model = make_network(width)
+        widths.append(width)
+        return train(model, make_loader(5))
+
+    pruner = PerfGuardPruner(gpu="a100", log=False)
+    sampler = PerfGuardSampler(optuna.samplers.RandomSampler(seed=1), pruner)
+    study = perfguard_optuna.create_study(sampler=sampler)
+    study.optimize(objective, n_trials=5, pruner=pruner)
+    assert widths == [8] * 5
+    proposed = [trial for trial in study.trials if "perfguard:proposed_for" in trial.user_attrs]
+    assert proposed
+    assert {trial.params["width"] for trial in proposed} == {2**24}
+
+
+def test_objective_that_describes_itself_is_judged_by_its_own_description() -> None:
+    pruner = PerfGuardPruner(gpu="cpu", log=False)
+
+    def objective(trial: optuna.Trial) -> float:
+        model = make_network(trial.suggest_int("width", 8, 64))
+        with pruner.trial(trial, model, (4, 3, 16, 16), loss=torch.mean, optimizer=torch.optim.AdamW):
+            return train(model, make_loader(5))
+
+    study = perfguard_optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(objective, n_trials=2, pruner=pruner)
+    assert_judged(study.trials)
+    with pytest.raises(CaptureError, match="describes its step by itself"):
+        captured(objective)
+
+
+def without_a_step(trial: optuna.Trial) -> float:
+    return float(trial.suggest_int("width", 8, 64))
+
+
+def test_objective_that_shows_no_step_runs_unguarded_with_its_cause() -> None:
+    with pytest.warns(UnguardedTrialWarning, match="no step of a torch optimizer"):
+        trials = run_guarded(without_a_step)
+    assert all(trial.state is TrialState.COMPLETE for trial in trials)
+    assert all("no step" in record_of(trial).verdict.unjudged for trial in trials)  # type: ignore[union-attr]
+
+
+def test_strict_guard_refuses_an_objective_that_shows_no_step() -> None:
+    with pytest.raises(UnguardedTrialError, match="no step of a torch optimizer"):
+        run_guarded(without_a_step, strict=True)
+
+
+# --- How an epoch ends ----------------------------------------------------------------------------------------------------------
+
+
+def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize("way", ["break", "generator", "next", "no_loader"])
+def test_steps_are_those_of_the_loop_and_not_of_its_loader(way: str) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        model, loader = nn.Linear(4, trial.suggest_int("width", 8, 64)), DataLoader(torch.randn(80, 4), 8)  # type: ignore[arg-type,var-annotated]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+
+        if way == "break":
+            for _epoch in range(5):
+                for index, batch in enumerate(loader):
+                    if index == 5:
+                        break
+                    step(batch)
+        batches = endless(loader) if way == "generator" else iter(loader)
+        for _number in range(0 if way == "break" else 25):
+            try:
+                step(next(batches) if way != "no_loader" else torch.randn(8, 4))
+            except StopIteration:
+                batches = iter(loader)
+                step(next(batches))
+        return 0.0
+
+    assert captured(objective).steps == 25
+
+
+def test_checkpoint_that_a_trial_saves_can_be_read_back_in_its_dry_run(tmp_path: Path) -> None:
+    """The best model is often saved in each epoch, and read after the last. Nothing of it is on the disk."""
+
+    def objective(trial: optuna.Trial) -> float:
+        model = make_network(trial.suggest_int("width", 8, 64))
+        train(model, make_loader(5))
+        torch.save(model.state_dict(), tmp_path / "best.pt")
+        model.load_state_dict(torch.load(tmp_path / "best.pt"))
+        return 0.0
+
+    assert captured(objective).unseen == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_were_copied_to_the_device_are_read_back() -> None:
+    """Labels are, for a metric. What was computed there is not known."""
+    labels = torch.arange(10)
+
+    def objective(trial: optuna.Trial) -> float:
+        train(make_network(trial.suggest_int("width", 8, 64)), make_loader(5))
+        there = labels.cuda()
+        assert there[2:].cpu().tolist() == [*range(2, 10)]
+        assert int(there[3]) == 3
+        there += 1
+        assert int(there[3]) == 0
+        return 0.0
+
+    assert captured(objective).unseen == ""
+
+
+def test_too_large_is_an_error_of_a_capture() -> None:
+    with pytest.raises(TooLargeError):
+        captured(lambda trial: train(nn.Linear(2**62, 4), make_loader(5)))
