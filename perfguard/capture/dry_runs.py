@@ -11,10 +11,8 @@ A child that hangs, dies or takes too much memory costs its limit, and its trial
 
 from __future__ import annotations
 
-import builtins
 import faulthandler
 import gc
-import io
 import logging
 import os
 import pickle
@@ -31,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from perfguard.capture.sandbox import leave_databases, write_nothing
 from perfguard.exceptions import CaptureError, TooLargeError
 
 if TYPE_CHECKING:
@@ -252,6 +251,7 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
         import perfguard.capture.trial  # noqa: F401 - the children find it imported
 
         torch.set_num_threads(1)  # the threads of the process before have not come along
+        leave_databases()
         gc.freeze()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while os.getppid() == parent:
@@ -336,7 +336,7 @@ def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception
     try:
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the system ends this process first
-        _write_nothing()
+        write_nothing()
         from perfguard.capture.trial import capture
 
         return capture(run, device)
@@ -358,63 +358,3 @@ def _line_of_user(error: BaseException) -> str:
         if not any(part in frame.filename for part in libraries) and not frame.filename.startswith("<"):
             return f" at {Path(frame.filename).name}:{frame.lineno}"
     return ""
-
-
-def _write_nothing() -> None:
-    """Keep this process from changing any file: what it opens for writing is the null device. Trackers are switched off."""
-    import resource
-    import shutil
-
-    import safetensors.torch
-    import torch
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
-    os.environ |= {
-        "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
-        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
-    really_open, really_open_descriptor = builtins.open, os.open
-    really_list: Callable[[Any], Any] = os.listdir
-    really_load = torch.load
-    made: dict[str, Any] = {}
-    """What the objective believes to have made, by its path: an object that was saved, or None."""
-
-    def place(path: Any) -> str:
-        return str(Path(path).absolute()) if isinstance(path, (str, os.PathLike)) else ""
-
-    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+") and not isinstance(file, int):
-            made[place(file)] = None
-        return really_open(os.devnull if place(file) in made else file, mode, *args, **kwargs)
-
-    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        return really_open_descriptor(os.devnull, os.O_RDWR) if writes else really_open_descriptor(path, flags, *args, **kwargs)
-
-    def make(path: Any, *_: Any, **__: Any) -> None:
-        made[place(path)] = None
-
-    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
-        made[place(f)] = obj
-
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-        found = made.get(place(f))
-        return really_load(f, *args, **kwargs) if found is None else found
-
-    def nothing(*_: Any, **__: Any) -> None: ...
-
-    builtins.open = io.open = open_to_read
-    os.open = open_descriptor
-    os.listdir = lambda path=".": [] if place(path) in made and not Path(path).exists() else really_list(path)
-    for name in ("mkdir", "makedirs"):
-        setattr(os, name, make)
-    for name in ("remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate", "chmod"):
-        setattr(os, name, nothing)
-    for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"):
-        setattr(shutil, name, nothing)
-    for name in ("save_file", "serialize_file"):
-        setattr(safetensors.torch, name, nothing)
-    torch.save, torch.load = save, load
-    # Files that are open already, and libraries that write by themselves: logs, databases.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    _MultiProcessingDataLoaderIter._shutdown_workers = nothing  # type: ignore[method-assign] # they work for the process before

@@ -6,29 +6,22 @@ the recording of all of it, the second step is cut out. Its graph is that of the
 
 from __future__ import annotations
 
-import dis
 import functools
 import gc
-import inspect
 import math
-import statistics
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.modules.module as hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
 
-from perfguard.capture import stage
-from perfguard.capture.stage import HostTensors, LoaderEvent, Placement, longest_batch, put_on_meta, replace_by_meta, staged
+from perfguard.capture.loaders import Loaders
+from perfguard.capture.stage import HostTensors, Placement, put_on_meta, replace_by_meta, staged
 from perfguard.exceptions import CaptureError
 from perfguard.graph.kernels import DevicePaths, target_of
 from perfguard.graph.op import Op, Phase, Storage, StorageKind
@@ -45,9 +38,6 @@ if TYPE_CHECKING:
 _HALF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-_OF_LOADERS = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
-_MOST_SECONDS_SPARED = 1.0
-"""For how long batches that show nothing new are given all the same, before the first step, and after the third."""
 _MOST_STEPS_ALONE = 20
 """Steps of one optimizer after which another that was made is not waited for: some are never stepped."""
 
@@ -76,7 +66,7 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(tracing(target, makes_on=None))
-        stack.enter_context(staged(device, watch.load))
+        stack.enter_context(staged(device, watch.loaders.load))
         watch.enter(stack)
         try:
             run()
@@ -89,34 +79,6 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     return watch.captured()
 
 
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """One pass over a loader."""
-
-    begins_at: int = 0
-    """Number of operators before it."""
-    num_batches: int = 0
-    num_used: int = 0
-    """Batches that the steps so far have used."""
-    feeds: bool = False
-    """Whether a step was made with its batches."""
-    evaluates: bool = False
-    """Whether a model has read its batches without gradients."""
-
-
-def _gives_without_end() -> bool:
-    """Whether a loader begins again because it ended, in `except StopIteration`, or in a loop of a generator."""
-    if isinstance(sys.exc_info()[1], StopIteration):
-        return True
-    frame: Any = sys._getframe(1)
-    while frame is not None and Path(frame.f_code.co_filename) in _OF_LOADERS:
-        frame = frame.f_back
-    if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
-        return False
-    jumps = (item for item in dis.get_instructions(frame.f_code) if item.opname.startswith("JUMP_BACKWARD"))
-    return any(jump.argval <= frame.f_lasti < jump.offset for jump in jumps)
-
-
 class _Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
@@ -127,6 +89,7 @@ class _Watch:
         self._recorder = Recorder(self._modules)
         self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder, self._host)
+        self.loaders = Loaders(lambda: len(self._recorder.ops))
         self._most_seconds = most_seconds
         self._ends_at = math.inf
         self.unseen = ""
@@ -135,8 +98,6 @@ class _Watch:
         """Number of operators at the end of each step."""
         self._copies: list[int] = []
         """Number of tensors copied to the device, likewise."""
-        self._used: list[int] = []
-        """Batches that each step has used."""
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers."""
         self._stepped: dict[int, int] = {}
@@ -145,31 +106,6 @@ class _Watch:
         """The models: outermost modules with parameters."""
         self._paths_of: dict[int, str] = {}
         self._depth = 0
-        self._passes: dict[int, _Pass] = {}
-        """The latest pass over each loader, by its id."""
-        self._giving: list[Any] = []
-        """Loaders that have given a batch since the last step, and have not ended."""
-        self._trainer: Any = None
-        """The loader that feeds the steps."""
-        self._epochs = 0
-        """Passes that have fed a step."""
-        self._num_unfed = 0
-        """Steps since a loader has given a batch."""
-        self._counts_steps = False
-        """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
-        self._spared_until = math.inf
-        """Until when batches that show nothing new are given all the same."""
-        self._was_cut = False
-        """Whether the first epoch was cut short."""
-        self._steps_of_first: int | None = None
-        """Steps of the first epoch, if it came to its own end."""
-        self._evaluation: tuple[int, int] | None = None
-        """First and last operator of the evaluation after the first epoch."""
-        self._evaluates = False
-        self._longest = ""
-        """Name of the longest batch. Empty: all are alike, as far as one can see."""
-        self._longest_batches: list[Any] = []
-        """Batches of the step of the longest one, that are still to be given."""
         self._precision = "fp32"
         self._channels_last = False
         self._compiled = False
@@ -213,12 +149,7 @@ class _Watch:
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         self._placement.in_forward = self._host.in_forward = True
-        self._evaluates = not torch.is_grad_enabled()
-        if not self._roots:
-            self._spared_until = time.monotonic() + _MOST_SECONDS_SPARED
-        if self._evaluates:
-            for loader in self._giving:
-                self._passes[id(loader)].evaluates = True
+        self.loaders.begin_forward(is_first=not self._roots, evaluates=not torch.is_grad_enabled())
         if id(module) not in self._roots and not self._paths_of[id(module)]:  # checkpointing runs parts of models
             self._roots[id(module)] = module_inside(module)
             self._compiled |= is_compiled(module)
@@ -285,7 +216,8 @@ class _Watch:
         state = [(names.get(id(p), ""), value) for p, values in optimizer.state.items() for value in values.values()]
         self._recorder.mark(state, StorageKind.OPTIMIZER_STATE)
         if id(optimizer) not in self._stepped:
-            self.marks, self._copies, self._used = [], [], []
+            self.marks, self._copies = [], []
+            self.loaders.begin_anew()
         self._stepped[id(optimizer)] = self._stepped.get(id(optimizer), 0) + 1
         awaits = any(id(made) not in self._stepped for made in self._made) and max(self._stepped.values()) < _MOST_STEPS_ALONE
         if awaits or list(self._stepped)[-1] != id(optimizer):  # a step ends with the optimizer that begins last
@@ -294,11 +226,10 @@ class _Watch:
             gc.collect()
         self.marks.append(len(self._recorder.ops))
         self._copies.append(self._host.num_copies)
-        self._note_batches()
+        self.loaders.end_step(self._stepped[id(optimizer)])
         if len(self.marks) == 3:
-            self._spared_until = time.monotonic() + _MOST_SECONDS_SPARED
             self._ends_at = time.monotonic() + self._most_seconds
-        if self._trainer is None and time.monotonic() > self._spared_until:
+        if not self.loaders.feed_steps and not self.loaders.may_spare:
             self._end("its batches do not come from a DataLoader, so its steps are not counted")
         if time.monotonic() > self._ends_at:
             self._end(f"its epochs take more than {self._most_seconds:g} s to dry-run, so they are not counted")
@@ -306,86 +237,6 @@ class _Watch:
     def _end(self, why: str) -> None:
         self.unseen = why  # the objective may catch what ends it
         raise _Enough(why)
-
-    # --- Loaders ----------------------------------------------------------------------------------------------------------------
-
-    def load(self, loader: Any, event: LoaderEvent) -> Any:
-        """Follow a loader that begins, is asked for a batch, has given it, or has ended. Cut short what shows nothing new.
-
-        Returns:
-            A batch in the place of the loader's own. None: it gives its own.
-        """
-        if event == "begins":
-            before = self._passes.get(id(loader))
-            self._counts_steps |= before is not None and before.feeds and _gives_without_end()
-            self._passes[id(loader)] = _Pass(len(self._recorder.ops))
-            self._evaluates = False
-        latest = self._passes.setdefault(id(loader), _Pass())
-        if event == "gave":
-            latest.num_batches += 1
-            if loader not in self._giving:
-                self._giving.append(loader)
-        elif event == "asked" and latest.feeds and self._epochs == 1 and (batch := self._longest_batch(loader)) is not None:
-            return batch
-        elif event != "asked" or self._shows_nothing_new(latest):
-            self._giving = [other for other in self._giving if other is not loader]
-            if event == "asked":
-                raise StopIteration
-        return None
-
-    def _longest_batch(self, loader: Any) -> Any:
-        """After three steps, one more is made of the longest batch, unless all are alike. None: that is over."""
-        if len(self.marks) == 3 and not self._longest_batches:
-            self._longest, batch = longest_batch(loader)
-            self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
-        return self._longest_batches.pop() if self._longest_batches and len(self.marks) == 3 else None
-
-    def _shows_nothing_new(self, latest: _Pass) -> bool:
-        """Whether the next batch of a pass is not needed. For a while all are given: a metric may ask for all outputs."""
-        if latest.feeds and self._epochs > 1:
-            return len(self.marks) >= 3 and latest.num_batches >= self._batches_per_step
-        if latest.feeds:
-            cuts = len(self.marks) >= 3 and time.monotonic() > self._spared_until
-            self._was_cut |= cuts
-            return cuts
-        return self._evaluates and latest.num_batches >= 2 and time.monotonic() > self._spared_until
-
-    def _note_batches(self) -> None:
-        """A step has ended. Of several loaders, the one that was asked first feeds it: it is that of the loop."""
-        likely = sorted(self._giving, key=lambda loader: (not self._passes[id(loader)].feeds, self._passes[id(loader)].evaluates))
-        loader = likely[0] if likely else self._trainer
-        self._giving.clear()
-        self._num_unfed = 0 if likely else self._num_unfed + 1
-        self._trainer = loader if self._trainer is None else self._trainer
-        if loader is None:
-            return
-        latest = self._passes[id(loader)]
-        self._used.append(latest.num_batches - latest.num_used)
-        # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
-        self._counts_steps |= self._num_unfed > 5 and 0 not in self._used[:3]
-        latest.num_used = latest.num_batches
-        if not latest.feeds:
-            latest.feeds = True
-            if self._epochs == 1:
-                self._end_first_epoch(latest.begins_at, self._num_steps - 1)
-            self._epochs += 1
-
-    @property
-    def _num_steps(self) -> int:
-        """Steps so far, those among them that were not taken for whole ones."""
-        return next(reversed(self._stepped.values()), 0)
-
-    @property
-    def _batches_per_step(self) -> int:
-        return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
-
-    def _end_first_epoch(self, at: int, num_steps: int) -> None:
-        """Note the steps of the first epoch, and what was computed after the last of them, up to the operator ``at``."""
-        self._steps_of_first = None if self._was_cut else num_steps - bool(self._longest)
-        ops = self._recorder.ops
-        begin = 1 + max((index for index, op in enumerate(ops[:at]) if op.phase is not Phase.FORWARD), default=-1)
-        if any(op.module for op in ops[begin:at]):
-            self._evaluation = begin, at
 
     # --- The result -------------------------------------------------------------------------------------------------------------
 
@@ -401,31 +252,20 @@ class _Watch:
         after = self.marks[2] if len(self.marks) > 2 else None
         copies = self._copies[1] - self._copies[0] if len(self._copies) > 1 else self._copies[0]
         training = self._graph("train", begin, end, after, on_device=not copies and self._device.kind == "cuda")
-        if self._epochs < 2:
-            self._was_cut |= bool(self.unseen)
-            self._end_first_epoch(len(self._recorder.ops), self._num_steps)
         phases: dict[str, OpGraph] = {}
-        if self._evaluation is not None:
-            phases["the evaluation"] = self._graph("infer", *self._evaluation)
-        if self._longest and len(self.marks) > 3:
-            phases[self._longest] = self._graph("train", self.marks[2], self.marks[3])
-        per_epoch = self._steps_per_epoch()
-        steps = None
-        if not self.unseen:
-            steps = self._num_steps
-            if steps >= 3 and self._trainer is not None and not self._counts_steps:
-                steps = None if per_epoch is None else per_epoch * self._epochs
+        if evaluation := self._evaluation():
+            phases["the evaluation"] = self._graph("infer", *evaluation)
+        if self.loaders.longest and len(self.marks) > 3:
+            phases[self.loaders.longest] = self._graph("train", self.marks[2], self.marks[3])
+        per_epoch, steps = self.loaders.steps(is_over=not self.unseen)
         return CapturedTrial(training, phases, per_epoch, steps, self.unseen)
 
-    def _steps_per_epoch(self) -> int | None:
-        if 0 in self._used[:3]:  # several steps for a batch
-            return None
-        if self._trainer is not None and self._steps_of_first and not self._counts_steps:
-            return self._steps_of_first
-        try:
-            return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
-        except (TypeError, NotImplementedError):  # there is no loader, or it streams
-            return None
+    def _evaluation(self) -> tuple[int, int] | None:
+        """First and last operator of what was computed between the last step of the first epoch and the second epoch."""
+        ops, at = self._recorder.ops, self.loaders.first_ended_at
+        end = len(ops) if at is None else at
+        begin = 1 + max((index for index, op in enumerate(ops[:end]) if op.phase is not Phase.FORWARD), default=-1)
+        return (begin, end) if any(op.module for op in ops[begin:end]) else None
 
     def _first_forward(self) -> int:
         found = (index for index, op in enumerate(self._recorder.ops) if op.module and op.phase is Phase.FORWARD)

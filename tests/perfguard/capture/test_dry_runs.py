@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -131,6 +132,25 @@ def test_weights_gradients_and_random_numbers_stay_as_they_are(dry: Callable[...
     assert states[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert torch.equal(states[2], torch.get_rng_state())
     assert not torch.cuda.is_initialized()
+
+
+def test_a_dry_run_has_database_connections_of_its_own(postgres_url: str, dry: Callable[..., DryRuns]) -> None:
+    """Two processes that talk over one connection get each other's answers."""
+    engine = sqlalchemy.create_engine(postgres_url)
+
+    def backend() -> Any:
+        with engine.connect() as connection:
+            return connection.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+
+    own = backend()
+
+    def objective(ask: Ask) -> None:
+        assert backend() != own
+        train()
+
+    assert dry(objective).capture(no_params).unseen == ""
+    assert backend() == own
+    engine.dispose()
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

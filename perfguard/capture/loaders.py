@@ -1,0 +1,210 @@
+"""Loaders: which DataLoader feeds the steps of a dry run, how many steps that makes, and which batches show nothing new."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from perfguard.capture import stage
+from perfguard.capture.stage import LoaderEvent, longest_batch
+
+_FILES = (Path(__file__), Path(stage.__file__), Path(dataloader.__file__))
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One pass over a loader."""
+
+    begins_at: int = 0
+    """Number of operators before it."""
+    num_batches: int = 0
+    num_used: int = 0
+    """Batches that the steps so far have used."""
+    feeds: bool = False
+    """Whether a step was made with its batches."""
+    evaluates: bool = False
+    """Whether a model has read its batches without gradients."""
+
+
+class Loaders:
+    """Follows the loaders of an objective, and cuts them short: an epoch is a pass over a loader that feeds steps.
+
+    Args:
+        num_operators: counts the operators recorded so far.
+        seconds_spared: for how long batches that show nothing new are given all the same, before the first step and after the
+            third: an epoch may end before its loader does, and a metric may ask for as many outputs as there are labels.
+    """
+
+    def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float = 1.0) -> None:
+        self._num_operators = num_operators
+        self._seconds_spared = seconds_spared
+        self._spared_until = math.inf
+        self._passes: dict[int, _Pass] = {}
+        """The latest pass over each loader, by its id."""
+        self._giving: list[Any] = []
+        """Loaders that have given a batch since the last step, and have not ended."""
+        self._trainer: Any = None
+        """The loader that feeds the steps."""
+        self._used: list[int] = []
+        """Batches that each step has used."""
+        self._num_steps = 0
+        self._num_epochs = 0
+        self._num_unfed = 0
+        """Steps since a loader has given a batch."""
+        self._counts_steps = False
+        """Whether the objective ends after a number of steps, and begins its loader again as often as it must."""
+        self._evaluates = False
+        """Whether the latest forward pass had no gradients."""
+        self._was_cut = False
+        """Whether the first epoch was cut short."""
+        self._steps_of_first: int | None = None
+        """Steps of the first epoch, if it came to its own end."""
+        self.first_ended_at: int | None = None
+        """Number of operators where the second epoch begins. None: there is none."""
+        self.longest = ""
+        """Name of the longest batch, of which a fourth step is made. Empty: all are alike, as far as one can see."""
+        self._longest_batches: list[Any] = []
+        """Batches of that step that are still to be given."""
+
+    @property
+    def may_spare(self) -> bool:
+        """Whether there is time for what shows nothing new."""
+        return time.monotonic() <= self._spared_until
+
+    @property
+    def feed_steps(self) -> bool:
+        """Whether the batches of the steps come from a loader."""
+        return self._trainer is not None
+
+    def load(self, loader: Any, event: LoaderEvent) -> Any:
+        """Follow a loader that begins, is asked for a batch, has given it, or has ended.
+
+        Returns:
+            A batch in the place of the loader's own. None: it gives its own.
+
+        Raises:
+            StopIteration: if its next batches show nothing new.
+        """
+        if event == "begins":
+            before = self._passes.get(id(loader))
+            self._counts_steps |= before is not None and before.feeds and _gives_without_end()
+            self._passes[id(loader)] = _Pass(self._num_operators())
+            self._evaluates = False
+        latest = self._passes.setdefault(id(loader), _Pass())
+        if event == "gave":
+            latest.num_batches += 1
+            if loader not in self._giving:
+                self._giving.append(loader)
+        elif event == "asked" and latest.feeds and self._num_epochs == 1 and (batch := self._longest_batch(loader)) is not None:
+            return batch
+        elif event != "asked" or self._shows_nothing_new(latest):
+            self._giving = [other for other in self._giving if other is not loader]
+            if event == "asked":
+                raise StopIteration
+        return None
+
+    def _longest_batch(self, loader: Any) -> Any:
+        if len(self._used) == 3 and not self._longest_batches:
+            self.longest, batch = longest_batch(loader)
+            self._longest_batches = [] if batch is None else [batch] * self._batches_per_step
+        return self._longest_batches.pop() if self._longest_batches and len(self._used) == 3 else None
+
+    def _shows_nothing_new(self, latest: _Pass) -> bool:
+        if not latest.feeds:
+            return self._evaluates and latest.num_batches >= 2 and not self.may_spare
+        if len(self._used) < 3:
+            return False
+        if self._num_epochs > 1:
+            return latest.num_batches >= self._batches_per_step
+        self._was_cut |= not self.may_spare
+        return self._was_cut
+
+    def begin_forward(self, *, is_first: bool, evaluates: bool) -> None:
+        """Note a forward pass of a model. What was given since the last step feeds an evaluation, if it has no gradients."""
+        if is_first:
+            self._spared_until = time.monotonic() + self._seconds_spared
+        self._evaluates = evaluates
+        if evaluates:
+            for loader in self._giving:
+                self._passes[id(loader)].evaluates = True
+
+    def begin_anew(self) -> None:
+        """Forget the steps so far: another optimizer belongs to a step."""
+        self._used = []
+
+    def end_step(self, num_steps: int) -> None:
+        """Note a step, with the number of steps so far. Of several loaders, the one asked first feeds it: that of the loop."""
+        self._num_steps = num_steps
+        likely = sorted(self._giving, key=lambda loader: (not self._passes[id(loader)].feeds, self._passes[id(loader)].evaluates))
+        loader = likely[0] if likely else self._trainer
+        self._giving.clear()
+        self._num_unfed = 0 if likely else self._num_unfed + 1
+        self._trainer = loader if self._trainer is None else self._trainer
+        latest = _Pass() if loader is None else self._passes[id(loader)]
+        self._used.append(latest.num_batches - latest.num_used)
+        latest.num_used = latest.num_batches
+        # itertools.cycle keeps what it was given. So do those who fetch ahead, for a few steps.
+        self._counts_steps |= loader is not None and self._num_unfed > 5 and 0 not in self._used[:3]
+        if loader is not None and not latest.feeds:
+            latest.feeds = True
+            if self._num_epochs == 1:
+                self.first_ended_at = latest.begins_at
+                self._end_first_epoch(num_steps - 1)
+            self._num_epochs += 1
+        if len(self._used) == 3:
+            self._spared_until = time.monotonic() + self._seconds_spared
+
+    def _end_first_epoch(self, num_steps: int) -> None:
+        self._steps_of_first = None if self._was_cut else num_steps - bool(self.longest)
+
+    @property
+    def _batches_per_step(self) -> int:
+        return max(1, statistics.median_high(self._used[:3]))  # the first or the last step of an epoch may be another
+
+    def steps(self, *, is_over: bool) -> tuple[int | None, int | None]:
+        """Return the steps of an epoch and of the trial. None: they are not known.
+
+        Args:
+            is_over: whether the objective came to its end.
+        """
+        if is_over and self._num_epochs == 1:
+            self._end_first_epoch(self._num_steps)
+        per_epoch = self._steps_per_epoch()
+        if not is_over:
+            return per_epoch, None
+        if self._num_steps < 3 or self._trainer is None or self._counts_steps:
+            return per_epoch, self._num_steps
+        return per_epoch, None if per_epoch is None else per_epoch * self._num_epochs
+
+    def _steps_per_epoch(self) -> int | None:
+        if self._trainer is None or 0 in self._used[:3]:  # several steps for a batch
+            return None
+        if self._steps_of_first and not self._counts_steps:
+            return self._steps_of_first
+        try:
+            return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
+        except (TypeError, NotImplementedError):  # it streams
+            return None
+
+
+def _gives_without_end() -> bool:
+    """Whether a loader begins again because it ended, in `except StopIteration`, or in a loop of a generator."""
+    if isinstance(sys.exc_info()[1], StopIteration):
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename) in _FILES:
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    jumps = (item for item in dis.get_instructions(frame.f_code) if item.opname.startswith("JUMP_BACKWARD"))
+    return any(jump.argval <= frame.f_lasti < jump.offset for jump in jumps)

@@ -1,0 +1,81 @@
+"""What keeps the process of a dry run from changing anything outside of it."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def leave_databases() -> None:
+    """Let this process talk over no connection to a database that the process before still has open."""
+    engines = sys.modules.get("sqlalchemy.engine")
+    if engines is not None:
+        for found in gc.get_objects():
+            if isinstance(found, engines.Engine):
+                found.dispose(close=False)
+
+
+def write_nothing() -> None:
+    """Keep this process from changing any file: what it opens for writing is the null device. Trackers are switched off."""
+    import resource
+    import shutil
+
+    import safetensors.torch
+    import torch
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    os.environ |= {
+        "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    really_open, really_open_descriptor = builtins.open, os.open
+    really_list: Callable[[Any], Any] = os.listdir
+    really_load = torch.load
+    made: dict[str, Any] = {}
+    """What the objective believes to have made, by its path: an object that was saved, or None."""
+
+    def place(path: Any) -> str:
+        return str(Path(path).absolute()) if isinstance(path, (str, os.PathLike)) else ""
+
+    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+") and not isinstance(file, int):
+            made[place(file)] = None
+        return really_open(os.devnull if place(file) in made else file, mode, *args, **kwargs)
+
+    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        return really_open_descriptor(os.devnull, os.O_RDWR) if writes else really_open_descriptor(path, flags, *args, **kwargs)
+
+    def make(path: Any, *_: Any, **__: Any) -> None:
+        made[place(path)] = None
+
+    def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
+        made[place(f)] = obj
+
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        found = made.get(place(f))
+        return really_load(f, *args, **kwargs) if found is None else found
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    builtins.open = io.open = open_to_read
+    os.open = open_descriptor
+    os.listdir = lambda path=".": [] if place(path) in made and not Path(path).exists() else really_list(path)
+    for name in ("mkdir", "makedirs"):
+        setattr(os, name, make)
+    for name in ("remove", "unlink", "rmdir", "rename", "replace", "symlink", "link", "truncate", "chmod"):
+        setattr(os, name, nothing)
+    for name in ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"):
+        setattr(shutil, name, nothing)
+    for name in ("save_file", "serialize_file"):
+        setattr(safetensors.torch, name, nothing)
+    torch.save, torch.load = save, load
+    # Files that are open already, and libraries that write by themselves: logs, databases.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    _MultiProcessingDataLoaderIter._shutdown_workers = nothing  # type: ignore[method-assign] # they work for the process before
