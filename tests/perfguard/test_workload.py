@@ -155,6 +155,7 @@ def test_missing_optimizer_is_announced_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("perfguard.exceptions._logged_topics", set())
     monkeypatch.setattr(logging.getLogger("perfguard"), "handlers", [Mine()])
     monkeypatch.setattr(logging.getLogger("perfguard"), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger("perfguard"), "_cache", {})  # of levels that were asked for before
     for params in ({"optimizer": torch.optim.SGD}, {}, {}):
         build_workload(lambda given: Workload(nn.Linear(2, 2), (1, 2), loss=torch.mean, **given), params)
     (line,) = said
