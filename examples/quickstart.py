@@ -47,7 +47,7 @@ MEMORY_BUDGET = "64MiB"
 MIDDLE = {"batch_size": 128, "width": 36, "depth": 4, "kernel": 3, "optimizer": "adam", "lr": 1e-3}
 """A configuration in the middle of the search space. The time budget is MOST_TIMES its time on this machine."""
 MOST_TIMES = 2
-EPOCHS = 1
+EPOCHS = 4
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,

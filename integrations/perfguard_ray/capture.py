@@ -64,7 +64,7 @@ class TrainableBuild(DryRuns):
         answers = iter([_answer(name, value) for name, value in flatten_dict(dict(params)).items()])
         return self.capture(lambda: next(answers))
 
-    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception:
+    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         config = copy.deepcopy(dict(self._config))
         with suppress(StopIteration):
             while True:
@@ -75,7 +75,7 @@ class TrainableBuild(DryRuns):
         if known is not None:
             return known
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
-        task = _dry_run.remote(self._objective, config, self._device)
+        task = _dry_run.remote(self._objective, config, self._device, spares)
         try:
             result: CapturedTrial | Exception = ray.get(task, timeout=most_s)
         except ray.exceptions.GetTimeoutError:
@@ -102,7 +102,7 @@ def _put(config: dict[str, Any], found: Answer) -> None:
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_calls=1, max_retries=0)  # the trials that run may have all processors
-def _dry_run(trainable: Any, config: dict[str, Any], device: Device) -> CapturedTrial | Exception:
+def _dry_run(trainable: Any, config: dict[str, Any], device: Device, spares: bool) -> CapturedTrial | Exception:
     import warnings
 
     import torch
@@ -113,7 +113,7 @@ def _dry_run(trainable: Any, config: dict[str, Any], device: Device) -> Captured
         os.dup2(null, stream)
     torch.set_num_threads(1)
     _pretend_session()
-    return seen(lambda: _play(trainable, config), device)
+    return seen(lambda: _play(trainable, config), device, spares=spares)
 
 
 def _play(trainable: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:

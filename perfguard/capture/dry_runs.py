@@ -90,6 +90,8 @@ class DryRuns:
         """The continuous parameters, by the names of all parameters that a trial has had."""
         self._by_value: dict[tuple[str, ...], bool] = {}
         """Whether the values of continuous parameters change the step, by the names of all parameters."""
+        self._spares = True
+        """Whether dry runs give all batches for a while: without, the steps of the trials were not seen, or others were."""
 
     def start(self) -> None:
         """Fork the server, unless it runs. Call it before the first trial.
@@ -142,7 +144,7 @@ class DryRuns:
             found = self._known.get(()) if params is None else self._recall(params)
             if found is None:
                 self.start()
-                found = self._run(answer, answers)
+                found = self._run(answer, answers, spares=self._spares)
                 self._remember(answers, found)
             if isinstance(found, Exception):
                 raise found
@@ -184,10 +186,13 @@ class DryRuns:
             return found if found.other is None else found._replace(value=found.other)
 
         try:
-            other = self._run(vary, {})
+            other = self._run(vary, {}, spares=False)
         except StopIteration:  # it has more parameters then
             return True
-        return isinstance(other, Exception) or other.graph.content_hash != captured.graph.content_hash
+        if isinstance(other, Exception):
+            return True
+        self._spares = (other.steps, other.unseen) != (captured.steps, captured.unseen)
+        return other.graph.content_hash != captured.graph.content_hash
 
     def _key(self, answers: Mapping[str, Answer]) -> Any:
         by_value = self._by_value.get(tuple(answers), True)
@@ -196,14 +201,14 @@ class DryRuns:
             for known in answers.values()
         )
 
-    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer]) -> CapturedTrial | Exception:
+    def _run(self, answer: Callable[..., Answer], answers: dict[str, Answer], *, spares: bool) -> CapturedTrial | Exception:
         """Return what a dry run shows. It ends as soon as its ``answers``, which it fills in, are known ones."""
         pipe = self._pipe
         assert pipe is not None
         self._num_runs += 1
         began, most_s = time.monotonic(), max(self._most_seconds, 10 * self._longest_s)
         try:
-            pipe.send(("run", (self._num_runs, most_s)))
+            pipe.send(("run", (self._num_runs, most_s, spares)))
             while True:
                 number, word, content = pipe.recv()
                 if number != self._num_runs:  # the last word of a dry run before
@@ -260,10 +265,10 @@ def _serve(pipe: Connection, objective: Callable[[Ask], object], device: Device,
             request, content = pipe.recv()
             if request != "run":  # for a child that has ended by itself
                 continue
-            number, most_s = content
+            number, most_s, spares = content
             child = os.fork()
             if not child:
-                _dry_run(pipe, number, objective, device)
+                _dry_run(pipe, number, objective, device, spares)
             problem = _await(child, most_s, most_bytes, parent)
             os.killpg(0, signal.SIGTERM)  # processes that the objective has started
             if problem:
@@ -306,7 +311,7 @@ def _resident_bytes(process: int) -> int:
         return 0
 
 
-def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], device: Device) -> NoReturn:
+def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], device: Device, spares: bool) -> NoReturn:
     """Run in the child: capture the objective, and send what it shows."""
     process = os.getpid()
 
@@ -323,7 +328,7 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
         return value
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    found = seen(lambda: objective(ask), device)
+    found = seen(lambda: objective(ask), device, spares=spares)
     try:
         send("failed" if isinstance(found, Exception) else "captured", found)
     except Exception as error:
@@ -331,7 +336,7 @@ def _dry_run(pipe: Connection, number: int, objective: Callable[[Ask], object], 
     os._exit(_HAS_SENT)
 
 
-def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception:
+def seen(run: Callable[[], object], device: Device, *, spares: bool) -> CapturedTrial | Exception:
     """Capture an objective without arguments in this process, which is thrown away after it. Return why, if that fails."""
     try:
         with suppress(OSError):
@@ -339,7 +344,7 @@ def seen(run: Callable[[], object], device: Device) -> CapturedTrial | Exception
         write_nothing()
         from perfguard.capture.trial import capture
 
-        return capture(run, device)
+        return capture(run, device, spares=spares)
     except (CaptureError, TooLargeError) as error:
         return error
     except BaseException as error:

@@ -45,7 +45,7 @@ class Loaders:
             third: an epoch may end before its loader does, and a metric may ask for as many outputs as there are labels.
     """
 
-    def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float = 1.0) -> None:
+    def __init__(self, num_operators: Callable[[], int], *, seconds_spared: float) -> None:
         self._num_operators = num_operators
         self._seconds_spared = seconds_spared
         self._spared_until = math.inf
@@ -99,6 +99,7 @@ class Loaders:
             before = self._passes.get(id(loader))
             self._counts_steps |= before is not None and before.feeds and _gives_without_end()
             self._passes[id(loader)] = _Pass(self._num_operators())
+            self._giving = [other for other in self._giving if not _are_alike(other, loader)]  # its pass was left by a `break`
             self._evaluates = False
         latest = self._passes.setdefault(id(loader), _Pass())
         if event == "gave":
@@ -195,6 +196,11 @@ class Loaders:
             return max(1, math.ceil(len(self._trainer) / self._batches_per_step))
         except (TypeError, NotImplementedError):  # it streams
             return None
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether one loader is the other, made anew for another epoch."""
+    return type(one.dataset) is type(other.dataset) and one.batch_size == other.batch_size
 
 
 def _gives_without_end() -> bool:

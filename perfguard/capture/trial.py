@@ -46,7 +46,7 @@ class _Enough(BaseException):
     """Ends the objective when all has been seen."""
 
 
-def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 5.0) -> CapturedTrial:
+def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 5.0, spares: bool = True) -> CapturedTrial:
     """Run an objective without computing anything, and return what its trial would run on ``device``.
 
     It replaces parts of PyTorch while it runs, and leaves behind what the objective leaves behind. So call it in a process of its
@@ -55,14 +55,15 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
     Args:
         run: the objective, without arguments.
         device: the guarded device.
-        most_seconds: how long to look for the end of the trial after its first evaluation.
+        most_seconds: how long to look for the end of the trial after its third step.
+        spares: give all batches for up to a second, before loaders are cut short.
 
     Raises:
         CaptureError: if the objective makes no optimizer step, or raises an error before its second.
         TooLargeError: if a tensor of it has more bytes than PyTorch can count.
     """
     target = target_of(device)
-    watch = _Watch(device, DevicePaths(target), most_seconds)
+    watch = _Watch(device, DevicePaths(target), most_seconds, spares)
     with ExitStack() as stack:
         stack.enter_context(random_numbers_kept(beside_threads=True))
         stack.enter_context(tracing(target, makes_on=None))
@@ -82,14 +83,14 @@ def capture(run: Callable[[], object], device: Device, *, most_seconds: float = 
 class _Watch:
     """Follows an objective: where its steps end, which loader feeds them, and what its model is."""
 
-    def __init__(self, device: Device, paths: DevicePaths, most_seconds: float) -> None:
+    def __init__(self, device: Device, paths: DevicePaths, most_seconds: float, spares: bool) -> None:
         self._device = device
         self._paths = paths
         self._modules: list[str] = []
         self._recorder = Recorder(self._modules)
         self._host = HostTensors(device, self._recorder)
         self._placement = Placement(device, self._recorder, self._host)
-        self.loaders = Loaders(lambda: len(self._recorder.ops))
+        self.loaders = Loaders(lambda: len(self._recorder.ops), seconds_spared=1.0 if spares else 0.0)
         self._most_seconds = most_seconds
         self._ends_at = math.inf
         self.unseen = ""

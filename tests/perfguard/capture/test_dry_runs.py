@@ -447,6 +447,27 @@ def test_a_float_that_changes_the_step_is_noticed(dry: Callable[..., DryRuns], b
     assert bell.heard() == b""
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_later_dry_runs_are_short_where_that_counts_the_same_steps(dry: Callable[..., DryRuns], bell: Bell, breaks: bool) -> None:
+    def objective(ask: Ask) -> None:
+        model = nn.Linear(20, ask("width")).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=ask("rate"))
+        for _ in range(2):
+            for number, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(64, 20)), 2)):
+                if breaks and number == 20:
+                    break
+                bell.ring()
+                optimizer.zero_grad()
+                model(x.cuda()).mean().backward()
+                optimizer.step()
+
+    runs, steps = dry(objective), 40 if breaks else 64
+    assert runs.capture(answering({"width": 8, "rate": 0.1}, rate=0.3)).steps == steps
+    bell.heard()
+    assert runs.capture(answering({"width": 16, "rate": 0.1}, rate=0.3)).steps == steps
+    assert len(bell.heard()) == (21 if breaks else 4)  # the first epoch, and a step of the second
+
+
 def test_a_rate_of_zero_is_another_step(dry: Callable[..., DryRuns]) -> None:
     def objective(ask: Ask) -> None:
         share = ask("share")
