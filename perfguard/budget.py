@@ -232,11 +232,13 @@ class Budget:
             ends: whether the study itself has an end that the trial must not outlast.
         """
         infers = workload.mode == "infer"
+        unseen = getattr(workload, "unseen", "")
+        steps = f"The dry run did not see them: {unseen}." if unseen else "Give Workload(..., steps=...)."
         if (self.trial_time_s is not None or ends) and workload.steps is None:
             name = "time_budget" if self.trial_time_s is not None else "within_timeout"
-            yield name, f"{name} needs the number of steps of a trial. Give Workload(..., steps=...)."
+            yield name, f"{name} needs the number of steps of a trial. {steps}"
         if self.cost is not None and workload.steps is None:
-            yield "cost_budget", "cost_budget needs the number of steps of a trial. Give Workload(..., steps=...)."
+            yield "cost_budget", f"cost_budget needs the number of steps of a trial. {steps}"
         if self.epoch_time_s is not None and infers:
             yield "epoch_time_budget", "epoch_time_budget limits training, but the workload has mode='infer'. Leave it out."
         elif self.epoch_time_s is not None and workload.steps_per_epoch is None:

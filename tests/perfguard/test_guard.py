@@ -350,6 +350,13 @@ def test_largest_phase_of_a_captured_trial_decides_its_memory(own_log: Measureme
     assert set(record.measured) == {"time", "step_time"}
 
 
+def test_steps_that_a_dry_run_did_not_see_are_named(log: MeasurementStore) -> None:
+    captured = CapturedTrial(trace(WORKLOAD), unseen="its batches do not come from a DataLoader")
+    guard = Guard(DEVICE, time_budget="1h", predictor=Oracle(), log=log)
+    with pytest.warns(UnguardedTrialWarning, match="The dry run did not see them: its batches do not come from a DataLoader"):
+        guard.decide(lambda: captured)
+
+
 def test_guard_does_not_learn_from_another_device(own_log: MeasurementStore) -> None:
     """Finding 1: a smoke test on a laptop ruined the A100's predictions for every later process."""
     oracle = Oracle()
